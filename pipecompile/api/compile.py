@@ -4,6 +4,8 @@ pipeline itself.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Unpack
 
@@ -15,6 +17,7 @@ from pipecompile.api.choices import Choices, check_names
 from pipecompile.api.links import LinksInput, links_for
 from pipecompile.api.options import options_for
 from pipecompile.api.plan import assist, make_plan
+from pipecompile.api.shapes import declared_shapes
 from pipecompile.api.soundness import findings
 from pipecompile.api.staleness import check_current
 from pipecompile.cost_models.table import CostFunction
@@ -49,6 +52,7 @@ def pipecompile(
     autocast: torch.dtype | None = None,
     step_timeout: float | None = None,
     weights: str | Path | None = None,
+    shapes: Sequence[Any] = (),
     **choices: Unpack[Choices],
 ) -> Pipeline:
     """Return `model` as a pipeline of `k` stages (4 unless `k` or `ranks` is given), ready to
@@ -75,6 +79,9 @@ def pipecompile(
     weights         For a model on the meta device, of which each rank then holds its own stages
                     only: a safetensors file, the index or folder of several, or a checkpoint.
                     Without it modules set their parameters themselves, from `seed`.
+    shapes          Further minibatches like `sample_input`, with other sizes beyond dimension 0: a
+                    step takes batches of each of these shapes. The plan, its prediction and
+                    `simulate()` are for `sample_input`, which is to be the largest.
     choices         `help(pipecompile.Choices)` lists them: ranks, microbatches, schedule, memory …
 
     Under torchrun rank 0 plans for all ranks. Raises InputError, CaptureError, InfeasibleError or
@@ -98,6 +105,8 @@ def pipecompile(
         # Both ways: a plan that was just made is checked as one from a file is.
         check_current(committed, captured)
         check_world(committed)
+        capture = partial(_captured, options=committed.options, self_check=self_check)
+        declared = declared_shapes(target, captured, committed, shapes, capture)
     # Not within `on_meta`: the pipeline gives values to its stages.
     with target.precision():
         return Pipeline(
@@ -109,6 +118,7 @@ def pipecompile(
             mesh=mesh,
             step_timeout=step_timeout,
             weights=weights,
+            shapes=declared,
         )
 
 

@@ -33,7 +33,7 @@ from pipecompile.ir.graph import CostGraph
 from pipecompile.profiling.profile import profile
 from pipecompile.profiling.workload import Loss
 
-__all__ = ["comparable", "cost_graph", "cost_model", "measured_on"]
+__all__ = ["comparable", "cost_graph", "cost_model", "measured_on", "profiled"]
 
 logger = logging.getLogger("pipecompile.api")
 CPU = torch.device("cpu")
@@ -122,7 +122,7 @@ def cost_graph(
         target.check_values(f"costs={costs!r}")
     if isinstance(model, Measured):
         return _measured(target, microbatches, captured, model, fresh=fresh)
-    return _profiled(target, microbatches, captured, model)
+    return profiled(target, microbatches, captured, model)
 
 
 def _measured(
@@ -135,8 +135,8 @@ def _measured(
         # Only times come from the cache. Sizes are counted each time, since that takes no device.
         before = {name: CallCost(**msgspec.structs.asdict(cost)) for name, cost in known.items()}
         cached = CachedCosts(before, model.allocator, model.fused_attention)
-        return _profiled(target, microbatches, captured, cached)
-    graph = _profiled(target, microbatches, captured, model)
+        return profiled(target, microbatches, captured, cached)
+    graph = profiled(target, microbatches, captured, model)
     logger.info(
         "measured %s distinct calls of %s nodes on %s, median spread %s",
         *(f"{len(model.costs_by_signature):,}", f"{len(graph.nodes):,}"),
@@ -153,9 +153,9 @@ def _operations(captured: Captured) -> Iterable[fx.Node]:
     return (node for node in captured.module.graph.nodes if node.op != "get_attr")
 
 
-def _profiled(target: Target, microbatches: int, captured: Captured, model: CostModel) -> CostGraph:
-    """The cost graph by `model`: under the original parameter names, and with what may not be
-    recomputed.
+def profiled(target: Target, microbatches: int, captured: Captured, model: CostModel) -> CostGraph:
+    """Return the cost graph by `model`: under the original parameter names, and with what may not
+    be recomputed.
     """
     inputs = captured.capture.inputs.flatten(captured.sample)
     loss, targets = loss_of(target, microbatches, captured)

@@ -1,7 +1,8 @@
 """Transfer of stages, regions and encoded runs to another graph of the same model.
 
 A plan is made for the training graph. The graph of the evaluation, for example, has no dropout, so
-its nodes differ a little. `training/pipeline.py` calls this when the model runs in another mode.
+its nodes differ a little. `training/program.py` calls this when the model runs in another mode, or
+on batches of another shape.
 """
 
 from __future__ import annotations
@@ -55,8 +56,8 @@ def transfer(
     empty = sorted(set(assignment.values()) - set(stages.values()))
     if empty:
         raise CaptureError(
-            f"in this mode stage {empty[0]} has nothing to run, since the forward leaves its "
-            "modules out; use fewer stages, or compile the model in this mode"
+            f"in this mode or shape stage {empty[0]} has nothing to run, since the forward leaves "
+            "its modules out; use fewer stages, or compile the model for this one"
         )
     return {node.name: stage for node, stage in stages.items()}
 
@@ -75,9 +76,9 @@ def _first_possible_stage(
         if stage >= earliest:
             return stage
     raise CaptureError(
-        f"in this mode {node.name} ({node.meta['source']}) needs its parameters in stage "
+        f"in this mode or shape {node.name} ({node.meta['source']}) needs its parameters in stage "
         f"{earliest} or later, but they lie in {sorted(allowed)}; group its module with the one "
-        "before it, or compile the model in this mode"
+        "before it, or compile the model for this one"
     )
 
 
@@ -167,9 +168,9 @@ def _unite_groups(
         allowed = {0} if node.op == "placeholder" else _holding_stages(module, node, holders)
         if allowed is not None and stage not in allowed:
             raise CaptureError(
-                f"in this mode {node.name} ({node.meta['source'] or 'an input'}) must be in stage "
-                f"{stage} with other nodes, but what it needs lies in {sorted(allowed)}; keep "
-                "these modules together (groups), or compile the model in this mode"
+                f"in this mode or shape {node.name} ({node.meta['source'] or 'an input'}) must be "
+                f"in stage {stage} with other nodes, but what it needs lies in {sorted(allowed)}; "
+                "keep these modules together (groups), or compile the model for this one"
             )
 
 

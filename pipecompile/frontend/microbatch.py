@@ -20,7 +20,10 @@ from torch import Tensor
 from pipecompile.errors import InputError
 from pipecompile.graph.pytrees import register_dataclasses
 
-__all__ = ["MicrobatchSizes", "merge", "split"]
+__all__ = ["InputShapes", "MicrobatchSizes", "merge", "shape_of", "split"]
+
+InputShapes = Sequence[tuple[int, ...]]
+"""The shapes of a model's input tensors in one microbatch."""
 
 
 @dataclass(frozen=True)
@@ -31,26 +34,18 @@ class MicrobatchSizes:
     sizes: tuple[int, ...]
 
     @staticmethod
-    def of(
-        tensors: Sequence[Tensor], names: Sequence[str], shapes: Sequence[tuple[int, ...]]
-    ) -> MicrobatchSizes:
-        """Return the sizes for the minibatch `tensors`, where microbatches of `shapes` are planned.
+    def of(tensors: Sequence[Tensor], names: Sequence[str], shapes: InputShapes) -> MicrobatchSizes:
+        """Return the sizes for the minibatch `tensors`, where microbatches of `shapes` are planned
+        that differ in dimension 0 at most.
 
         Dimension 0 is the batch; a tensor without dimensions is the same for every microbatch.
-        InputError if other dimensions differ, if there is no sample, or if inputs disagree.
+        InputError if there is no sample, or if inputs disagree.
         """
         samples: dict[str, int] = {}
         planned_sizes = set()
         for tensor, name, planned in zip(tensors, names, shapes, strict=True):
-            shape = tuple(tensor.shape)
-            if shape[1:] != planned[1:] or len(shape) != len(planned):
-                raise InputError(
-                    f"{name} has shape {shape}, but the plan was made for microbatches of "
-                    f"{planned}: only dimension 0 may differ; pad the batch, or plan again for "
-                    "this shape"
-                )
             if planned:  # a tensor without dimensions says nothing about the batch
-                samples[name] = shape[0]
+                samples[name] = tensor.shape[0]
                 planned_sizes.add(planned[0])
         if len(set(samples.values())) != 1:
             raise InputError(f"the inputs hold different numbers of samples: {samples}")
@@ -104,6 +99,33 @@ class MicrobatchSizes:
         if not isinstance(column[0], Tensor):
             return column[0]
         return torch.cat(list(column)) if column[0].dim() else self.mean(column)
+
+
+def shape_of(
+    tensors: Sequence[Tensor], names: Sequence[str], declared: Sequence[InputShapes]
+) -> int:
+    """Return the index of the declared shapes that a minibatch has, whatever its dimension 0.
+
+    InputError, which lists them, if it has none of these.
+    """
+    own = [tuple(tensor.shape) for tensor in tensors]
+    for index, shapes in enumerate(declared):
+        if all(map(_is_alike, own, shapes)):
+            return index
+    wanted = " or ".join(_described(names, shapes) for shapes in declared)
+    raise InputError(
+        f"the batch has {_described(names, own)}, but the pipeline runs microbatches of {wanted}: "
+        "only dimension 0 may differ; pad the batch, or declare its shape with shapes=[…]"
+    )
+
+
+def _is_alike(one: tuple[int, ...], other: tuple[int, ...]) -> bool:
+    """Whether two shapes differ in dimension 0 at most."""
+    return len(one) == len(other) and one[1:] == other[1:]
+
+
+def _described(names: Sequence[str], shapes: InputShapes) -> str:
+    return ", ".join(f"{name} {shape}" for name, shape in zip(names, shapes, strict=True))
 
 
 def split(tree: Any, microbatches: int) -> list[Any]:

@@ -13,9 +13,14 @@ __all__ = ["check_agreement"]
 
 
 def check_agreement(
-    said: Mapping[str, object], group: dist.ProcessGroup | None, deadline: Deadline
+    said: Mapping[str, object],
+    group: dist.ProcessGroup | None,
+    deadline: Deadline,
+    member: str = "rank",
 ) -> None:
     """InputError, on every rank of `group`, if a value of `said` is not the same on all of them.
+
+    A `member` of the group is a rank of a pipeline, or a replica.
 
     Ranks that differ would wait for messages that nobody sends, or take one tensor for another.
     """
@@ -28,7 +33,7 @@ def check_agreement(
         different = next((rank for rank, value in enumerate(values) if value != values[0]), None)
         if different is not None:
             raise InputError(
-                f"ranks of a pipeline must step alike, but {name} is {values[0]} on its rank 0 and "
-                f"{values[different]} on its rank {different}; give every rank of a replica the "
-                "same batch, plan, mode and step"
+                f"{member}s of a pipeline must step alike, but {name} is {values[0]} on its "
+                f"{member} 0 and {values[different]} on its {member} {different}; give every rank "
+                "of a replica the same batch, plan, mode and step, and every replica as much"
             )

@@ -2,63 +2,74 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from pipecompile.errors import InputError
-from pipecompile.frontend.microbatch import MicrobatchSizes
+from pipecompile.frontend.microbatch import MicrobatchSizes, shape_of
 from pipecompile.frontend.signature import arguments_of, call_of
 from pipecompile.graph.pytrees import register_dataclasses
 from pipecompile.ir.plan import Plan
-from pipecompile.training.program import Program
+from pipecompile.training.program import Programs
 from pipecompile.training.runner import Runner
 
-__all__ = ["BatchReader"]
+__all__ = ["BatchReader", "CutBatch"]
 
-Rows = list[list[Tensor]]
-"""The input tensors of each microbatch."""
+
+class CutBatch(NamedTuple):
+    """A batch cut into microbatches.
+
+    `shape` is the index of its declared shape, 0 for the planned one. `rows` are the input tensors
+    of each microbatch.
+    """
+
+    shape: int
+    sizes: MicrobatchSizes
+    rows: list[list[Tensor]]
 
 
 class BatchReader:
     """Reads batches for the first stage, and targets for the last one, where these run."""
 
-    def __init__(self, plan: Plan, planned: Program, runner: Runner) -> None:
+    def __init__(self, plan: Plan, programs: Programs, runner: Runner) -> None:
         self._plan = plan
-        self._planned = planned
+        self._declared = programs.declared
         self._runner = runner
 
-    def read(self, batch: Any) -> tuple[MicrobatchSizes, Rows]:
-        """Return the sizes of the microbatches, and their input tensors.
+    def read(self, batch: Any) -> CutBatch:
+        """Return the batch cut into microbatches.
 
-        InputError if the batch differs from the planned one in more than the number of samples.
+        InputError if it differs from each declared shape in more than the number of samples.
         """
-        captured = self._planned.captured
+        captured = self._declared[0].captured
         try:
             tensors = captured.inputs.flatten(call_of(batch))
         except InputError:
             arguments_of(captured.model, batch)  # says more of what the model does not take
             raise
         names = captured.inputs.tensor_names
-        sizes = MicrobatchSizes.of(tensors, names, self._plan.microbatch_shapes)
-        for name, tensor, planned in zip(names, tensors, self._planned.inputs, strict=True):
+        shape = shape_of(tensors, names, [program.input_shapes for program in self._declared])
+        sizes = MicrobatchSizes.of(tensors, names, self._declared[shape].input_shapes)
+        for name, tensor, planned in zip(names, tensors, self._declared[0].inputs, strict=True):
             if tensor.dtype != planned[1]:
                 raise InputError(
                     f"{name} is of type {tensor.dtype}, but the plan was made for {planned[1]}"
                 )
-        return sizes, sizes.split([self._runner.at_stage(0, tensor) for tensor in tensors])
+        rows = sizes.split([self._runner.at_stage(0, tensor) for tensor in tensors])
+        return CutBatch(shape, sizes, rows)
 
-    def read_planned(self, batch: Any) -> tuple[MicrobatchSizes, Rows]:
+    def read_planned(self, batch: Any) -> CutBatch:
         """Return what `read` does; InputError if there are more microbatches than planned."""
-        sizes, rows = self.read(batch)
-        if len(rows) > self._plan.microbatches:
+        cut = self.read(batch)
+        if len(cut.rows) > self._plan.microbatches:
             raise InputError(
-                f"the batch holds {len(rows)} microbatches, but the plan was made for "
+                f"the batch holds {len(cut.rows)} microbatches, but the plan was made for "
                 f"{self._plan.microbatches}: memory and schedule would differ; give a smaller "
                 "batch, or plan again with more microbatches"
             )
-        return sizes, rows
+        return cut
 
     def targets(self, sizes: MicrobatchSizes, target: Any) -> list[Any]:
         """Return the target of each microbatch."""

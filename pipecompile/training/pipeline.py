@@ -19,10 +19,8 @@ from pipecompile.frontend.target import Target
 from pipecompile.frontend.target_capture import Captured
 from pipecompile.ir.plan import Plan
 from pipecompile.ir.schedule import Timeline
-from pipecompile.ir.serialization import fingerprint
 from pipecompile.runtime import world
 from pipecompile.runtime.action_recorder import ActionRecorder
-from pipecompile.runtime.agreement import check_agreement
 from pipecompile.runtime.batch_statistics import MinibatchStatistics
 from pipecompile.runtime.gradients import StepGradients, divide_gradients
 from pipecompile.runtime.local_share import LocalShare
@@ -30,13 +28,14 @@ from pipecompile.runtime.messages import Boundaries
 from pipecompile.runtime.place import RankPlace
 from pipecompile.runtime.rank_step import Minibatch, StepResult
 from pipecompile.schedule.simulator import simulate_plan
-from pipecompile.training.batch_reader import BatchReader
+from pipecompile.training.batch_reader import BatchReader, CutBatch
 from pipecompile.training.checkpoint import Checkpoint
 from pipecompile.training.held_model import HeldModel
 from pipecompile.training.materialise import allocate, check_all_set, initialise, lacks_values
-from pipecompile.training.program import Program, Programs
+from pipecompile.training.program import DeclaredShape, Program, Programs
 from pipecompile.training.run_recorder import RunRecorder
 from pipecompile.training.runner import Runner, refuse_untrainable
+from pipecompile.training.step_agreement import StepAgreement
 
 __all__ = ["Pipeline"]
 
@@ -63,6 +62,7 @@ class Pipeline(HeldModel):
         mesh: DeviceMesh | None = None,
         step_timeout: float | None = None,
         weights: str | Path | None = None,
+        shapes: Sequence[DeclaredShape] = (),
     ) -> None:
         self.plan = plan
         self.seed = seed
@@ -75,10 +75,13 @@ class Pipeline(HeldModel):
         if was_on_meta:
             self._allocate()
         self._runner = Runner(plan, target, self._share, self._programs.planned, step_timeout)
-        self._data = BatchReader(plan, self._programs.planned, self._runner)
+        # Now that the stages are on the devices where they stay.
+        for shape in shapes:
+            self._programs.declare(shape)
+        self._data = BatchReader(plan, self._programs, self._runner)
         self._recorders: list[ActionRecorder] = []
         self._gradients = StepGradients()
-        self._agreed: set[tuple[Any, ...]] = set()
+        self._agreement = StepAgreement(plan, self._share.place, several_shapes=bool(shapes))
         self._batch_norms = MinibatchStatistics(self._share.place.replica_group)
         if was_on_meta:
             self._set_values(weights)
@@ -99,7 +102,7 @@ class Pipeline(HeldModel):
         return self._runner.stages
 
     def simulate(self) -> Timeline:
-        """The timeline of one step as the plan predicts it."""
+        """The timeline of one step as the plan predicts it: for batches like `sample_input`."""
         return simulate_plan(self.plan)
 
     def checkpoint(
@@ -140,8 +143,9 @@ class Pipeline(HeldModel):
         """Run one training step on a minibatch; gradients are left on the parameters, for an
         optimizer.
 
-        batch        The minibatch, as `sample_input` was, of at most as many samples: the same on
-                     every rank of a pipeline. Each replica gives its own of the same size.
+        batch        The minibatch, like `sample_input` or one of `shapes`, of at most as many
+                     samples: the same on every rank of a pipeline. Each replica gives its own of
+                     the same shape and size.
         target       What goes to the loss function, likewise.
         accumulate   More minibatches follow before the update: gradients are put aside, and ranks
                      exchange none. The step that ends it adds them.
@@ -165,18 +169,18 @@ class Pipeline(HeldModel):
         refuse_untrainable(self.plan.schedule)
         for recorder in self._recorders:
             recorder.begin_step()
-        sizes, rows = self._data.read_planned(batch)
-        minibatch = self._minibatch(sizes, rows, target, scaler)
+        cut = self._data.read_planned(batch)
+        minibatch = self._minibatch(cut, target, scaler)
         with self._target.precision():
-            program = self._programs.current()
+            program = self._programs.current(cut.shape)
             program.check_unchanged()
-            remainder = self._programs.for_remainder(program, sizes.remainder)
+            remainder = self._programs.for_remainder(program, cut.sizes.remainder, cut.shape)
         with self._watched(f"step {self.steps}"):
-            result = self._train(program, remainder, minibatch, sizes, accumulate=accumulate)
+            result = self._train(program, remainder, minibatch, cut.sizes, accumulate=accumulate)
             if scaler is not None and not accumulate:
                 self._runner.spread_overflow(program.parameters)
             self.steps += 1
-            returned = self._mean_over_replicas(result, sizes)
+            returned = self._mean_over_replicas(result, cut.sizes)
             return self._everywhere(returned) if everywhere else returned
 
     def record(self) -> AbstractContextManager[RunRecorder]:
@@ -201,17 +205,18 @@ class Pipeline(HeldModel):
         A batch may have any number of samples, also more than planned. Outputs are what the model
         computes in eval mode while gradients are on, even if it takes a shortcut without them.
         """
-        sizes, rows = self._data.read(batch)
-        with_loss = target is not None
+        cut = self._data.read(batch)
+        sizes, with_loss = cut.sizes, target is not None
         with self._target.precision():
-            program = self._programs.in_eval_mode()
+            program = self._programs.in_eval_mode(cut.shape)
             program.check_unchanged()
-            remainder = self._programs.for_remainder(program, sizes.remainder)
-        minibatch = Minibatch(rows, self._data.targets(sizes, target), self.seed, 0)
+            remainder = self._programs.for_remainder(program, sizes.remainder, cut.shape)
+        minibatch = Minibatch(cut.rows, self._data.targets(sizes, target), self.seed, 0)
         # An evaluation of many samples may take as long as steps with all of them.
-        steps = -(-len(rows) // self.plan.microbatches)
+        steps = -(-len(cut.rows) // self.plan.microbatches)
         watched = self._watched(f"the evaluation after {self.steps} steps", steps)
         with watched, _modes(program, remainder):
+            self._agreement.check_shapes(minibatch, self._runner.deadline)
             result = self._runner.evaluate(
                 program, minibatch, with_loss=with_loss, remainder=remainder
             )
@@ -292,7 +297,7 @@ class Pipeline(HeldModel):
         count = sizes.planned_microbatches
         gradients = self._gradients.of_step(parameters, count, accumulate=accumulate)
         with _modes(program, remainder), self._statistics(accumulate), gradients:
-            self._agree(program, minibatch)
+            self._agreement.check_step(program, minibatch, self._runner.deadline)
             result = self._runner.train(
                 program,
                 self.plan.schedule.first_microbatches(rows),
@@ -307,25 +312,6 @@ class Pipeline(HeldModel):
             recorder.end_step(self.steps, rows, partial(_boundaries, program, remainder, rows))
         return result
 
-    def _agree(self, program: Program, minibatch: Minibatch) -> None:
-        """InputError unless all ranks begin the same step, where it is the first of its kind."""
-        place, inputs = self._share.place, minibatch.inputs
-        shapes, last = _shapes(inputs[0]), _shapes(inputs[-1])
-        kind = (len(inputs), shapes, last, program.modes)
-        if not place.is_distributed or kind in self._agreed:
-            return
-        said = {
-            "the plan": fingerprint(self.plan)[:12],
-            "the number of microbatches": len(inputs),
-            "the input of a microbatch": shapes,
-            "the input of the last microbatch": last,
-            "the set of modules in train mode": sorted(program.modes),
-            "the number of the step": self.steps,
-            "the seed": self.seed,
-        }
-        check_agreement(said, place.pipeline_group, self._runner.deadline)
-        self._agreed.add(kind)
-
     def _watched(self, name: str, steps: int = 1) -> AbstractContextManager[None]:
         """Where a failure is traced to the rank at fault, within the time of so many steps."""
         watch = self._runner.watch
@@ -337,14 +323,9 @@ class Pipeline(HeldModel):
             return self._batch_norms.of_step(accumulate=accumulate)
         return nullcontext()
 
-    def _minibatch(
-        self,
-        sizes: MicrobatchSizes,
-        rows: list[list[Tensor]],
-        target: Any,
-        scaler: GradScaler | None,
-    ) -> Minibatch:
+    def _minibatch(self, cut: CutBatch, target: Any, scaler: GradScaler | None) -> Minibatch:
         """The microbatches of a training step, and what their backwards begin with."""
+        sizes, rows = cut.sizes, cut.rows
         # Every rank asks the scaler, since it makes its scale when it is first asked.
         one = torch.ones((), device=self._runner.device)
         scale = None if scaler is None or not scaler.is_enabled() else scaler.scale(one)
@@ -386,7 +367,3 @@ def _boundaries(program: Program, remainder: Program | None, count: int) -> Sequ
     """What enters each stage in each of `count` microbatches."""
     last = program if remainder is None else remainder
     return [program.boundary_shapes()] * (count - 1) + [last.boundary_shapes()]
-
-
-def _shapes(tensors: Sequence[Tensor]) -> tuple[tuple[tuple[int, ...], torch.dtype], ...]:
-    return tuple((tuple(tensor.shape), tensor.dtype) for tensor in tensors)

@@ -1,5 +1,6 @@
 """The programs of a pipeline: the model's graph cut into stages, one for each set of modes
-(training or evaluation) that its modules are used in, and for each size of microbatches.
+(training or evaluation) that its modules are used in, for each shape of batches and for each size
+of microbatches.
 """
 
 from __future__ import annotations
@@ -7,7 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx, nn
@@ -17,6 +18,7 @@ from pipecompile.codegen.stages import BoundaryTensor, StageModule, emit
 from pipecompile.codegen.transfer import transfer, transfer_encodings, transfer_regions
 from pipecompile.errors import InputError
 from pipecompile.frontend.captured_graph import Capture
+from pipecompile.frontend.microbatch import InputShapes
 from pipecompile.frontend.signature import OutputStructure
 from pipecompile.frontend.target import Target
 from pipecompile.frontend.target_capture import Captured, capture_for_remainder, capture_target
@@ -29,14 +31,21 @@ from pipecompile.passes.contract import apply_passes
 from pipecompile.passes.device_constants import LeaveMeta
 from pipecompile.runtime.local_share import LocalShare
 from pipecompile.runtime.messages import BoundaryShape
-from pipecompile.training.materialise import bind, lacks_values, on_meta
+from pipecompile.training.materialise import bind, on_meta
 
-__all__ = ["Program", "Programs"]
+__all__ = ["DeclaredShape", "Program", "Programs"]
 
 logger = logging.getLogger("pipecompile.training")
 
 # A setting that is gone or new; None would be a value that a setting may have.
 ABSENT = object()
+
+
+class DeclaredShape(NamedTuple):
+    """A shape of batches besides the planned one: the target with a minibatch of it, captured."""
+
+    target: Target
+    captured: Captured
 
 
 class Program:
@@ -68,6 +77,11 @@ class Program:
             for node in module.graph.nodes
             if node.op == "placeholder"
         ]
+
+    @property
+    def input_shapes(self) -> InputShapes:
+        """The shapes of the model's inputs in one microbatch."""
+        return [shape for shape, *_ in self.inputs]
 
     @property
     def outputs(self) -> OutputStructure:
@@ -165,19 +179,20 @@ class Program:
 
 
 class Programs:
-    """The planned program, one for each other set of modes that the model's modules were put into,
-    and for smaller microbatches.
+    """The planned program, those of other declared shapes, one for each other set of modes that the
+    model's modules were put into, and for smaller microbatches.
 
-    A forward may do something else in another mode, so the model is captured once more in it, and
-    cut where the planned graph was cut. `self_check` says whether that capture is proven. The graph
-    for a smaller microbatch comes from the capture of its mode, and is cut at the same places.
+    A forward may do something else in another mode or shape, so the model is captured once more in
+    it, and cut where the planned graph was cut. `self_check` says whether a capture that is made
+    here is proven. The graph for a smaller microbatch comes from the capture of its mode and shape,
+    and is cut at the same places. `declared` are the programs for the modes of the plan, by shape.
     """
 
     def __init__(
         self, plan: Plan, captured: Captured, target: Target, share: LocalShare, *, self_check: bool
     ) -> None:
         self._plan = plan
-        self._target = target
+        self._targets = [target]
         self._share = share
         self._self_check = self_check
         self.planned = Program(
@@ -189,54 +204,71 @@ class Programs:
             plan.options.batch_norm,
             share.device_for_meta,
         )
-        self._by_modes = {self.planned.modes: self.planned}
-        self._remainders: dict[tuple[frozenset[str], int], Program] = {}
+        self.declared = [self.planned]
+        self._programs = {(self.planned.modes, 0): self.planned}
+        self._remainders: dict[tuple[frozenset[str], int, int], Program] = {}
 
-    def current(self) -> Program:
-        """Return the program for the modes that the modules are in now."""
-        modes = _modes_of(self._target.model)
-        if modes not in self._by_modes:
+    def declare(self, shape: DeclaredShape) -> None:
+        """Cut the graph for one more shape; CaptureError if it cannot be cut like the plan."""
+        index, captured = len(self.declared), shape.captured
+        program = self._cut_like_the_plan(captured.capture, captured.module)
+        self._targets.append(shape.target)
+        self.declared.append(program)
+        self._programs[program.modes, index] = program
+
+    def current(self, shape: int) -> Program:
+        """Return the program for a declared shape and the modes that the modules are in now."""
+        modes = _modes_of(self._model)
+        if (modes, shape) not in self._programs:
             # A graph of the changed model could not be cut where the planned one was.
             self.planned.check_unchanged()
             logger.info(
                 "the model is captured once more: its modules are in other modes than planned"
             )
-            captured = self._capture()
-            self._by_modes[modes] = self._cut_like_the_plan(captured.capture, captured.module)
-        return self._by_modes[modes]
+            captured = self._capture(shape)
+            program = self._cut_like_the_plan(captured.capture, captured.module)
+            self._programs[modes, shape] = program
+        return self._programs[modes, shape]
 
-    def for_remainder(self, program: Program, samples: int | None) -> Program | None:
-        """Return what runs a last microbatch of so many samples beside `program`; None for None.
+    def for_remainder(self, program: Program, samples: int | None, shape: int) -> Program | None:
+        """Return what runs a last microbatch of so many samples beside `program`, which is for this
+        declared shape; None for None.
 
         InputError if the model cannot be captured for that size.
         """
         if samples is None:
             return None
-        key = program.modes, samples
+        key = program.modes, shape, samples
         if key not in self._remainders:
             options, verify = self._plan.options, self._proves
             with program.mode():
-                with on_meta(self._target.model):
+                with on_meta(self._model):
                     capture, module = capture_for_remainder(
-                        program.captured, self._target, samples, options, verify=verify
+                        program.captured, self._targets[shape], samples, options, verify=verify
                     )
                 self._remainders[key] = self._cut_like_the_plan(capture, module)
         return self._remainders[key]
 
-    def in_eval_mode(self) -> Program:
-        """Return the program for eval mode; the modules are left in the modes that they have."""
-        flags = {module: module.training for module in self._target.model.modules()}
+    def in_eval_mode(self, shape: int) -> Program:
+        """Return the program for a declared shape in eval mode; the modules are left in the modes
+        that they have.
+        """
+        flags = {module: module.training for module in self._model.modules()}
         for module in flags:  # a model may override `.eval()` to do more than this
             module.training = False
         try:
-            return self.current()
+            return self.current(shape)
         finally:
             for module, flag in flags.items():
                 module.training = flag
 
-    def _capture(self) -> Captured:
-        with on_meta(self._target.model):
-            return capture_target(self._target, self._plan.options, verify=self._proves)
+    @property
+    def _model(self) -> nn.Module:
+        return self._targets[0].model
+
+    def _capture(self, shape: int) -> Captured:
+        with on_meta(self._model):
+            return capture_target(self._targets[shape], self._plan.options, verify=self._proves)
 
     @property
     def _proves(self) -> bool:
@@ -244,11 +276,11 @@ class Programs:
         return self._self_check and not self._share.is_distributed
 
     def bind(self, program: Program) -> None:
-        """Let the stages of this process have the model's own tensors, where they were cut on the
-        meta device.
+        """Let the stages of this process have the model's own tensors: those that it had when it
+        was captured may lie on another device, or on the meta device.
         """
         for index in self._share.stages:
-            bind(program.stages[index].module, self._target.model)
+            bind(program.stages[index].module, self._model)
 
     def _cut_like_the_plan(self, capture: Capture, module: fx.GraphModule) -> Program:
         plan, graph = self._plan, self._planned_graph
@@ -258,8 +290,7 @@ class Programs:
         batch_norm = plan.options.batch_norm
         device = self._share.device_for_meta
         program = Program(capture, module, stages, regions, encodings, batch_norm, device)
-        if lacks_values(self._target.model):
-            self.bind(program)
+        self.bind(program)
         return program
 
     def _holders(self, module: fx.GraphModule) -> dict[str, tuple[int, ...]]:

@@ -194,7 +194,7 @@ def test_a_stage_that_another_mode_leaves_empty_is_refused() -> None:
         Shorter(), X, 4, microbatches=2, costs="flops", loss_fn=loss, sample_target=X
     )
     with pytest.raises(
-        CaptureError, match=r"stage 1 has nothing to run.*compile the model in this mode"
+        CaptureError, match=r"stage 1 has nothing to run.*compile the model for this one"
     ):
         pipeline.evaluate(X)
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from pipecompile.errors import InputError
-from pipecompile.frontend.microbatch import MicrobatchSizes, merge, split
+from pipecompile.frontend.microbatch import MicrobatchSizes, merge, shape_of, split
 
 
 @given(st.integers(1, 5), st.integers(1, 4))
@@ -104,14 +104,25 @@ def test_the_sizes_of_microbatches(samples: int, sizes: tuple[int, ...]) -> None
     assert sum(map(cut.weight, range(len(sizes)))) == samples / 2
 
 
+OTHER = ((3, 7), (3,), ())
+
+
+@pytest.mark.parametrize("samples", [1, 2, 5])
+def test_a_batch_has_the_declared_shape_that_differs_in_the_samples_alone(samples: int) -> None:
+    for index, length in enumerate((5, 7)):
+        tensors = torch.zeros(samples, length), torch.zeros(samples), torch.tensor(1.0)
+        assert shape_of(tensors, NAMES, [SHAPES, OTHER]) == index
+
+
 @pytest.mark.parametrize("shape", [(4, 6), (4,), (4, 5, 1), ()])
-def test_another_shape_is_an_error_that_shows_both(shape: tuple[int, ...]) -> None:
+def test_another_shape_is_an_error_that_lists_the_declared_ones(shape: tuple[int, ...]) -> None:
     with pytest.raises(InputError) as caught:
-        sizes_of(torch.zeros(shape), torch.zeros(4), torch.tensor(1.0))
-    assert str(caught.value).startswith(
-        f"ids has shape {shape}, but the plan was made for microbatches of (2, 5)"
+        shape_of((torch.zeros(shape), torch.zeros(4), torch.tensor(1.0)), NAMES, [SHAPES, OTHER])
+    assert str(caught.value) == (
+        f"the batch has ids {shape}, mask (4,), scale (), but the pipeline runs microbatches of "
+        "ids (2, 5), mask (2,), scale () or ids (3, 7), mask (3,), scale (): only dimension 0 may "
+        "differ; pad the batch, or declare its shape with shapes=[…]"
     )
-    assert "pad the batch, or plan again" in str(caught.value)
 
 
 def test_an_empty_batch_is_an_error() -> None:

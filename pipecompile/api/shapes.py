@@ -1,0 +1,160 @@
+"""Further shapes of batches for one pipeline: checked, and held against the plan's memory."""
+
+from __future__ import annotations
+
+import logging
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import msgspec
+from torch import Tensor
+
+from pipecompile.api.costs import profiled
+from pipecompile.codegen.regions import EncodedRuns, Regions
+from pipecompile.codegen.transfer import transfer, transfer_encodings, transfer_regions
+from pipecompile.cost_models.measured import CachedCosts
+from pipecompile.cost_models.protocol import FREE_CALL
+from pipecompile.errors import InputError, PipecompileError
+from pipecompile.frontend.signature import InputStructure, arguments_of
+from pipecompile.frontend.target import Target
+from pipecompile.frontend.target_capture import Captured
+from pipecompile.ir.graph import FUSED_ATTENTION
+from pipecompile.ir.plan import Plan
+from pipecompile.ir.rank_memory import RankMemory
+from pipecompile.ir.size import size_text
+from pipecompile.memory_model.live_ranges import LiveRanges
+from pipecompile.memory_model.stage import footprint_of
+from pipecompile.runtime import world
+from pipecompile.schedule.stages import memory_by_rank
+from pipecompile.training.materialise import lacks_values
+from pipecompile.training.program import DeclaredShape
+
+__all__ = ["declared_shapes"]
+
+logger = logging.getLogger("pipecompile.api")
+
+
+def declared_shapes(
+    target: Target,
+    planned: Captured,
+    plan: Plan,
+    samples: Sequence[Any],
+    capture: Callable[[Target], Captured],
+) -> list[DeclaredShape]:
+    """Return the shapes of `samples`, minibatches like the planned one, each with its `capture`.
+
+    InputError if one differs from the planned one in more than sizes, if it is declared twice, or
+    if it may need more memory than a rank has by the plan. Every rank must call this.
+    """
+    shapes: list[DeclaredShape] = []
+    for index, sample in enumerate(samples):
+        try:
+            known = [target, *(shape.target for shape in shapes)]
+            other = _target_with(target, planned.capture.inputs, known, sample)
+            shapes.append(DeclaredShape(other, capture(other)))
+        except PipecompileError as error:
+            raise type(error)(f"shapes[{index}]: {error}") from error
+    world.run_on_first(partial(_check_memory, plan, target, planned, shapes))
+    return shapes
+
+
+def _target_with(
+    target: Target, inputs: InputStructure, known: Sequence[Target], sample: Any
+) -> Target:
+    """The target with `sample` as its minibatch; InputError if it is not like the `known` ones."""
+    other = replace(target, call=arguments_of(target.model, sample))
+    if not lacks_values(target.model):
+        other.check_values("a pipeline")
+    tensors = inputs.flatten(other.call)
+    for name, tensor, planned in zip(
+        inputs.tensor_names, tensors, inputs.flatten(target.call), strict=True
+    ):
+        if tensor.dtype != planned.dtype:
+            raise InputError(
+                f"{name} is of type {tensor.dtype}, but that of sample_input is {planned.dtype}"
+            )
+    if any(_sizes(tensors) == _sizes(inputs.flatten(each.call)) for each in known):
+        raise InputError(
+            "it differs from sample_input, or from a shape before it, in dimension 0 at most, of "
+            "which a pipeline takes any size anyway; leave it out"
+        )
+    return other
+
+
+def _check_memory(
+    plan: Plan, target: Target, planned: Captured, shapes: Sequence[DeclaredShape]
+) -> None:
+    """Warn if a rank may hold more in a step of another shape than in one of the planned shape.
+
+    InputError if the plan keeps caps: they are proven for the planned shape alone.
+    """
+    if not shapes:
+        return
+    before = _memory(plan, target, planned, plan.assignment, plan.regions, plan.encoded_runs)
+    for shape in shapes:
+        for rank, pair in enumerate(zip(before, _memory_at(plan, planned, shape), strict=True)):
+            own, other = (memory.total.bound for memory in pair)
+            if other <= own:
+                continue
+            message = (
+                f"microbatches of {_described(shape.captured)} may need {size_text(other)} on rank "
+                f"{rank}, but those of the plan, {_described(planned)}, {size_text(own)}; give the "
+                "largest shape as sample_input, or fewer samples in this one"
+            )
+            if plan.options.memory_bytes is not None:
+                raise InputError(message)
+            logger.warning(message)
+
+
+def _memory_at(plan: Plan, planned: Captured, shape: DeclaredShape) -> Sequence[RankMemory]:
+    """What ranks hold at their peaks where the graph of a shape is cut like the plan."""
+    source, module = planned.capture.graph, shape.captured.module
+    holders = {n: p.stages for p in plan.parameters for n in (p.name, *p.aliases)}
+    stages = transfer(plan.assignment, source, module, holders)
+    regions = transfer_regions(plan.regions, source, module, stages)
+    encoded_runs = transfer_encodings(plan.encoded_runs, source, module, stages)
+    return _memory(plan, shape.target, shape.captured, stages, regions, encoded_runs)
+
+
+def _memory(
+    plan: Plan,
+    target: Target,
+    captured: Captured,
+    stages: Mapping[str, int],
+    regions: Regions,
+    encoded_runs: EncodedRuns,
+) -> Sequence[RankMemory]:
+    # Only sizes count here, so every call is free. The loss is left out, since targets of other
+    # shapes are not known.
+    sizes = CachedCosts(defaultdict(lambda: FREE_CALL), plan.allocator, FUSED_ATTENTION)
+    graph = profiled(replace(target, targets=None), plan.microbatches, captured, sizes)
+    ranges = LiveRanges(graph, plan.options.optimizer, plan.options.master_weights)
+    footprints = [
+        footprint_of(
+            ranges,
+            [name for name, stage in stages.items() if stage < index],
+            [name for name, stage in stages.items() if stage == index],
+            regions.get(index, ()),
+            encoded_runs.get(index, ()),
+        )
+        for index in range(plan.k)
+    ]
+    held = [
+        msgspec.structs.replace(stage, footprint=footprint)
+        for stage, footprint in zip(plan.stages, footprints, strict=True)
+    ]
+    return memory_by_rank(held, plan.schedule, plan.allocator)
+
+
+def _sizes(tensors: Sequence[Tensor]) -> list[tuple[int, tuple[int, ...]]]:
+    """What tells shapes apart: all dimensions but the batch."""
+    return [(tensor.dim(), tuple(tensor.shape[1:])) for tensor in tensors]
+
+
+def _described(captured: Captured) -> str:
+    inputs = captured.capture.inputs
+    pairs = zip(inputs.tensor_names, inputs.flatten(captured.sample), strict=True)
+    return ", ".join(f"{name} {tuple(tensor.shape)}" for name, tensor in pairs)

@@ -45,13 +45,14 @@ class ReceivedTensor(Value, frozen=True, kw_only=True):
     """A value of one microbatch that a stage gets from the stage before, or a gradient from behind.
 
     `name` is the tensor's producer. `is_needed_by_weight_backward` tells whether the second half of
-    the stage's backward needs it, and `is_relayed` whether it is sent on as it came, or as a view.
+    the stage's backward needs it. `relayed_as` are the names under which it is sent on: its own,
+    and those of views that lie in it.
     """
 
     name: str
     size: Amount
     is_needed_by_weight_backward: bool
-    is_relayed: bool
+    relayed_as: tuple[str, ...] = ()
 
 
 def total_size(storages: Iterable[MessageStorage | ReceivedTensor]) -> Amount:

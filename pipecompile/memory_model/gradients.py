@@ -22,7 +22,7 @@ yielded here into peaks.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 
 from pipecompile.ir.graph import GradientStorage, Parameter, Tensor
@@ -188,16 +188,18 @@ class GradientFlow:
         for tensor in self._zero_gradients:
             yield (tensor.producer,), tensor.gradient_bytes, False
 
-    @property
-    def relayed_gradients(self) -> Iterator[str]:
-        """Outputs whose gradient buffer is reused as an input's gradient."""
+    @cached_property
+    def relayed_gradients(self) -> Mapping[str, Sequence[str]]:
+        """Outputs whose gradient buffer is reused as an input's gradient, with these inputs."""
+        relayed: dict[str, list[str]] = defaultdict(list)
         for tensor, _ in self.stage.arriving:
             if not self.stage.gradient_givers(tensor):
-                yield tensor.producer
+                relayed[tensor.producer].append(tensor.producer)
         for tensor, _ in self.stage.inputs_with_gradient:
             view = self._sent_view_of(tensor)
             if view is not None:
-                yield view
+                relayed[view].append(tensor.producer)
+        return relayed
 
     @property
     def _zero_gradients(self) -> Iterator[Tensor]:

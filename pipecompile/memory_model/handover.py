@@ -13,13 +13,14 @@ any of its holders needs it:
                                        weight backward is done if that needs it
                                        a message that the stage before relays, until the step ends
 
-Tensors that only pass through both stages were received from other ranks. They are sent on, and
-count until the step ends (snapshots.py). rank.py adds up what this returns.
+A tensor that was received from another rank, and that one stage relays to the other, lives alike:
+`passed_values` and `passed_gradients` count it from the backward of the stage that received it on.
+messages.py adds up what this returns.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from itertools import product
 from typing import get_args
 
@@ -27,7 +28,7 @@ from pipecompile.ir.amount import ZERO, Amount
 from pipecompile.ir.footprint import Footprint, MessageStorage, ReceivedTensor, total_size
 from pipecompile.memory_model.snapshots import HandoverState, LastAction
 
-__all__ = ["handed_over", "most_handed_over"]
+__all__ = ["handed_over", "is_held", "most_handed_over", "passed_gradients", "passed_values"]
 
 
 def handed_over(before: Footprint, behind: Footprint, state: HandoverState) -> Amount:
@@ -52,8 +53,7 @@ def _outputs(before: Footprint, behind: Footprint, state: HandoverState) -> Amou
     """Return what is held of the outputs of the stage before."""
     if state.before == "forward":
         return ZERO  # they are part of its activations
-    is_between = state.behind == "input backward"
-    needed = {tensor.name for tensor in behind.received if _is_held(tensor, is_between=is_between)}
+    needed = _held_names(behind.received, state.behind)
     # Its own weight backward counts what it needs itself, unless recomputed outputs went before.
     keeps_own = state.before == "input backward" and not state.is_recomputed
     return total_size(
@@ -72,12 +72,9 @@ def _gradients(before: Footprint, behind: Footprint, state: HandoverState) -> Am
             storages = behind.sent_by_backward
         case "input backward" | "weight backward":
             storages = behind.sent_by_input_backward
+    needed = _held_names(before.received_gradients, state.before)
     if state.before == "forward":
         needed = {name for storage in storages for name in storage.names}
-    else:
-        is_between = state.before == "input backward"
-        gradients = before.received_gradients
-        needed = {tensor.name for tensor in gradients if _is_held(tensor, is_between=is_between)}
     # The stage behind may itself hold what it returned, for its weight backward.
     holds_own = state.behind == "input backward"
     return total_size(
@@ -87,9 +84,49 @@ def _gradients(before: Footprint, behind: Footprint, state: HandoverState) -> Am
     )
 
 
-def _is_held(tensor: ReceivedTensor, *, is_between: bool) -> bool:
+def passed_values(before: Footprint, behind: Footprint, state: HandoverState) -> Amount:
+    """Return what is held of values that the stage before has received from another rank."""
+    if state.before == "forward":
+        return ZERO  # all that it has received counts until its backward
+    needed = _held_names(behind.received, state.behind)
+    return _passed(before.received, needed, is_between=state.before == "input backward")
+
+
+def passed_gradients(before: Footprint, behind: Footprint, state: HandoverState) -> Amount:
+    """Return what is held of gradients that the stage behind has received from another rank."""
+    if state.behind == "forward":
+        return ZERO
+    needed = _held_names(before.received_gradients, state.before)
+    if state.before == "forward":
+        needed = {name for tensor in behind.received_gradients for name in tensor.relayed_as}
+    is_between = state.behind == "input backward"
+    return _passed(behind.received_gradients, needed, is_between=is_between)
+
+
+def _passed(
+    tensors: Iterable[ReceivedTensor], needed: Collection[str], *, is_between: bool
+) -> Amount:
+    """Return the size of those that the receiving stage holds, or hands on to one that needs them.
+
+    `is_between` says that the receiving stage is between the halves of its backward.
+    """
+    return total_size(
+        tensor
+        for tensor in tensors
+        if (is_between and tensor.is_needed_by_weight_backward)
+        or any(name in needed for name in tensor.relayed_as)
+    )
+
+
+def _held_names(tensors: Iterable[ReceivedTensor], last: LastAction) -> Collection[str]:
+    """Return what a stage holds of what it got once its action `last`, a backward, is done."""
+    is_between = last == "input backward"
+    return {tensor.name for tensor in tensors if is_held(tensor, is_between=is_between)}
+
+
+def is_held(tensor: ReceivedTensor, *, is_between: bool) -> bool:
     """Whether a stage still holds what it got once its backward, or the first half, is done."""
-    return tensor.is_relayed or (is_between and tensor.is_needed_by_weight_backward)
+    return bool(tensor.relayed_as) or (is_between and tensor.is_needed_by_weight_backward)
 
 
 def _holds_any(storage: MessageStorage, names: Collection[str]) -> bool:

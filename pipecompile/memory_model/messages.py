@@ -10,7 +10,12 @@ from collections.abc import Mapping, Sequence
 
 from pipecompile.ir.amount import Amount
 from pipecompile.ir.footprint import Footprint, ReceivedTensor, total_size
-from pipecompile.memory_model.handover import handed_over
+from pipecompile.memory_model.handover import (
+    handed_over,
+    is_held,
+    passed_gradients,
+    passed_values,
+)
 from pipecompile.memory_model.snapshots import StageState
 
 __all__ = ["held_messages"]
@@ -32,7 +37,14 @@ def held_messages(stages: Mapping[int, Footprint], index: int, state: StageState
         + total_size(stage.sent_by_input_backward) * state.input_backward_sent
     )
     for handover, count in state.handovers.items():
-        held += handed_over(stage, stages[index + 1], handover) * count
+        behind = stages[index + 1]
+        each = handed_over(stage, behind, handover)
+        # What came from another rank, and passes through one of the two or both.
+        if index - 1 not in stages:
+            each += passed_values(stage, behind, handover)
+        if index + 2 not in stages:
+            each += passed_gradients(stage, behind, handover)
+        held += each * count
     return held
 
 
@@ -44,6 +56,6 @@ def _received(tensors: Sequence[ReceivedTensor], whole: int, between: int, relay
     """
     return (
         total_size(tensors) * whole
-        + total_size(t for t in tensors if t.is_needed_by_weight_backward or t.is_relayed) * between
-        + total_size(tensor for tensor in tensors if tensor.is_relayed) * relayed
+        + total_size(tensor for tensor in tensors if is_held(tensor, is_between=True)) * between
+        + total_size(tensor for tensor in tensors if is_held(tensor, is_between=False)) * relayed
     )

@@ -341,17 +341,26 @@ def _microbatch_spans(
     if not follows_neighbour:
         yield "input_backward_sent", own.input_backward, end
         yield "backward_sent", own.backward, end
-    yield from _received_spans(own, end, trains)
+    yield from _received_spans("values", own, own.receive_values, end, trains, not hands_over)
+    follows = follows_neighbour
+    yield from _received_spans("gradients", own, own.receive_gradients, end, trains, not follows)
 
 
-def _received_spans(own: _ActionIndices, end: int, trains: bool) -> Iterator[tuple[str, int, int]]:
-    """Yield field, begin and end of what a stage holds of the messages of one microbatch."""
+def _received_spans(
+    what: str, own: _ActionIndices, begin: int, end: int, trains: bool, goes_on: bool
+) -> Iterator[tuple[str, int, int]]:
+    """Yield field, begin and end of what a stage holds of a message that is received at `begin`.
+
+    `goes_on` says that what it relays goes to another rank. If the next holder is on the same one,
+    the state of the handover counts what is held after the backward.
+    """
+    if begin == end:
+        return
     # An evaluation lets go of what it received when its forward is done.
     whole, done = own.input_gradients, own.weight_gradients
     if not trains:
         whole = done = own.forward
-    for name, begin in (("values", own.receive_values), ("gradients", own.receive_gradients)):
-        if begin < end:
-            yield f"{name}_received", begin, whole
-            yield f"{name}_between", own.input_backward, own.weight_backward
-            yield f"{name}_relayed", done, end
+    yield f"{what}_received", begin, whole
+    if goes_on:
+        yield f"{what}_between", own.input_backward, own.weight_backward
+        yield f"{what}_relayed", done, end

@@ -161,26 +161,25 @@ class _StageMemory(StageBackward):
 
     def _received(self) -> Iterator[ReceivedTensor]:
         """Yield what comes from the stage before."""
-        needed, relayed = {*self._inputs_for_weight_backward()}, {*self.relayed_inputs}
+        needed = {*self._inputs_for_weight_backward()}
         for tensor, _ in self.arriving:
             yield ReceivedTensor(
                 name=tensor.producer,
                 size=self.allocator.amount([tensor.bytes]),
                 is_needed_by_weight_backward=tensor.producer in needed,
-                is_relayed=tensor.producer in relayed,
+                relayed_as=tuple(self.relayed_as(tensor)),
             )
 
     def _received_gradients(self) -> Iterator[ReceivedTensor]:
         """Yield the gradients that come from the stage behind."""
         needed = {*self.gradients.gradients_for_weight_backward}
-        relayed = {*self.gradients.relayed_gradients}
         for tensor in self.leaving:
             if tensor.gradient_bytes:
                 yield ReceivedTensor(
                     name=tensor.producer,
                     size=self.allocator.amount([tensor.gradient_bytes]),
                     is_needed_by_weight_backward=tensor.producer in needed,
-                    is_relayed=tensor.producer in relayed,
+                    relayed_as=tuple(self.gradients.relayed_gradients.get(tensor.producer, ())),
                 )
 
     def _sent_outputs(self) -> Iterator[MessageStorage]:

@@ -137,18 +137,15 @@ class StageValues(StageSubgraph):
         """Whether later stages only get copies of its views."""
         return any(map(self.is_later, storage.readers)) and not self.is_sent(storage)
 
-    @property
-    def relayed_inputs(self) -> Iterator[str]:
-        """Inputs that are sent to a later stage as they arrived, or as a view that lies in them."""
+    def relayed_as(self, tensor: Tensor) -> Iterator[str]:
+        """Yield under which names an input is sent on: as it arrived, or as a view of it."""
         # A copy is memory of this stage; only what lies in the received message is relayed.
-        copied = {tensor.producer for tensor in self.sent_copies}
-        uncopied = [tensor for tensor in self.leaving if tensor.producer not in copied]
-        names = {tensor.producer for tensor in uncopied}
-        storages = {tensor.storage for tensor in uncopied if tensor.is_dense} - {None}
-        for tensor, _ in self.arriving:
-            is_in_storage = tensor.storage in storages and not tensor.strided_copy_bytes
-            if tensor.producer in names or is_in_storage:
-                yield tensor.producer
+        copied = {sent.producer for sent in self.sent_copies}
+        in_message = tensor.storage is not None and not tensor.strided_copy_bytes
+        for sent in self.leaving:
+            is_view = in_message and sent.is_dense and sent.storage == tensor.storage
+            if sent.producer not in copied and (is_view or sent.producer == tensor.producer):
+                yield sent.producer
 
     @cached_property
     def sent_copies(self) -> list[Tensor]:

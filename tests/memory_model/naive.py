@@ -64,7 +64,9 @@ class _Rank(NaiveForward):
             self.split.add((stage.index, microbatch))
         self._hand_over(stage.index, microbatch)
         self._hand_over(stage.index - 1, microbatch)
-        self._free_received(stage, microbatch, is_half=not is_weights)
+        for index in (stage.index - 1, stage.index, stage.index + 1):
+            if {(index, microbatch)} & (self.between | self.done):
+                self._free_received(self.stages[index], microbatch)
 
     def receive(self, stage: NaiveStage, microbatch: int, kind: Kind) -> None:
         """Make the buffers of a message."""
@@ -76,16 +78,42 @@ class _Rank(NaiveForward):
                 key = (stage.index, microbatch, "received gradient", tensor.producer)
                 self.live.hold(key, tensor.gradient_bytes)
 
-    def _free_received(self, stage: NaiveStage, microbatch: int, *, is_half: bool) -> None:
-        """Free what came from other ranks, unless a message or the weight backward holds it."""
-        for tensor in stage.graph.tensors:
-            name = tensor.producer
+    def _free_received(self, stage: NaiveStage, microbatch: int) -> None:
+        """Free what came from other ranks, unless a message or a backward to come holds it."""
+        is_half = (stage.index, microbatch) in self.between
+        for name in [tensor.producer for tensor in stage.graph.tensors]:
             is_held = is_half and stage.needs_for_weight_backward(name)
-            if not (is_held or stage.relays_input(name)):
+            behind = self.stages.get(stage.index + 1) if self.trains else None
+            if not (is_held or self._is_held_behind(stage.leaves_as(name), behind, microbatch)):
                 self.live.drop(stage.index, microbatch, "received", name)
             is_held = is_half and stage.holds_received_gradient(name)
-            if not (is_held or stage.relays_gradient(name)):
+            before = self.stages.get(stage.index - 1)
+            if not (is_held or self._is_held_before(stage.returns_as(name), before, microbatch)):
                 self.live.drop(stage.index, microbatch, "received gradient", name)
+
+    def _is_held_behind(
+        self, names: Sequence[str], behind: NaiveStage | None, microbatch: int
+    ) -> bool:
+        """Whether the next stage holds a value that it got under these names; None: elsewhere."""
+        if behind is None:
+            return bool(names)
+        is_half = (behind.index, microbatch) in self.between
+        return any(
+            behind.relays_input(name) or (is_half and behind.needs_for_weight_backward(name))
+            for name in names
+        )
+
+    def _is_held_before(
+        self, names: Sequence[str], before: NaiveStage | None, microbatch: int
+    ) -> bool:
+        """Whether the stage before holds a gradient that it got for these outputs."""
+        if before is None or not {(before.index, microbatch)} & (self.between | self.done):
+            return bool(names)
+        is_half = (before.index, microbatch) in self.between
+        return any(
+            before.relays_gradient(name) or (is_half and before.holds_received_gradient(name))
+            for name in names
+        )
 
     def _begin_node(self, stage: NaiveStage, microbatch: int, node: Node, kind: Kind) -> None:
         """Recompute the region of a node, and decode what it saved."""
@@ -317,7 +345,7 @@ class _Rank(NaiveForward):
                 if (action.stage, microbatch) in self.recomputed:
                     self.keep_outputs_only(stage, microbatch)
                 if not self.trains:
-                    self._free_received(stage, microbatch, is_half=False)
+                    self._free_received(stage, microbatch)
             case Kind.RECEIVE_FORWARD | Kind.RECEIVE_BACKWARD:
                 self.receive(stage, microbatch, action.kind)
             case Kind.RECOMPUTE:

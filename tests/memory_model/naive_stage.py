@@ -183,6 +183,10 @@ class NaiveStage(NaiveSplit):
 
     def relays_gradient(self, name: str) -> bool:
         """Whether an input's gradient lies in what was received for an output."""
+        return bool(self.returns_as(name))
+
+    def returns_as(self, name: str) -> list[str]:
+        """Return the inputs whose gradients lie in what was received for an output."""
         arriving = [t for t in self.graph.tensors if self.arrives(t.producer, t.consumers)]
         passing = [
             tensor.producer
@@ -192,7 +196,10 @@ class NaiveStage(NaiveSplit):
         viewed = [
             t for t in arriving if self.inside(t.consumers_with_gradient) and self.is_only_viewed(t)
         ]
-        return name in [*passing, *map(self.last_view, viewed)]
+        return [
+            *(each for each in passing if each == name),
+            *(t.producer for t in viewed if self.last_view(t) == name),
+        ]
 
     def last_view(self, tensor: Tensor) -> str:
         """Return the view that is sent of an input that is only viewed."""

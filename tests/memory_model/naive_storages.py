@@ -102,6 +102,10 @@ class NaiveStorages(NaiveEncodings):
 
     def relays_input(self, name: str) -> bool:
         """Whether an input is relayed as it arrived, or as a view of it."""
+        return bool(self.leaves_as(name))
+
+    def leaves_as(self, name: str) -> list[str]:
+        """Return the names under which an input is relayed."""
         (tensor,) = [t for t in self.graph.tensors if t.producer == name]
         leaving = [t for t in self.graph.tensors if self.leaves(t.producer, t.consumers)]
         plain = [t for t in leaving if ("copy", t.producer) not in self.sent_copies]
@@ -112,7 +116,7 @@ class NaiveStorages(NaiveEncodings):
             and t.is_dense
             and not tensor.strided_copy_bytes
         ]
-        return tensor in [*plain, *alike] or bool(alike)
+        return [t.producer for t in plain if t == tensor or t in alike]
 
     @cached_property
     def strided_copies(self) -> list[_StridedCopy]:

@@ -363,15 +363,9 @@ FOOTPRINT = msgspec.structs.replace(
     optimizer=_amount(50),
     inputs=_amount(5),
     activations=_amount(10),
-    received=(
-        ReceivedTensor(
-            name="input", size=_amount(4), is_needed_by_weight_backward=False, is_relayed=False
-        ),
-    ),
+    received=(ReceivedTensor(name="input", size=_amount(4), is_needed_by_weight_backward=False),),
     received_gradients=(
-        ReceivedTensor(
-            name="value", size=_amount(2), is_needed_by_weight_backward=True, is_relayed=False
-        ),
+        ReceivedTensor(name="value", size=_amount(2), is_needed_by_weight_backward=True),
     ),
     sent_outputs=(
         MessageStorage(names=("value",), size=_amount(3), is_needed_by_weight_backward=False),

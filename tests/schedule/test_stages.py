@@ -44,7 +44,6 @@ def _received(size: int) -> ReceivedTensor:
         name="x",
         size=Amount(expected=size, bound=size),
         is_needed_by_weight_backward=False,
-        is_relayed=False,
     )
 
 

@@ -31,6 +31,7 @@ from pipecompile.ir.serialization import decode, encode, read
 from pipecompile.runtime import world
 from pipecompile.runtime.place import check_world
 from pipecompile.training.materialise import lacks_values, on_meta
+from pipecompile.training.parallel_stages import Parallelize
 from pipecompile.training.pipeline import Pipeline
 
 __all__ = ["pipecompile"]
@@ -53,6 +54,7 @@ def pipecompile(
     step_timeout: float | None = None,
     weights: str | Path | None = None,
     shapes: Sequence[Any] = (),
+    parallelize: Parallelize | None = None,
     **choices: Unpack[Choices],
 ) -> Pipeline:
     """Return `model` as a pipeline of `k` stages (4 unless `k` or `ranks` is given), ready to
@@ -71,8 +73,8 @@ def pipecompile(
     self_check      Compare the captured graph with the model by a training step before it is used.
     plan            A plan or its file to be run; it has its own k, costs and choices.
     seed            What random nodes draw from, together with the number of the step.
-    mesh            The ranks as a mesh with a dimension "pp" and one "dp" for replicas. Without it
-                    n times the plan's ranks are n replicas.
+    mesh            The ranks as a mesh with a dimension "pp", one "dp" for replicas, and others for
+                    `parallelize`. Without it n times the plan's ranks are n replicas.
     autocast        The type to which forwards and the loss cast, such as torch.bfloat16.
     step_timeout    Seconds that a step over ranks may take, and an evaluation for every planned
                     minibatch; then RankFaultError says on every rank which one is at fault.
@@ -82,6 +84,8 @@ def pipecompile(
     shapes          Further minibatches like `sample_input`, with other sizes beyond dimension 0: a
                     step takes batches of each of these shapes. The plan, its prediction and
                     `simulate()` are for `sample_input`, which is to be the largest.
+    parallelize     `parallelize(stage, mesh)` divides each stage of a rank in place: `fully_shard`
+                    over replicas, `parallelize_module` over another dimension of `mesh`.
     choices         `help(pipecompile.Choices)` lists them: ranks, microbatches, schedule, memory …
 
     Under torchrun rank 0 plans for all ranks. Raises InputError, CaptureError, InfeasibleError or
@@ -119,6 +123,7 @@ def pipecompile(
             step_timeout=step_timeout,
             weights=weights,
             shapes=declared,
+            parallelize=parallelize,
         )
 
 

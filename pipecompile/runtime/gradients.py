@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pipecompile.errors import InputError
+from pipecompile.runtime.shards import local_part
 from pipecompile.runtime.watch import Deadline
 
 __all__ = ["StepGradients", "divide_gradients", "fresh_gradients", "spread_overflow"]
@@ -109,25 +110,20 @@ def _restore(parameters: Iterable[Tensor], gradients: Iterable[Tensor | None]) -
 @torch.no_grad()
 def divide_gradients(parameters: Iterable[Tensor], count: float) -> None:
     """Divide the gradients by how many were summed, in place."""
-    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    gradients = [local_part(p.grad) for p in parameters if p.grad is not None]
     if gradients:
         torch._foreach_div_(gradients, count)
 
 
-def spread_overflow(
-    gradients: Sequence[Tensor],
-    device: torch.device,
-    group: dist.ProcessGroup | None,
-    deadline: Deadline,
-) -> None:
-    """Put an infinity into the gradients of every rank if a rank of `group` has one, or a NaN.
+def spread_overflow(gradients: Sequence[Tensor], device: torch.device, deadline: Deadline) -> None:
+    """Put an infinity into the gradients of every process if one has one, or a NaN.
 
     A GradScaler looks at the gradients of its own rank. Without this, one rank would skip an update
     that others make, and the scales would go apart.
     """
     norm = torch.nn.utils.get_total_norm(gradients, torch.inf)
     flag = (~norm.isfinite()).to(device, torch.float32)
-    deadline.all_reduce(flag, group, dist.ReduceOp.MAX)
+    deadline.all_reduce(flag, None, dist.ReduceOp.MAX)
     # The scaler waits for the device too, when it decides whether to skip.
     if flag.item():
         for gradient in gradients:

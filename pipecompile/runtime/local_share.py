@@ -30,6 +30,7 @@ class LocalShare:
             if not self.is_distributed or rank == place.rank
         ]
         self._placement = plan.schedule.placement
+        self._first_holder_of: frozenset[str] | None = None
         self.holders: dict[str, tuple[int, ...]] = {
             name: parameter.stages
             for parameter in plan.parameters
@@ -57,12 +58,20 @@ class LocalShare:
             if self.holds(name):
                 yield name, value
 
-    def owns(self, name: str) -> bool:
-        """Whether the parameter or buffer is here, and on no earlier rank's stage.
-
-        Sums over a pipeline count a tied parameter once by this.
+    def divide(self, first_holder_of: frozenset[str]) -> None:
+        """Note that processes hold parts of what their stages hold; of these names this process is
+        the first with its part.
         """
-        return not self.is_distributed or self.holders.get(name, (0,))[0] in self.stages
+        self._first_holder_of = first_holder_of
+
+    def counts(self, name: str) -> bool:
+        """Whether this process is the one that saves its part of `name`, and that counts it in sums
+        over all processes: of what several hold alike, such as tied parameters, one does.
+        """
+        if self._first_holder_of is not None:
+            return name in self._first_holder_of
+        is_owner = not self.is_distributed or self.holders.get(name, (0,))[0] in self.stages
+        return is_owner and self.place.is_first
 
     def saved_from(self, name: str) -> int:
         """Return the process whose value of a parameter or buffer is the one to save: the owner in

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from pipecompile.runtime import world
 from pipecompile.runtime.local_share import LocalShare
 from pipecompile.runtime.place import device_of_this_rank
+from pipecompile.runtime.shards import Shard, local_part, shard_of, whole
 
 __all__ = ["different_copies", "full_state"]
 
@@ -22,7 +23,8 @@ def full_state(model: nn.Module, share: LocalShare) -> dict[str, Any] | None:
 
     Each rank has the model, but only the values of its own `share`. Tensors are sent one at a time,
     in the order of the state, so that a device holds no more than one beside its own. A tensor with
-    several names is sent once, and is one tensor in the result.
+    several names is sent once, and is one tensor in the result. One that is divided is gathered by
+    the processes that have its parts.
     """
     sent: dict[str, Any] = {}
     state = model.state_dict()
@@ -31,7 +33,7 @@ def full_state(model: nn.Module, share: LocalShare) -> dict[str, Any] | None:
     first_names = {name: share.first_names.get(name, name) for name in state}
     for name, value in state.items():
         if first_names[name] not in sent:
-            sent[first_names[name]] = _to_first(value, share.saved_from(name))
+            sent[first_names[name]] = _to_first(whole(value), share.saved_from(name))
     if world.rank() != 0:
         return None
     return {name: sent[first_names[name]] for name in state}
@@ -67,15 +69,17 @@ def _object_to_first(value: Any, owner: int) -> Any:
 
 
 def different_copies(own: Mapping[str, Tensor]) -> dict[str, tuple[int, int]]:
-    """Return the names whose values are not the same bit for bit on all ranks that have them, each
-    with two ranks that differ; the same on every rank.
+    """Return the names whose values are not the same bit for bit on all ranks that have them, or
+    that have the same part; each with two ranks that differ. It is the same on every rank.
     """
-    digests = world.gather({name: _digest(value) for name, value in own.items()})
-    first: dict[str, tuple[int, bytes]] = {}
+    digests = world.gather(
+        {(name, shard_of(value)): _digest(local_part(value)) for name, value in own.items()}
+    )
+    first: dict[tuple[str, Shard], tuple[int, bytes]] = {}
     different: dict[str, tuple[int, int]] = {}
-    for rank, by_name in enumerate(digests):
-        for name, digest in by_name.items():
-            earlier, expected = first.setdefault(name, (rank, digest))
+    for rank, by_part in enumerate(digests):
+        for (name, shard), digest in by_part.items():
+            earlier, expected = first.setdefault((name, shard), (rank, digest))
             if digest != expected:
                 different.setdefault(name, (earlier, rank))
     return different

@@ -1,9 +1,19 @@
-"""Where this process is: among the ranks of its pipeline, and among the pipelines."""
+"""Where this process is: among the ranks of its pipeline, and among the pipelines.
+
+A mesh has a dimension "pp". Those named "dp" or "dp_…" are replicas, which are given different
+data. The ranks along any other one, such as "tp", are given the same data and divide its work:
+
+    mesh (dp 2, pp 2, tp 2)         pipelines              replica
+    rank 0 1   rank 4 5             0 2   1 3              0
+         2 3        6 7             4 6   5 7              1
+"""
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
+from math import prod
 
 import torch
 import torch.distributed as dist
@@ -16,23 +26,30 @@ from pipecompile.runtime import world
 __all__ = ["RankPlace", "check_world", "device_of_this_rank"]
 
 logger = logging.getLogger("pipecompile.runtime")
-PIPELINE, REPLICAS = "pp", "dp"  # the names that torch's own recipes give the dimensions of a mesh
+# The names that torch's own recipes give the dimensions of a mesh.
+PIPELINE, REPLICAS = "pp", "dp"
 
 
 @dataclass(frozen=True)
 class RankPlace:
     """The place of this process.
 
-    `rank` counts the ranks of a pipeline, `replica` the pipelines. `pipelines` are the global ranks
-    of each pipeline. `pipeline_group` are the processes of the own pipeline, None for all there
-    are; `replica_group` are those that hold the same stages, None if nobody else does.
+    `rank` counts the ranks of a pipeline, and `replica` those pipelines that have different data.
+    `pipelines` are the global ranks of each pipeline, replica by replica, and `pipeline` is the
+    index of the own one. `pipeline_group` are its processes, None for all there are. Those that
+    hold the same stages are `stage_group`, and those of them with other data `replica_group`, each
+    None if nobody else does. `mesh` has all of them.
     """
 
     rank: int = 0
     replica: int = 0
+    replicas: int = 1
     pipelines: tuple[tuple[int, ...], ...] = ((0,),)
+    pipeline: int = 0
     pipeline_group: dist.ProcessGroup | None = None
     replica_group: dist.ProcessGroup | None = None
+    stage_group: dist.ProcessGroup | None = None
+    mesh: DeviceMesh | None = None
 
     @property
     def is_distributed(self) -> bool:
@@ -40,14 +57,19 @@ class RankPlace:
         return sum(map(len, self.pipelines)) > 1
 
     @property
-    def replicas(self) -> int:
-        """How many pipelines train the same model."""
-        return len(self.pipelines)
+    def divides_work(self) -> bool:
+        """Whether several processes are given the same data for the same stages."""
+        return len(self.pipelines) > self.replicas
+
+    @property
+    def is_first(self) -> bool:
+        """Whether the own pipeline is the first one, whose values are those that are saved."""
+        return self.pipeline == 0
 
     @property
     def global_ranks(self) -> tuple[int, ...]:
         """The processes of the own pipeline."""
-        return self.pipelines[self.replica]
+        return self.pipelines[self.pipeline]
 
     @classmethod
     def of(cls, ranks: int, mesh: DeviceMesh | None = None) -> RankPlace:
@@ -60,7 +82,7 @@ class RankPlace:
         if mesh is None and processes == 1:
             return cls()
         if mesh is None and processes == ranks:
-            return cls(dist.get_rank(), 0, (tuple(range(ranks)),))
+            return cls(dist.get_rank(), pipelines=(tuple(range(ranks)),))
         if mesh is None:
             replicas = processes // ranks
             logger.info("%d processes are %d replicas of %d ranks", processes, replicas, ranks)
@@ -78,23 +100,50 @@ class RankPlace:
                 f"the mesh has the dimensions {sizes}, but the plan is for {ranks} ranks; make it "
                 f'with init_device_mesh(…, (n, {ranks}), mesh_dim_names=("dp", "pp"))'
             )
-        unknown = [name for name in names if name not in (PIPELINE, REPLICAS)]
-        if unknown:
-            raise InputError(
-                f"the mesh has a dimension {unknown[0]!r}; pipelines have ranks (pp) and replicas "
-                "(dp) only"
-            )
-        ranks_last = mesh.mesh.movedim(names.index(PIPELINE), -1).reshape(-1, ranks)
-        pipelines = tuple(tuple(row) for row in ranks_last.tolist())
-        replica = mesh.get_local_rank(REPLICAS) if REPLICAS in names else 0
-        several = len(pipelines) > 1
+        data = [name for name in names if _has_own_data(name)]
+        others = [name for name in names if name != PIPELINE and not _has_own_data(name)]
+        pipelines = _rows(mesh, [PIPELINE])
+        pipeline = next(index for index, row in enumerate(pipelines) if dist.get_rank() in row)
+        replicas = prod(mesh[name].size() for name in data)
         return cls(
             mesh.get_local_rank(PIPELINE),
-            replica,
+            pipeline // (len(pipelines) // replicas),
+            replicas,
             pipelines,
+            pipeline,
             mesh.get_group(PIPELINE),
-            mesh.get_group(REPLICAS) if several else None,
+            _group(mesh, data),
+            _group(mesh, data + others),
+            mesh,
         )
+
+
+def _has_own_data(name: str) -> bool:
+    """Whether the ranks along a dimension of a mesh are given different data."""
+    return name == REPLICAS or name.startswith(f"{REPLICAS}_")
+
+
+def _rows(mesh: DeviceMesh, dimensions: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+    """Return the global ranks along `dimensions` for each place in the others, replicas first."""
+    names = mesh.mesh_dim_names or ()
+    rest = [name for name in names if name not in dimensions]
+    rest.sort(key=lambda name: not _has_own_data(name))
+    order = [names.index(name) for name in (*rest, *dimensions)]
+    size = prod(mesh[name].size() for name in dimensions)
+    return tuple(map(tuple, mesh.mesh.permute(order).reshape(-1, size).tolist()))
+
+
+def _group(mesh: DeviceMesh, dimensions: Sequence[str]) -> dist.ProcessGroup | None:
+    """Return the processes along `dimensions` of a mesh; None if that is this one only."""
+    several = [name for name in dimensions if mesh[name].size() > 1]
+    if len(several) < 2:
+        return mesh.get_group(several[0]) if several else None
+    own = dist.get_rank()
+    # Every process makes every group, since ranks create process groups together.
+    groups: dict[tuple[int, ...], dist.ProcessGroup] = {
+        row: dist.new_group(list(row)) for row in _rows(mesh, several)
+    }
+    return next(group for row, group in groups.items() if own in row)
 
 
 def device_of_this_rank() -> torch.device | None:

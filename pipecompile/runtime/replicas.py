@@ -23,6 +23,8 @@ from torch import Tensor
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
 from pipecompile.errors import InputError
+from pipecompile.runtime.sharded_stages import ShardedStages
+from pipecompile.runtime.shards import local_part, settle_gradient
 from pipecompile.runtime.watch import Deadline
 
 __all__ = ["BUCKET_BYTES", "ReplicaSamples", "ReplicaSums", "mean_over_replicas"]
@@ -67,26 +69,32 @@ def mean_over_replicas(
 
 
 class ReplicaSums:
-    """Sums of one step's gradients over the ranks of `group`, which hold the same stages.
+    """Sums of one step's gradients over the ranks of `group`, which hold the same stages; None if
+    that is this one only.
 
     `parameters` are those of each stage that no other stage of the model reads; they are summed
-    when their stage is complete. `late` ones are summed at the end, by `finish`.
+    when their stage is complete. `late` ones are summed at the end, by `finish`. Those that FSDP2
+    manages are in neither: `sharded` sums them.
     """
 
     def __init__(
         self,
         parameters: Mapping[int, Sequence[Tensor]],
         late: Collection[Tensor],
-        group: dist.ProcessGroup,
+        group: dist.ProcessGroup | None,
+        sharded: ShardedStages | None = None,
     ) -> None:
         self._parameters = parameters
         self._late = late
         self._group = group
+        self._sharded = sharded
         self._works: list[dist.Work] = []
         self._buckets: list[tuple[Tensor, list[Tensor]]] = []
 
     def start(self, stage: int) -> None:
         """Begin to sum the gradients of `stage`."""
+        if self._sharded is not None:
+            self._sharded.reduce(stage)
         self._sum(self._parameters[stage])
 
     def finish(self, deadline: Deadline) -> None:
@@ -101,8 +109,12 @@ class ReplicaSums:
             torch._foreach_copy_(gradients, list(parts))
 
     def _sum(self, parameters: Collection[Tensor]) -> None:
+        for parameter in parameters:
+            settle_gradient(parameter)
+        if self._group is None:
+            return
         # The replicas run the same graph: a gradient that is missing here is missing everywhere.
-        gradients = [p.grad for p in parameters if p.grad is not None]
+        gradients = [local_part(p.grad) for p in parameters if p.grad is not None]
         for bucket in buckets(gradients):
             # In place if it can be: a flat copy of a large gradient would take its size again.
             if len(bucket) == 1 and bucket[0].is_contiguous():

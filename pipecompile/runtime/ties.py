@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from pipecompile.runtime.shards import local_part
 from pipecompile.runtime.watch import Deadline
 
 __all__ = ["Ties", "sum_tied_gradients", "tie_groups"]
@@ -42,12 +43,12 @@ def tie_groups(
 
 
 def sum_tied_gradients(ties: Ties, deadline: Deadline) -> None:
-    """Sum the gradient of each tied parameter over the ranks that hold it.
+    """Sum the gradient of each tied parameter over the ranks that hold it, or the same part of it.
 
     All ranks list their `ties` in the same order.
     """
     for parameter, group in ties:
-        deadline.all_reduce(gradient_or_zeros(parameter), group)
+        deadline.all_reduce(local_part(gradient_or_zeros(parameter)), group)
 
 
 def gradient_or_zeros(parameter: Tensor) -> Tensor:

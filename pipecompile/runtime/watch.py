@@ -123,9 +123,13 @@ class StepWatch:
         if self.deadline.is_over():
             raise _OverdueError
 
+    def waits_in(self, exchange: str) -> None:
+        """The rank takes part in an exchange with others."""
+        self._now = _Doing("waiting", exchange)
+
     def actions_are_done(self) -> None:
         """What remains is to wait for sends and for sums of gradients."""
-        self._now = _Doing("waiting", f"the exchanges at the end of {self._name}")
+        self.waits_in(f"the exchanges at the end of {self._name}")
 
     # -- the step
 

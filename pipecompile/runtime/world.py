@@ -8,7 +8,8 @@ from __future__ import annotations
 import atexit
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
@@ -17,11 +18,12 @@ from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 from torch.utils._pytree import tree_map_only
 
-from pipecompile.errors import PipecompileError
+from pipecompile.errors import InputError, PipecompileError
 
 __all__ = [
     "broadcast",
     "broadcast_value",
+    "failing_together",
     "gather",
     "join",
     "rank",
@@ -124,6 +126,21 @@ def gather(value: T) -> Sequence[T]:
     values: list[Any] = [None] * size()
     dist.all_gather_object(values, value)
     return values
+
+
+@contextmanager
+def failing_together() -> Iterator[None]:
+    """If the block raises on one rank, raise InputError on the others, which would wait for it."""
+    error: Exception | None = None
+    try:
+        yield
+    except Exception as caught:
+        error = caught
+    problems = gather(None if error is None else f"rank {rank()}: {error}")
+    if error is not None:
+        raise error
+    for problem in filter(None, problems):
+        raise InputError(problem)
 
 
 def broadcast_value(value: T, source: int, group: dist.ProcessGroup | None) -> T:

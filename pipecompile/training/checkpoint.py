@@ -125,7 +125,7 @@ class Checkpoint:
     def save(self, path: str | Path) -> None:
         """Write the checkpoint to the folder `path`, in place of one that is there.
 
-        Ranks of the first replica write the model and the optimizer. InputError if ranks disagree
+        Of what several ranks hold, the first one writes it. InputError if ranks disagree
         about a tied parameter, or if steps have put gradients aside.
         """
         self.wait()
@@ -278,13 +278,12 @@ class Checkpoint:
                 Path(path, ".metadata").unlink(missing_ok=True)
 
     def _entries(self) -> Iterator[_Entry]:
-        place, owns = self._held.place, self._held.owns
-        is_first_replica = place.replica == 0
+        place, counts = self._held.place, self._held.counts
         for name, value in self._own_state():
-            yield _Entry(f"model.{name}", _wrapped(value), is_first_replica and owns(name))
+            yield _Entry(f"model.{name}", _wrapped(value), counts(name))
         if self._optimizer is not None:
             for key, name, value in self._named_optimizer(self._optimizer).entries():
-                yield _Entry(key, value, is_first_replica and owns(name))
+                yield _Entry(key, value, counts(name))
         for key, value in self._common():
             yield _Entry(key, value, self._process == 0)
         if self.data is not None:
@@ -326,7 +325,7 @@ class Checkpoint:
                 # An optimizer has no slots before its first step, so they get new tensors.
                 parameter = parameters.get(key.removeprefix("optim.").rpartition(".")[0])
                 if parameter is not None:
-                    state[key] = saved.room_for(key, parameter.device)
+                    state[key] = saved.room_for(key, parameter)
         # Those of all replicas: another number of them needs the same place in all.
         state.update(dict.fromkeys(saved.beginning_with("data.")))
         generators = f"generators.{self._process}"

@@ -12,6 +12,7 @@ from pipecompile.errors import InputError
 from pipecompile.runtime import world
 from pipecompile.runtime.local_share import LocalShare
 from pipecompile.runtime.model_state import full_state
+from pipecompile.runtime.shards import divided_like
 from pipecompile.training.safetensors_file import SafetensorsWeights, check_installed, write_weights
 
 __all__ = ["HeldModel"]
@@ -47,7 +48,9 @@ class HeldModel:
         )
 
     def state_dict(self) -> dict[str, Tensor]:
-        """This process's part of the model's state under the original names, aliases included."""
+        """This process's part of the model's state under the original names, aliases included; of
+        what is sharded it is a DTensor.
+        """
         state = self._model.state_dict()
         return {name: value for name, value in state.items() if self._share.holds(name)}
 
@@ -63,7 +66,8 @@ class HeldModel:
             "have another shape in",
             {n for n, value in own.items() if _shape_of(value) != _shape_of(state[n])},
         )
-        model.load_state_dict({name: state[name] for name in own}, strict=False)
+        divided = {name: divided_like(state[name], value) for name, value in own.items()}
+        model.load_state_dict(divided, strict=False)
 
     def full_state_dict(self) -> dict[str, Any] | None:
         """The whole model's state on rank 0, on the CPU, for the unsplit model; None elsewhere.

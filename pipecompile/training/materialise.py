@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from pipecompile.errors import InputError
 from pipecompile.graph.model_state import (
@@ -33,8 +34,12 @@ __all__ = ["allocate", "bind", "check_all_set", "initialise", "lacks_values", "o
 
 
 def lacks_values(model: nn.Module) -> bool:
-    """Whether parameters or buffers of the model are on the meta device or fake."""
-    return not all(has_values(tensor) for _, tensor in named_state(model))
+    """Whether parameters or buffers of the model are on the meta device or fake, or divided over
+    processes.
+    """
+    return not all(
+        has_values(tensor) and not isinstance(tensor, DTensor) for _, tensor in named_state(model)
+    )
 
 
 def on_meta(model: nn.Module) -> AbstractContextManager[object]:

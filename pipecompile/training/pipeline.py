@@ -25,13 +25,16 @@ from pipecompile.runtime.batch_statistics import MinibatchStatistics
 from pipecompile.runtime.gradients import StepGradients, divide_gradients
 from pipecompile.runtime.local_share import LocalShare
 from pipecompile.runtime.messages import Boundaries
+from pipecompile.runtime.norm import clip_to_norm
 from pipecompile.runtime.place import RankPlace
 from pipecompile.runtime.rank_step import Minibatch, StepResult
+from pipecompile.runtime.shards import gradient_parts
 from pipecompile.schedule.simulator import simulate_plan
 from pipecompile.training.batch_reader import BatchReader, CutBatch
 from pipecompile.training.checkpoint import Checkpoint
 from pipecompile.training.held_model import HeldModel
 from pipecompile.training.materialise import allocate, check_all_set, initialise, lacks_values
+from pipecompile.training.parallel_stages import Parallelize, refuse_parallelize
 from pipecompile.training.program import DeclaredShape, Program, Programs
 from pipecompile.training.run_recorder import RunRecorder
 from pipecompile.training.runner import Runner, refuse_untrainable
@@ -63,12 +66,14 @@ class Pipeline(HeldModel):
         step_timeout: float | None = None,
         weights: str | Path | None = None,
         shapes: Sequence[DeclaredShape] = (),
+        parallelize: Parallelize | None = None,
     ) -> None:
         self.plan = plan
         self.seed = seed
         # Random nodes draw from it too: set it when training resumes from a checkpoint.
         self.steps = 0
         super().__init__(target.model, LocalShare(plan, RankPlace.of(plan.ranks, mesh)))
+        refuse_parallelize(parallelize, self._share)
         self._target = target
         self._programs = Programs(plan, captured, target, self._share, self_check=self_check)
         was_on_meta = lacks_values(target.model)
@@ -85,6 +90,10 @@ class Pipeline(HeldModel):
         self._batch_norms = MinibatchStatistics(self._share.place.replica_group)
         if was_on_meta:
             self._set_values(weights)
+        if parallelize is not None:
+            self._programs.model_as_built = self._runner.parallelize(parallelize)
+            for program in self._programs.declared:
+                program.remember()  # the parameters are others now
 
     def __repr__(self) -> str:
         where = (
@@ -233,14 +242,11 @@ class Pipeline(HeldModel):
         Returns the norm before, the same on every rank: that of the unsplit model's gradients. A
         tied parameter counts once. After `step`, and with a scaler after its `unscale_`.
         """
-        owned = [
-            parameter.grad
-            for name, parameter in self.named_parameters()
-            if parameter.grad is not None and self._share.owns(name)
-        ]
+        named = self.named_parameters()
+        counted = gradient_parts(each for name, each in named if self._share.counts(name))
         with self._watched(f"the clipping after {self.steps} steps"):
-            norm = self._runner.norm_over_ranks(owned, norm_type)
-        torch.nn.utils.clip_grads_with_norm_(self.parameters(), max_norm, norm)
+            norm = self._runner.norm_over_ranks(counted, norm_type)
+        clip_to_norm(gradient_parts(self.parameters()), norm, max_norm)
         return norm
 
     def zero_grad(self) -> None:
@@ -295,7 +301,8 @@ class Pipeline(HeldModel):
         parameters, rows = program.parameters, len(minibatch.inputs)
         # A minibatch of two microbatches and a half weighs that much.
         count = sizes.planned_microbatches
-        gradients = self._gradients.of_step(parameters, count, accumulate=accumulate)
+        summed = [*parameters, *self._runner.whole_parameters]
+        gradients = self._gradients.of_step(summed, count, accumulate=accumulate)
         with _modes(program, remainder), self._statistics(accumulate), gradients:
             self._agreement.check_step(program, minibatch, self._runner.deadline)
             result = self._runner.train(

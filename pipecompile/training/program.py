@@ -6,8 +6,8 @@ of microbatches.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -186,6 +186,7 @@ class Programs:
     it, and cut where the planned graph was cut. `self_check` says whether a capture that is made
     here is proven. The graph for a smaller microbatch comes from the capture of its mode and shape,
     and is cut at the same places. `declared` are the programs for the modes of the plan, by shape.
+    Captures run in `model_as_built()`.
     """
 
     def __init__(
@@ -195,6 +196,7 @@ class Programs:
         self._targets = [target]
         self._share = share
         self._self_check = self_check
+        self.model_as_built: Callable[[], AbstractContextManager[None]] = nullcontext
         self.planned = Program(
             captured.capture,
             captured.module,
@@ -242,7 +244,7 @@ class Programs:
         if key not in self._remainders:
             options, verify = self._plan.options, self._proves
             with program.mode():
-                with on_meta(self._model):
+                with self.model_as_built(), on_meta(self._model):
                     capture, module = capture_for_remainder(
                         program.captured, self._targets[shape], samples, options, verify=verify
                     )
@@ -267,7 +269,7 @@ class Programs:
         return self._targets[0].model
 
     def _capture(self, shape: int) -> Captured:
-        with on_meta(self._model):
+        with self.model_as_built(), on_meta(self._model):
             return capture_target(self._targets[shape], self._plan.options, verify=self._proves)
 
     @property

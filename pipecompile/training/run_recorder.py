@@ -63,7 +63,7 @@ class RunRecorder:
         clocks = before, _read_clocks(place, device)
         rows = _gather(place, steps)
         self._is_over = bool(steps)
-        if steps and rows and place.replica == 0:
+        if steps and rows and place.is_first:
             self.run = _run_of(plan, place, device, rows, clocks)
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cached_property, partial
 from itertools import chain, pairwise
 from typing import Any
@@ -16,7 +17,7 @@ from pipecompile.errors import InputError
 from pipecompile.frontend.target import Target
 from pipecompile.ir.plan import Plan
 from pipecompile.ir.schedule import Schedule
-from pipecompile.runtime import local
+from pipecompile.runtime import local, world
 from pipecompile.runtime.distributed import DistributedPipeline, SizedStages
 from pipecompile.runtime.gradients import spread_overflow
 from pipecompile.runtime.local_share import LocalShare
@@ -24,11 +25,14 @@ from pipecompile.runtime.norm import total_norm
 from pipecompile.runtime.place import device_of_this_rank
 from pipecompile.runtime.rank_step import ActionObserver, Minibatch, StepResult
 from pipecompile.runtime.replicas import ReplicaSamples, ReplicaSums, mean_over_replicas
+from pipecompile.runtime.shards import gradient_parts
 from pipecompile.runtime.stage import EagerStage, Loss
 from pipecompile.runtime.ties import Ties, sum_tied_gradients, tie_groups
 from pipecompile.runtime.watch import Deadline, StepWatch
 from pipecompile.schedule.plan_orders import PlanOrders
+from pipecompile.training.parallel_stages import Parallelize, ParallelStages, first_holders
 from pipecompile.training.program import Program
+from pipecompile.training.trial_forward import TrialOutputs, check_trial, trial_outputs
 
 __all__ = ["Runner", "refuse_untrainable"]
 
@@ -61,6 +65,7 @@ class Runner:
         here = torch.device("cpu") if target.device.type == "meta" else target.device
         self.device = own or here
         self.watch: StepWatch | None = None
+        self._parallel: ParallelStages | None = None
         if share.is_distributed:
             place = share.place
             peers = [place.global_ranks[rank] for rank in plan.schedule.placement]
@@ -79,6 +84,35 @@ class Runner:
     def stages(self) -> tuple[fx.GraphModule, ...]:
         """The planned stage modules of this process."""
         return tuple(self._planned.stages[index].module for index in self._share.stages)
+
+    @property
+    def whole_parameters(self) -> Sequence[nn.Parameter]:
+        """The parameters, whole during a step, of which the model has only a part."""
+        return [] if self._parallel is None else self._parallel.sharded.whole_parameters
+
+    def parallelize(self, parallelize: Parallelize) -> Callable[[], AbstractContextManager[None]]:
+        """Let the user's function divide the stages of this rank.
+
+        Return the context in which the model's modules are as they were built.
+        """
+        planned, model = self._planned, self._target.model
+        with world.failing_together():
+            expected = self._trial(lambda _: nullcontext())
+            self._parallel = ParallelStages(parallelize, planned, self._share, model, self.watch)
+            self._own.clear()
+            for name in ("_tied", "_ties"):  # they have the parameters from before
+                vars(self).pop(name, None)
+            check_trial(self._trial(self._parallel.sharded.whole), expected, self._target.autocast)
+        self._share.divide(first_holders(model, self._share, planned))
+        return self._parallel.as_built
+
+    def _trial(self, whole: Callable[[int], AbstractContextManager[object]]) -> TrialOutputs:
+        """What stages compute for some inputs; nothing where only FSDP2 may divide them."""
+        if not self._share.place.divides_work:
+            return {}
+        with self._planned.mode():
+            stages = self._own_stages(self._planned)
+            return trial_outputs(self._planned, stages, self.device, whole)
 
     def at_stage(self, index: int, tensor: Tensor) -> Tensor:
         """`tensor` on the device if the stage is here; other ranks do not read it."""
@@ -106,14 +140,15 @@ class Runner:
         group = self._share.place.replica_group
         samples = None if group is None else ReplicaSamples(batch.samples, self.device, group)
         sums = self._replica_sums(program) if reduces else None
-        result = self._pipeline(program).run(
-            schedule,
-            batch,
-            watch=self.watch,
-            reducer=sums,
-            observers=observers,
-            remainder=None if remainder is None else self._own_stages(remainder),
-        )
+        with self._sharded() as sharded:
+            result = self._pipeline(program).run(
+                schedule,
+                batch,
+                watch=self.watch,
+                reducer=sums,
+                observers=[*observers, *sharded],
+                remainder=None if remainder is None else self._own_stages(remainder),
+            )
         if reduces:
             # A rank that sums ties earlier could wait for ever for a rank that itself waits for a
             # message of the first one.
@@ -138,9 +173,15 @@ class Runner:
         if self._share.is_distributed:
             smaller = None if remainder is None else self._own_stages(remainder)
             schedule = self._orders.evaluation(len(batch.inputs))
-            return self._pipeline(program).run(
-                schedule, batch, watch=self.watch, with_loss=with_loss, remainder=smaller
-            )
+            with self._sharded() as sharded:
+                return self._pipeline(program).run(
+                    schedule,
+                    batch,
+                    watch=self.watch,
+                    with_loss=with_loss,
+                    remainder=smaller,
+                    observers=sharded,
+                )
         return local.evaluate(
             self._local_stages(program),
             batch,
@@ -149,17 +190,14 @@ class Runner:
         )
 
     def spread_overflow(self, parameters: Iterable[Tensor]) -> None:
-        """Let gradients overflow on all ranks of the pipeline if they do on one."""
+        """Let gradients overflow on all ranks if they do on one."""
         if self._share.is_distributed:
-            gradients = [p.grad for p in parameters if p.grad is not None]
-            group = self._share.place.pipeline_group
-            spread_overflow(gradients, self.device, group, self.deadline)
+            spread_overflow(gradient_parts(parameters), self.device, self.deadline)
 
     def norm_over_ranks(self, gradients: Sequence[Tensor], norm_type: float) -> Tensor:
-        """Return the norm of gradients each of which one rank of the pipeline gives."""
-        place = self._share.place
-        over = (place.pipeline_group, self.deadline) if place.is_distributed else None
-        return total_norm(gradients, norm_type, self.device, over)
+        """Return the norm of gradients, or of parts of them, each of which one rank gives."""
+        deadline = self.deadline if self._share.is_distributed else None
+        return total_norm(gradients, norm_type, self.device, deadline)
 
     def mean_over_replicas(self, loss: Tensor, samples: int) -> Tensor:
         """Return the mean over all samples of what is a mean over `samples` of this replica."""
@@ -226,17 +264,32 @@ class Runner:
     def _equalise_replicas(self) -> None:
         """Set all parameters and buffers to those of the first replica."""
         place = self._share.place
-        if place.replica_group is not None:
+        if place.stage_group is not None:
             for _, value in self._share.named_state(self._target.model):
                 source = place.pipelines[0][place.rank]
-                dist.broadcast(value.data, src=source, group=place.replica_group)
+                dist.broadcast(value.data, src=source, group=place.stage_group)
+
+    @contextmanager
+    def _sharded(self) -> Iterator[Sequence[ActionObserver]]:
+        """What gathers sharded parameters for the actions of the block, and frees them after it."""
+        if self._parallel is None:
+            yield []
+            return
+        try:
+            yield [self._parallel.sharded]
+        finally:
+            self._parallel.sharded.free()
 
     def _replica_sums(self, program: Program) -> ReplicaSums | None:
         group = self._share.place.replica_group
-        if group is None:
+        sharded = None if self._parallel is None else self._parallel.sharded
+        if group is None and sharded is None:
             return None
-        stages = self._share.stages
-        parameters = {index: list(program.stages[index].module.parameters()) for index in stages}
+        managed: Collection[Tensor] = () if sharded is None else sharded.managed
+        parameters = {
+            index: [p for p in program.stages[index].module.parameters() if p not in managed]
+            for index in self._share.stages
+        }
         tied = {*self._tied_in(program).values()}
         own = {
             index: [parameter for parameter in each if parameter not in tied]
@@ -244,7 +297,7 @@ class Runner:
         }
         # Each once, in the same order on every replica.
         late = dict.fromkeys(p for each in parameters.values() for p in each if p in tied)
-        return ReplicaSums(own, list(late), group)
+        return ReplicaSums(own, list(late), group, sharded)
 
     # -- stages
 
@@ -287,6 +340,8 @@ class Runner:
     def _own_stages(self, program: Program) -> SizedStages:
         """The stages of this rank, and what crosses the boundaries of all."""
         if program not in self._own:
+            if self._parallel is not None and program is not self._planned:
+                self._parallel.adopt(program, self._share.stages)
             stages = {
                 index: self._eager(program.stages[index], loss=self._loss_of(program, index))
                 for index in self._share.stages

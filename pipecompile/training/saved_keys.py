@@ -62,13 +62,17 @@ class SavedKeys:
             )
         return next(filter(None, (self._shape_problem(*item) for item in own.items())), None)
 
-    def room_for(self, key: str, device: torch.device) -> Tensor | None:
-        """Return a tensor to read `key` into; None if the value is no tensor."""
+    def room_for(self, key: str, parameter: Tensor) -> Tensor | None:
+        """Return a tensor to read `key` into, which belongs to `parameter`; None if the value is no
+        tensor.
+        """
         saved = self._saved[key]
         if not isinstance(saved, TensorStorageMetadata):
             return None
+        if saved.size == parameter.shape:  # on several processes it is divided as the parameter is
+            return torch.empty_like(parameter, dtype=saved.properties.dtype, requires_grad=False)
         # Optimizers keep scalars, such as the number of steps, on the host, and move them if not.
-        where = device if saved.size else torch.device("cpu")
+        where = parameter.device if saved.size else torch.device("cpu")
         return torch.empty(saved.size, dtype=saved.properties.dtype, device=where)
 
     def _shape_problem(self, name: str, value: Any) -> str | None:

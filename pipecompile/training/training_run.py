@@ -40,8 +40,8 @@ class HeldState(Protocol):
     def holds(self, name: str) -> bool:
         """Whether the value of `name` is here."""
 
-    def owns(self, name: str) -> bool:
-        """Whether it is saved from here."""
+    def counts(self, name: str) -> bool:
+        """Whether what is here of it is saved from here."""
 
 
 @dataclass
@@ -68,6 +68,6 @@ class WholeModel:
         """Every value is here."""
         return True
 
-    def owns(self, name: str) -> bool:
+    def counts(self, name: str) -> bool:
         """Every value is saved from here."""
         return True

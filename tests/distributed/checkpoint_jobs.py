@@ -17,7 +17,9 @@ from torch import Tensor, nn
 from pipecompile.errors import PipecompileError
 from pipecompile.frontend.signature import arguments_of
 from pipecompile.frontend.target import Target
+from pipecompile.runtime.shards import local_part
 from pipecompile.training.checkpoint import Checkpoint
+from tests.distributed.parallel_jobs import sharding
 from tests.distributed.training_jobs import Run, run_of
 
 State = dict[str, Tensor] | None
@@ -96,16 +98,20 @@ def unsplit() -> Training:
     return Training(run, checkpoint, optimizer, scheduler, step)
 
 
-def training(ranks: int, replicas: int) -> Training:
-    """A pipeline, or without ranks the unsplit model."""
-    return pipelined(ranks, replicas) if ranks else unsplit()
-
-
 def trained(
-    ranks: int, replicas: int, steps: int, *, load: str | None = None, save: str | None = None
+    ranks: int,
+    replicas: int,
+    steps: int,
+    *,
+    load: str | None = None,
+    save: str | None = None,
+    sharded: bool = False,
 ) -> tuple[tuple[int, int, float], State]:
-    """Load a checkpoint, take steps and save one; the progress, and on rank 0 the model's state."""
-    run = training(ranks, replicas)
+    """Load a checkpoint, take steps and save one; the progress, and on rank 0 the model's state.
+    Stages may be `sharded` over replicas.
+    """
+    options = sharding(ranks, replicas) if sharded else {}
+    run = pipelined(ranks, replicas, **options) if ranks else unsplit()
     if load is not None:
         spoil(run)
         run.checkpoint.load(load)
@@ -122,7 +128,7 @@ def spoil(run: Training) -> None:
     with torch.no_grad():
         for group in run.optimizer.param_groups:
             for parameter in group["params"]:
-                parameter.fill_(7.0)
+                local_part(parameter).fill_(7.0)
 
 
 def contents(path: str) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from pipecompile.api.verify import Reference, reference_for
 from pipecompile.frontend.signature import arguments_of
 from pipecompile.frontend.target import Target
 from pipecompile.runtime.rank_step import RankStep
+from pipecompile.runtime.shards import whole
 from pipecompile.training.pipeline import Pipeline
 
 MICROBATCH = 4  # samples
@@ -96,7 +97,7 @@ class Run:
         worst = 0.0
         for name, parameter in self.pipeline.named_parameters():
             assert parameter.grad is not None, name
-            worst = max(worst, (parameter.grad - wanted[name]).abs().max().item())
+            worst = max(worst, (whole(parameter.grad) - wanted[name]).abs().max().item())
         return worst / largest
 
     def unsplit_gradients(self) -> dict[str, Tensor]:
@@ -109,16 +110,24 @@ def run_of(ranks: int, replicas: int, *, microbatches: int = 4, **options: Any) 
     """The mixture as a pipeline."""
     whole = mixture(MICROBATCH * microbatches * replicas)
     replica = dist.get_rank() // ranks
-    part = whole.call.args[0].chunk(replicas)[replica]
-    model = copy.deepcopy(whole.model)
+    return run_on(whole, ranks, replica, replicas, microbatches=microbatches, **options)
+
+
+def run_on(target: Target, ranks: int, replica: int, replicas: int, **options: Any) -> Run:
+    """The model of `target` as a pipeline, of which this rank is in a replica."""
+    model = copy.deepcopy(target.model)
     if replica:  # replicas begin with the weights of the first one
-        nn.init.zeros_(model.inner.weight)
-    target = whole.targets.chunk(replicas)[replica]
-    options = {"costs": "flops", "self_check": False, "microbatches": microbatches, **options}
+        for parameter in model.parameters():
+            nn.init.zeros_(parameter)
     pipeline = pipecompile(
-        model, part, ranks=ranks, loss_fn=whole.loss_fn, sample_target=target, **options
+        model,
+        target.call.args[0].chunk(replicas)[replica],
+        ranks=ranks,
+        loss_fn=target.loss_fn,
+        sample_target=target.targets.chunk(replicas)[replica],
+        **{"costs": "flops", "self_check": False, "microbatches": 4, **options},
     )
-    return Run(pipeline, reference_for(whole, pipeline.plan), whole, replica, replicas)
+    return Run(pipeline, reference_for(target, pipeline.plan), target, replica, replicas)
 
 
 def gradients_and_loss(ranks: int, replicas: int, schedule: str) -> tuple[float, float]:

@@ -70,6 +70,7 @@ def _work(pipe: Connection) -> None:
 @contextmanager
 def _group(rank: int, ranks: int, store: str) -> Iterator[None]:
     import torch.distributed as dist
+    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
     dist.init_process_group("gloo", store=dist.FileStore(store, ranks), rank=rank, world_size=ranks)
     try:
@@ -79,3 +80,5 @@ def _group(rank: int, ranks: int, store: str) -> Iterator[None]:
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
+        # What DTensors remember of meshes has the names of groups that are gone.
+        _clear_sharding_prop_cache()

@@ -1,0 +1,167 @@
+"""Stages whose parameters are divided over replicas by FSDP2 (`fully_shard`).
+
+FSDP2 gathers parameters before each forward and sums gradients in each backward. Here they are
+gathered before the first action of a stage and freed after its last one, and gradients, whole until
+then, are summed once, when the schedule says that they are complete:
+
+    0F0   0F1   0B0   0B1   0R0
+    gather                  reduce-scatter, free
+
+With `reshard_after_forward=True` parameters are whole only while an action of their stage runs.
+
+This is the only module that knows torch's private names of FSDP2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+from pipecompile.errors import InputError
+from pipecompile.ir.schedule import COMPUTE, Action
+from pipecompile.runtime.watch import StepWatch
+
+__all__ = ["ShardedStages"]
+
+
+class ShardedStages:
+    """The stages of this process of which FSDP2 manages parameters; an observer of their actions.
+
+    `whole_parameters` are those parameters as forwards and backwards use them, which accumulate
+    gradients during a step. `managed` are the same and those that an optimizer steps.
+    """
+
+    def __init__(
+        self, stages: Mapping[int, nn.Module], replicas: tuple[int, ...], watch: StepWatch | None
+    ) -> None:
+        self._watch = watch
+        self._modules = {index: _sharded_modules(stage) for index, stage in stages.items()}
+        self._whole: set[int] = set()
+        self.whole_parameters: list[nn.Parameter] = []
+        self.managed: set[nn.Parameter] = set()
+        for index, modules in self._modules.items():
+            for module in modules:
+                _take_over(module, replicas)
+            with self.whole(index):  # which makes the whole parameters
+                self._remember(modules)
+        self._freed_after_each = {
+            index
+            for index, modules in self._modules.items()
+            if any(_frees_after_forward(module) for module in modules)
+        }
+
+    @contextmanager
+    def whole(self, index: int) -> Iterator[None]:
+        """Have all of a stage's parameters on this process in the block."""
+        self._gather(index)
+        try:
+            yield
+        finally:
+            self._free(index)
+
+    def reduce(self, index: int) -> None:
+        """Sum the gradients of a stage over replicas, and keep the part of this process."""
+        if self._modules[index] and self._watch is not None:
+            self._watch.waits_in(f"the sum of stage {index} over replicas")
+        for module in self._modules[index]:
+            state = _state(module)
+            if state._is_root:
+                # Of the whole tree: it sums, frees, and waits for both.
+                state._root_post_backward_final_callback()
+        self._whole.discard(index)
+
+    def free(self) -> None:
+        """Free whatever is whole, also after a step that has failed."""
+        for index in list(self._whole):
+            self._free(index)
+
+    # -- what rank_step.py tells
+
+    def begin(self, action: Action) -> None:
+        """`action` is next."""
+
+    def ready(self, action: Action) -> None:
+        """`action` needs the parameters."""
+        if action.kind not in COMPUTE or action.stage in self._whole:
+            return
+        if self._watch is not None:
+            self._watch.waits_in(f"the gather of stage {action.stage} over replicas")
+        self._gather(action.stage)
+        if self._watch is not None:
+            self._watch.ready(action)
+
+    def end(self, action: Action) -> None:
+        """`action` no longer needs them."""
+        if action.kind in COMPUTE and action.stage in self._freed_after_each:
+            self._free(action.stage)
+
+    def _gather(self, index: int) -> None:
+        for module in self._modules[index]:
+            module.unshard()
+        self._whole.add(index)
+
+    def _free(self, index: int) -> None:
+        for module in self._modules[index]:
+            module.reshard()
+        self._whole.discard(index)
+
+    def _remember(self, modules: list[FSDPModule]) -> None:
+        for module in modules:
+            for group in _state(module)._fsdp_param_groups:
+                for parameter in group.fsdp_params:
+                    pair = parameter.sharded_param, parameter.unsharded_param
+                    self.managed.update(pair)
+                    self.whole_parameters.append(pair[1])
+
+
+def _sharded_modules(stage: nn.Module) -> list[FSDPModule]:
+    return [module for module in stage.modules() if isinstance(module, FSDPModule)]
+
+
+def _state(module: FSDPModule) -> Any:
+    return module._get_fsdp_state()
+
+
+def _take_over(module: FSDPModule, replicas: tuple[int, ...]) -> None:
+    """Let the runtime say when parameters are gathered and gradients summed, and not hooks.
+
+    InputError if the module is not divided over all `replicas`, or casts.
+    """
+    state = _state(module)
+    state._lazy_init()
+    for group in state._fsdp_param_groups:
+        _check(group, replicas)
+    state._pre_forward_hook_handle.remove()
+    state._post_forward_hook_handle.remove()
+    # The sum, as without FSDP2: the step divides it by the number of microbatches as well.
+    module.set_gradient_divide_factor(1.0)
+    module.set_force_sum_reduction_for_comms(True)
+
+
+def _check(group: Any, replicas: tuple[int, ...]) -> None:
+    ranks = tuple(sorted(group.mesh_info.mesh.mesh.flatten().tolist()))
+    if ranks != replicas:
+        raise InputError(
+            f"fully_shard was given a mesh of the ranks {list(ranks)}, but the replicas of this "
+            f'stage are the ranks {list(replicas)}; give it mesh["dp"], or for hybrid sharding the '
+            'two dimensions mesh["dp_replicate", "dp_shard"] that make up the replicas'
+        )
+    policy = group.mp_policy
+    if policy.param_dtype is not None or policy.output_dtype is not None:
+        raise InputError(
+            "fully_shard was given a MixedPrecisionPolicy with param_dtype or output_dtype, but "
+            "the types between stages are those of the plan; give pipecompile autocast= instead "
+            "(reduce_dtype is possible)"
+        )
+
+
+def _frees_after_forward(module: FSDPModule) -> bool:
+    """Whether the user gave `reshard_after_forward`, which is for the root not the default."""
+    state = _state(module)
+    return not state._auto_reshard_after_forward and any(
+        group.post_forward_mesh_info is not None for group in state._fsdp_param_groups
+    )

@@ -1,0 +1,133 @@
+"""Stages that `parallelize=` divides, on gloo ranks against the unsplit model in float64."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.distributed import checkpoint_jobs
+from tests.distributed import parallel_jobs as jobs
+from tests.distributed.workers import Workers
+
+EXACT = 1e-12
+sweep = pytest.mark.sweep
+
+
+@pytest.mark.parametrize(
+    ("ranks", "replicas", "schedule", "reshard"),
+    [
+        (2, 2, "1f1b", None),
+        pytest.param(2, 2, "1f1b", True, marks=sweep),
+        (2, 2, "zb-h1", False),
+        (2, 2, "zb-h1", True),
+        (2, 1, "zb-h1", None),
+        (4, 1, "1f1b", None),
+        pytest.param(2, 1, "1f1b", None, marks=sweep),
+        pytest.param(4, 1, "zb-h1", None, marks=sweep),
+    ],
+)
+def test_a_step_of_sharded_stages_is_the_unsplit_step(
+    workers: Workers,
+    tmp_path: Path,
+    ranks: int,
+    replicas: int,
+    schedule: str,
+    reshard: bool | None,
+) -> None:
+    arguments = ranks, replicas, schedule, reshard
+    results = workers.run(ranks * replicas, jobs.sharded_step, *arguments, folder=str(tmp_path))
+    for distances, (gathers, sums) in results:
+        assert max(distances) <= EXACT
+        if replicas > 1:
+            assert sums == 1
+            # For each action of 4 microbatches, or once.
+            actions = {"1f1b": 8, "zb-h1": 12}[schedule]
+            assert gathers == (actions if reshard else 1)
+
+
+def test_steps_that_accumulate_sum_nothing_over_replicas(workers: Workers, tmp_path: Path) -> None:
+    assert max(workers.run(4, jobs.accumulated, folder=str(tmp_path))) <= EXACT
+
+
+def test_an_overflow_in_one_shard_is_one_on_all_ranks(workers: Workers, tmp_path: Path) -> None:
+    assert workers.run(4, jobs.overflowed, folder=str(tmp_path)) == [(4.0, False)] * 4
+
+
+def test_sharded_stages_evaluate_and_read_weights(workers: Workers, tmp_path: Path) -> None:
+    file = str(tmp_path / "model.safetensors")
+    for distances in workers.run(4, jobs.evaluated, file, folder=str(tmp_path)):
+        assert max(distances) <= EXACT
+
+
+def test_a_model_from_the_meta_device_is_sharded(workers: Workers, tmp_path: Path) -> None:
+    assert max(workers.run(4, jobs.from_meta, folder=str(tmp_path))) <= EXACT
+
+
+def test_sharded_stages_take_batches_of_two_shapes(workers: Workers, tmp_path: Path) -> None:
+    assert max(workers.run(4, jobs.of_two_shapes, folder=str(tmp_path))) <= EXACT
+
+
+@pytest.mark.parametrize("job", [jobs.partly_sharded, jobs.hybrid])
+def test_what_is_sharded_in_parts_or_on_parts_of_the_replicas(
+    workers: Workers, tmp_path: Path, job: Any
+) -> None:
+    for distances in workers.run(4, job, folder=str(tmp_path)):
+        assert max(distances) <= EXACT
+
+
+def test_a_sharded_run_goes_on_unsplit_and_sharded_again(workers: Workers, tmp_path: Path) -> None:
+    def on(layout: tuple[int, int], steps: int, **files: str) -> Any:
+        processes = max(layout[0] * layout[1], 1)
+        options = {"sharded": layout[0] > 0, **files}
+        job, folder = checkpoint_jobs.trained, str(tmp_path)
+        return workers.run(processes, job, *layout, steps, folder=folder, **options)[0]
+
+    first, second = str(tmp_path / "first"), str(tmp_path / "second")
+    on((2, 2), 2, save=first)
+    on((0, 1), 2, load=first, save=second)
+    progress, state = on((2, 2), 2, load=second)
+    wanted_progress, wanted = on((0, 1), 6)
+    assert progress == wanted_progress
+    assert max((state[name] - wanted[name]).abs().max().item() for name in wanted) <= EXACT
+
+
+@pytest.mark.parametrize(
+    ("sizes", "schedule"),
+    [
+        ({"pp": 2, "tp": 2}, "1f1b"),
+        ({"pp": 2, "tp": 2}, "zb-h1"),
+        ({"dp": 2, "pp": 1, "tp": 2}, "1f1b"),
+    ],
+)
+def test_columns_and_rows_of_a_stage_are_on_several_ranks(
+    workers: Workers, tmp_path: Path, sizes: dict[str, int], schedule: str
+) -> None:
+    arguments = sizes, schedule, str(tmp_path / "checkpoint")
+    for distances in workers.run(4, jobs.tensor_parallel, *arguments, folder=str(tmp_path)):
+        assert max(distances) <= EXACT
+
+
+def test_heads_of_attention_are_on_several_ranks(workers: Workers, tmp_path: Path) -> None:
+    assert max(workers.run(4, jobs.divided_heads, folder=str(tmp_path))) <= EXACT
+
+
+def test_what_cannot_be_exact_is_refused_on_all_ranks(workers: Workers, tmp_path: Path) -> None:
+    texts = {
+        "ddp": "hooks do not fire under torch.autograd.grad",
+        "mesh": "the replicas of this stage are the ranks",
+        "types": "give pipecompile autocast= instead",
+        "tie": "'table.weight' is divided differently",
+        "no mesh": "divides stages over a mesh, but there is none",
+        "no parallelize": "would all compute the same",
+        "dropout": "what dropout draws for, must be whole",
+        "softmax": "computes something else",
+        "hooks": "which would never run",
+    }
+    for messages in workers.run(4, jobs.refusals, folder=str(tmp_path)):
+        assert messages.keys() == texts.keys()
+        for mistake, text in texts.items():
+            assert text in messages[mistake], mistake
+    for message in workers.run(4, jobs.two_copies_on_a_rank, folder=str(tmp_path)):
+        assert "two tensors of the tied parameter 'table.weight'" in message

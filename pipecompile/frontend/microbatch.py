@@ -80,6 +80,7 @@ class MicrobatchSizes:
 
     def mean(self, scalars: Sequence[Tensor]) -> Tensor:
         """Return the mean over samples of what is a mean over those of each microbatch."""
+        # Without weights: multiplying by 1 / M rounds otherwise than the mean of equal parts does.
         if self.remainder is None:
             return torch.stack(list(scalars)).mean(dim=0)
         parts = zip(scalars, self.sizes, strict=True)
@@ -98,6 +99,7 @@ class MicrobatchSizes:
     def _merge_leaf(self, column: Sequence[Any]) -> Any:
         if not isinstance(column[0], Tensor):
             return column[0]
+        # A scalar is taken for a mean over samples, as metrics beside a loss are.
         return torch.cat(list(column)) if column[0].dim() else self.mean(column)
 
 
@@ -121,6 +123,7 @@ def shape_of(
 
 def _is_alike(one: tuple[int, ...], other: tuple[int, ...]) -> bool:
     """Whether two shapes differ in dimension 0 at most."""
+    # Dimension 0 counts the samples, and a minibatch has several microbatches of them.
     return len(one) == len(other) and one[1:] == other[1:]
 
 

@@ -67,6 +67,7 @@ def capture_target(
     so. With `method` the model is captured in the way that another rank has proven. The log says
     what is special about the capture.
     """
+    # Before the capture, whose forward would wait for ranks that run something else.
     _refuse_synchronised_norms(target.model)
     sample = _first_microbatch(target, options)
     if verify and target.has_values:
@@ -77,6 +78,7 @@ def capture_target(
         captured = _captured_by(method, target, sample, options)
         module = captured.instantiate(sample)
         _log(_remarks(captured))
+    # Names are those of nodes as well, which are known only now.
     _refuse_unknown_names(module.graph, options.groups)
     apply_passes(module.graph, [Group(options.groups)])
     return Captured(
@@ -108,12 +110,14 @@ def capture_for_remainder(
         f"microbatches of {planned}, and the model cannot run on both: %s; drop or pad the last "
         "batch, or choose another number of microbatches"
     )
+    # The forward made a number of the batch size, and the graph has that number in it.
     if capture.guards.is_fixed:
         raise InputError(refusal % f"its graph is for one size only, since {violation}")
     try:
         if violation is not None:
             capture = capture.recaptured(call)
         module = capture.instantiate(call)
+        # The planned capture was proven at several sizes; a new one was not.
         if verify and violation is not None and target.has_values:
             check_capture(capture, module, call)
     except (CaptureError, UnsupportedError) as error:

@@ -25,6 +25,7 @@ def check_agreement(
     Ranks that differ would wait for messages that nobody sends, or take one tensor for another.
     """
     by_rank: list[dict[str, str]] = [{} for _ in range(dist.get_world_size(group))]
+    # As text, since a rank must be able to print what another one has.
     own = {name: str(value) for name, value in said.items()}
     deadline.wait_for(group)
     dist.all_gather_object(by_rank, own, group=group)

@@ -80,6 +80,7 @@ def verdict(states: Mapping[int, RankState], silent: Collection[int]) -> str:
 
 def _culprits(states: Mapping[int, RankState], silent: Collection[int]) -> dict[int, str]:
     """Return the sentence for each rank at fault, of the surest kind that there is."""
+    # What most ranks wait in is the newest step; a rank that is behind it never came.
     last = max(states.values(), key=lambda state: state.begun)
     kinds: list[dict[int, str]] = [{}, {}, {}, {}]
     for rank, state in sorted(states.items()):
@@ -91,6 +92,7 @@ def _culprits(states: Mapping[int, RankState], silent: Collection[int]) -> dict[
             kinds[2][rank] = f"rank {rank} hangs in {state.action}"
         elif state.begun < last.begun:
             kinds[3][rank] = f"rank {rank} has not begun {last.name}"
+    # Only the surest kind: a rank that seems to hang may only wait for one that has died.
     return next((kind for kind in kinds if kind), {})
 
 

@@ -22,6 +22,7 @@ def generator_states(device: torch.device) -> dict[str, Any]:
         "numpy": np.random.get_state(),
         "torch": torch.get_rng_state(),
     }
+    # Only the own GPU: the generators of others belong to other processes.
     if device.type == "cuda":
         states["cuda"] = torch.cuda.get_rng_state(device)
     return states

@@ -34,6 +34,7 @@ def local_part(tensor: Tensor) -> Tensor:
 
 def gradient_parts(parameters: Iterable[Tensor]) -> list[Tensor]:
     """Return what this process has of gradients, without those of which it has no element."""
+    # A parameter with fewer rows than ranks leaves some ranks without any.
     parts = [local_part(p.grad) for p in parameters if p.grad is not None]
     return [part for part in parts if part.numel()]
 

@@ -34,6 +34,7 @@ def tie_groups(
         for name, stages in stages_of.items()
     }
     groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
+    # Sorted, and for all pipelines: every process makes every group, in the same order.
     for ranks in sorted(set(ranks_of.values())):
         for pipeline in pipelines if len(ranks) > 1 else ():
             group = dist.new_group([pipeline[rank] for rank in ranks])
@@ -54,5 +55,6 @@ def sum_tied_gradients(ties: Ties, deadline: Deadline) -> None:
 def gradient_or_zeros(parameter: Tensor) -> Tensor:
     """Return the gradient; zeros if there is none: every rank must take part in a sum."""
     if parameter.grad is None:
+        # A stage may not have used it in this step; the other ranks wait in the sum all the same.
         parameter.grad = torch.zeros_like(parameter)
     return parameter.grad

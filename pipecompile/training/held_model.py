@@ -66,6 +66,7 @@ class HeldModel:
             "have another shape in",
             {n for n, value in own.items() if _shape_of(value) != _shape_of(state[n])},
         )
+        # Only what is held is read: `state` may be a file of all weights, which no rank could hold.
         divided = {name: divided_like(state[name], value) for name, value in own.items()}
         model.load_state_dict(divided, strict=False)
 
@@ -82,6 +83,7 @@ class HeldModel:
         Call it on all ranks. A tensor with several names is written once.
         """
         check_installed()
+        # All ranks send their parts, before only the first one writes.
         state = self.full_state_dict()
         world.run_on_first(lambda: write_weights(state or {}, path))
 

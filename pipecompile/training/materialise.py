@@ -52,6 +52,7 @@ def on_meta(model: nn.Module) -> AbstractContextManager[object]:
 
 def allocate(model: nn.Module, share: LocalShare, device: torch.device) -> None:
     """Give memory on `device` to what this rank holds, and nothing else, without values."""
+    # By identity: a tied tensor gets memory once, under all its names.
     made: dict[int, Tensor] = {}
     for name, tensor in list(named_state(model)):
         if not share.holds(name):
@@ -79,6 +80,7 @@ def initialise(model: nn.Module, share: LocalShare, seed: int) -> None:
     for path, module in model.named_modules():
         reset = getattr(module, "reset_parameters", None)
         names = [name for name in _direct_names(path, module) if name in firsts]
+        # The seed is of the path, not of an order: modules on other ranks draw nothing here.
         if reset is not None and any(share.holds(name) for name in names):
             with _whole_on_cpu(module) as whole, torch.random.fork_rng(devices=()):
                 torch.manual_seed(_seed_of(seed, path))

@@ -74,12 +74,14 @@ class ParallelStages:
             module: (type(module), *(vars(module)[hooks].copy() for hooks in _HOOKS))
             for module in model.modules()
         }
+        # Tools for parallelism replace tensors: by name the old ones are found again in the model.
         stages = {index: planned.stages[index].module for index in share.stages}
         before = {index: dict(named_state(stage)) for index, stage in stages.items()}
         self._divides_work = place.divides_work
         for index, stage in stages.items():
             self._keep_whole(stage)
             _check_returned(parallelize(stage, place.mesh), stage, index)
+        # Only when all stages are divided: FSDP2 settles its groups at the first use.
         self.sharded = ShardedStages(stages, _ranks_of(place.replica_group), watch)
         for index, stage in stages.items():
             _check_hooks(stage, index)
@@ -96,6 +98,7 @@ class ParallelStages:
     @contextmanager
     def as_built(self) -> Iterator[None]:
         """Have the modules of the model as they were built in the block, except their tensors."""
+        # A capture runs the modules themselves, whose hooks would talk to other ranks.
         now = {m: (type(m), *(vars(m)[hooks] for hooks in _HOOKS)) for m in self._as_built}
         try:
             _set(self._as_built)
@@ -146,6 +149,7 @@ def _check_returned(returned: object, stage: nn.Module, index: int) -> None:
 
 def _check_hooks(stage: fx.GraphModule, index: int) -> None:
     """InputError if hooks were put where a stage, which is one graph, never calls them."""
+    # Paths that the graph calls, or whose parameters it reads.
     called = {str(node.target) for node in stage.graph.nodes if node.op != "call_function"}
     for path, module in stage.named_modules():
         if path and path not in called and any(vars(module)[hooks] for hooks in _HOOKS):
@@ -193,6 +197,7 @@ def first_holders(model: nn.Module, share: LocalShare, planned: Program) -> froz
     parts: Sequence[dict[str, Shard]] = world.gather(own)
     for name in planned.ties:
         for pipeline in share.place.pipelines:
+            # Sums of tied gradients add part to part, so both ranks must hold the same one.
             shards = {parts[rank][name] for rank in pipeline if name in parts[rank]}
             if len(shards) > 1:
                 raise InputError(

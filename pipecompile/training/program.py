@@ -67,6 +67,7 @@ class Program:
         self._context = current_context()
         self.remember()
         self.modes = _modes_of(captured.model)
+        # Before it is cut: all stages of the graph then make their tensors where they run.
         apply_passes(module.graph, [LeaveMeta(device)])
         self.stages: tuple[StageModule, ...] = emit(
             module, assignment, regions, encoded_runs, batch_norm
@@ -117,6 +118,7 @@ class Program:
                 "autocast is not as it was when the model was compiled; compile and step under "
                 "the same autocast, or put it into the model's forward"
             )
+        # Objects are compared first, in one pass, since a small step takes only a millisecond.
         if not self._items.are_the_same():
             self._check_settings()
         pairs = zip(self._named_parameters, self._trainable, strict=True)
@@ -255,6 +257,7 @@ class Programs:
         """Return the program for a declared shape in eval mode; the modules are left in the modes
         that they have.
         """
+        # `current` captures in the modes that modules are in, so they are set for that moment.
         flags = {module: module.training for module in self._model.modules()}
         for module in flags:  # a model may override `.eval()` to do more than this
             module.training = False
@@ -299,6 +302,7 @@ class Programs:
         """The stages that hold what a graph reads; over ranks the first stage holds what no planned
         stage reads.
         """
+        # In one process the first name decides nothing: all stages have all tensors at hand.
         names = named_state(module) if self._share.is_distributed else ()
         return {**{name: (0,) for name, _ in names}, **self._share.holders}
 

@@ -52,6 +52,7 @@ class RunRecorder:
         All ranks of a pipeline enter it and leave it together. After an error nothing is gathered,
         since other ranks may not come to the end of the block.
         """
+        # Clocks are read on both sides of the block, since those of two machines drift apart.
         before = _read_clocks(place, device)
         recorder = ActionRecorder(device)
         recorders.append(recorder)
@@ -61,6 +62,7 @@ class RunRecorder:
             recorders.remove(recorder)
         steps = recorder.times()
         clocks = before, _read_clocks(place, device)
+        # Once for the whole block: to gather within it would be a pause that is recorded.
         rows = _gather(place, steps)
         self._is_over = bool(steps)
         if steps and rows and place.is_first:
@@ -105,6 +107,7 @@ def _run_of(
         pairs = zip(times, conversions, strict=True)
         ranks = [_converted(of_rank.rank, convert) for of_rank, convert in pairs]
         if not place.is_distributed:
+            # One process performed the actions of all ranks in turns, and has one list of them.
             ranks = _by_rank(ranks[0], plan.schedule.placement, plan.ranks)
         steps.append(_step(times[0], ranks))
     return RecordedRun(
@@ -141,6 +144,7 @@ def _to_rank_0(rank: int, clocks: tuple[_ClockReading, _ClockReading]) -> Callab
     drift, length = after.ns - before.ns, max(1, end - start)
 
     def converted(ns: int) -> int:
+        # Whole numbers: a clock in ns since the machine started is beyond the digits of a float.
         passed = ns - before.ns - start
         return ns - before.ns - drift * passed // length
 

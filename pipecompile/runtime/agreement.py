@@ -1,40 +1,79 @@
-"""Do all ranks begin the same step? What they say is compared before the first message."""
+"""Do all ranks begin the same step? What they say is compared while the step begins.
+
+Ranks that differ would wait for messages that nobody sends, or take one tensor for another. So each
+tells the others a digest of what it is about to do, and reads theirs before its first message:
+
+    rank 0    tell ── 0F0 ── read ── 0SEND_F0 …
+    rank 1    tell ── read ── 1RECV_F0 …
+
+Only if digests differ, ranks exchange the words and say what it is.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from hashlib import blake2b
 
+import torch
 import torch.distributed as dist
 
 from pipecompile.errors import InputError
-from pipecompile.runtime.watch import Deadline
+from pipecompile.runtime.watch import StepWatch
 
-__all__ = ["check_agreement"]
+__all__ = ["Agreement"]
 
 
-def check_agreement(
-    said: Mapping[str, object],
-    group: dist.ProcessGroup | None,
-    deadline: Deadline,
-    member: str = "rank",
-) -> None:
-    """InputError, on every rank of `group`, if a value of `said` is not the same on all of them.
+class Agreement:
+    """What this rank says of its step, told to the ranks of `group`, and what they say.
 
-    A `member` of the group is a rank of a pipeline, or a replica.
-
-    Ranks that differ would wait for messages that nobody sends, or take one tensor for another.
+    `said` has the same names on all of them; `group` is None for all processes.
     """
-    by_rank: list[dict[str, str]] = [{} for _ in range(dist.get_world_size(group))]
-    # As text, since a rank must be able to print what another one has.
-    own = {name: str(value) for name, value in said.items()}
-    deadline.wait_for(group)
-    dist.all_gather_object(by_rank, own, group=group)
-    for name in own:
-        values = [other[name] for other in by_rank]
-        different = next((rank for rank, value in enumerate(values) if value != values[0]), None)
-        if different is not None:
-            raise InputError(
-                f"{member}s of a pipeline must step alike, but {name} is {values[0]} on its "
-                f"{member} 0 and {values[different]} on its {member} {different}; give every rank "
-                "of a replica the same batch, plan, mode and step, and every replica as much"
+
+    def __init__(
+        self,
+        said: Mapping[str, object],
+        group: dist.ProcessGroup | None,
+        device: torch.device,
+        watch: StepWatch,
+    ) -> None:
+        # As text, since a rank must be able to print what another one has.
+        self._said = {name: str(value) for name, value in said.items()}
+        self._group = group
+        self._watch = watch
+        own = torch.tensor([_digest(self._said)], device=device)
+        self._all = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
+        self._work = dist.all_gather(self._all, own, group, async_op=True)
+
+    def settle(self) -> None:
+        """Wait for what the others say; InputError, on every rank, if one says something else."""
+        if self._work is None:
+            return
+        with self._watch.waiting_for_begin():
+            self._watch.deadline.wait(self._work)
+            self._work = None
+            if len(set(torch.cat(self._all).tolist())) > 1:
+                self._raise()
+
+    def _raise(self) -> None:
+        """Raise what differs: all ranks have read the same digests, and come here together."""
+        by_rank: list[dict[str, str]] = [{} for _ in self._all]
+        self._watch.deadline.wait_for(self._group)
+        dist.all_gather_object(by_rank, self._said, group=self._group)
+        for name in self._said:
+            values = [other.get(name) for other in by_rank]
+            different = next(
+                (rank for rank, value in enumerate(values) if value != values[0]), None
             )
+            if different is not None:
+                raise InputError(
+                    f"ranks must step alike, but {name} is {values[0]} on rank 0 and "
+                    f"{values[different]} on rank {different}; give all ranks the same plan, mode, "
+                    "step and options, all ranks of a pipeline the same batch, and each replica "
+                    "equally many samples"
+                )
+
+
+def _digest(said: Mapping[str, str]) -> int:
+    text = "\n".join(f"{name}: {value}" for name, value in said.items())
+    # 62 bits, so that it is a whole number of torch.
+    return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "big") >> 2

@@ -26,6 +26,7 @@ from torch.distributed.pipelining.schedules import (
 )
 
 from pipecompile.ir.schedule import BACKWARDS, Action, Kind, Schedule
+from pipecompile.runtime.agreement import Agreement
 from pipecompile.runtime.messages import Boundaries, Messages
 from pipecompile.runtime.rank_step import (
     ActionObserver,
@@ -36,7 +37,7 @@ from pipecompile.runtime.rank_step import (
     recomputed_microbatches,
 )
 from pipecompile.runtime.stage import EagerStage
-from pipecompile.runtime.watch import Deadline, StepWatch
+from pipecompile.runtime.watch import StepWatch
 
 __all__ = ["DistributedPipeline", "SizedStages"]
 
@@ -95,14 +96,15 @@ class DistributedPipeline:
         self,
         schedule: Schedule,
         batch: Minibatch,
+        agreement: Agreement,
+        watch: StepWatch,
         *,
-        watch: StepWatch | None = None,
         reducer: Reducer | None = None,
         observers: Sequence[ActionObserver] = (),
         with_loss: bool = False,
         remainder: SizedStages | None = None,
     ) -> StepResult | None:
-        """Perform this rank's row of `schedule`.
+        """Perform this rank's row of `schedule`, with no message before the ranks' `agreement`.
 
         Return what the last stage returns; None on ranks without it. `reducer` is told when the
         gradients of a stage are complete. A schedule without backwards returns the model's output
@@ -112,7 +114,8 @@ class DistributedPipeline:
         runtime, messages = self._walk(schedule), self._messages(schedule)
         last = schedule.microbatches - 1
         messages.begin(
-            Deadline() if watch is None else watch.deadline,
+            watch.deadline,
+            agreement,
             None if remainder is None else (last, remainder.boundaries),
         )
         row = schedule.rows[runtime.rank]
@@ -124,7 +127,7 @@ class DistributedPipeline:
             recomputed_microbatches(row),
             messages=messages,
             reducer=reducer,
-            observers=observers if watch is None else [watch, *observers],
+            observers=[watch, *observers],
             trains=trains,
             with_loss=with_loss,
             remainder=None if remainder is None else remainder.stages,
@@ -132,8 +135,7 @@ class DistributedPipeline:
         _perform_by(runtime, rank_step)
         with torch.set_grad_enabled(trains):
             runtime._step_microbatches([()] * schedule.microbatches)
-        if watch is not None:
-            watch.actions_are_done()
+        watch.actions_are_done()
         rank_step.finish()
         return rank_step.result()
 

@@ -116,7 +116,7 @@ def divide_gradients(parameters: Iterable[Tensor], count: float) -> None:
 
 
 def spread_overflow(gradients: Sequence[Tensor], device: torch.device, deadline: Deadline) -> None:
-    """Put an infinity into the gradients of every process if one has one, or a NaN.
+    """Make the gradients of every process infinite if one has an infinity, or a NaN.
 
     A GradScaler looks at the gradients of its own rank. Without this, one rank would skip an update
     that others make, and the scales would go apart.
@@ -127,4 +127,4 @@ def spread_overflow(gradients: Sequence[Tensor], device: torch.device, deadline:
     # The scaler waits for the device too, when it decides whether to skip.
     if flag.item():
         for gradient in gradients:
-            gradient.view(-1)[:1].fill_(torch.inf)
+            gradient.fill_(torch.inf)

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pipecompile.ir.schedule import Action, Kind
+from pipecompile.runtime.agreement import Agreement
 from pipecompile.runtime.watch import Deadline
 
 __all__ = ["Boundaries", "BoundaryShape", "Messages"]
@@ -75,6 +76,7 @@ class Messages:
         self._receiving: dict[Action, list[dist.Work]] = {}
         self._sending: list[dist.Work] = []
         self._deadline = Deadline()
+        self._agreement: Agreement | None = None
 
     def receive(self, action: Action) -> None:
         """Post the receive of `action`, a RECV of either direction."""
@@ -110,12 +112,19 @@ class Messages:
             ]
         self._sending += self._start(dist.isend, sent, peer)
 
-    def begin(self, deadline: Deadline, remainder: tuple[int, Boundaries] | None = None) -> None:
+    def begin(
+        self,
+        deadline: Deadline,
+        agreement: Agreement,
+        remainder: tuple[int, Boundaries] | None = None,
+    ) -> None:
         """Begin a step that ends by `deadline`; forget what one that failed has left.
 
-        `remainder` is the microbatch that is smaller than the others, and its boundaries.
+        No message is exchanged before the ranks' `agreement`. `remainder` is the microbatch that is
+        smaller than the others, and its boundaries.
         """
         self._deadline = deadline
+        self._agreement = agreement
         self._remainder = remainder
         # Operations go before the memory that they write to.
         self._receiving.clear()
@@ -124,8 +133,14 @@ class Messages:
 
     def finish(self) -> None:
         """Wait until everything is sent."""
+        self._agree()
         while self._sending:
             self._deadline.wait(self._sending.pop())
+
+    def _agree(self) -> None:
+        if self._agreement is not None:
+            self._agreement.settle()
+            self._agreement = None
 
     def _boundaries_of(self, action: Action) -> Boundaries:
         if self._remainder is not None and action.microbatch == self._remainder[0]:
@@ -136,6 +151,7 @@ class Messages:
         self, operation: object, tensors: Sequence[Tensor | None], peer: int
     ) -> list[dist.Work]:
         """Begin one operation for each tensor; as one batch, because NCCL needs that."""
+        self._agree()
         operations = [
             dist.P2POp(operation, tensor, peer, self._group)  # type: ignore[arg-type]
             for tensor in tensors

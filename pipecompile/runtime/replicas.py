@@ -22,38 +22,14 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
-from pipecompile.errors import InputError
 from pipecompile.runtime.sharded_stages import ShardedStages
 from pipecompile.runtime.shards import local_part, settle_gradient
 from pipecompile.runtime.watch import Deadline
 
-__all__ = ["BUCKET_BYTES", "ReplicaSamples", "ReplicaSums", "mean_over_replicas"]
+__all__ = ["BUCKET_BYTES", "ReplicaSums", "mean_over_replicas"]
 
 # Of one bucket of small gradients; a gradient that is larger has its own message. DDP's default.
 BUCKET_BYTES = 25 << 20
-
-
-class ReplicaSamples:
-    """How many samples each replica steps with, told while the step runs: gradients are the mean
-    over replicas, which is that over samples only if all have equally many.
-    """
-
-    def __init__(self, samples: int, device: torch.device, group: dist.ProcessGroup) -> None:
-        own = torch.tensor([samples], device=device)
-        self._all = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
-        self._work = dist.all_gather(self._all, own, group, async_op=True)
-
-    def check(self, deadline: Deadline) -> None:
-        """InputError, on every replica, if one has another number than the first one."""
-        assert self._work is not None
-        deadline.wait(self._work)
-        first, *others = torch.cat(self._all).tolist()
-        for replica, samples in enumerate(others, start=1):
-            if samples != first:
-                raise InputError(
-                    f"replica 0 was given {first} samples and replica {replica} {samples}, but the "
-                    "gradients of replicas weigh alike; give each replica equally many"
-                )
 
 
 def mean_over_replicas(

@@ -23,6 +23,7 @@ from datetime import timedelta
 from typing import NamedTuple
 
 import msgspec
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
@@ -127,6 +128,14 @@ class StepWatch:
         """The rank takes part in an exchange with others."""
         self._now = _Doing("waiting", exchange)
 
+    @contextmanager
+    def waiting_for_begin(self) -> Iterator[None]:
+        """The rank waits in the block until all have begun."""
+        before, self._now = self._now, _Doing("waiting", f"the beginning of {self._name}")
+        yield
+        # Not after an error, which came while it waited.
+        self._now = before
+
     def actions_are_done(self) -> None:
         """What remains is to wait for sends and for sums of gradients."""
         self.waits_in(f"the exchanges at the end of {self._name}")
@@ -183,6 +192,8 @@ class StepWatch:
 
     def _is_of_another(self, error: Exception) -> bool:
         """Whether the error says that another rank cannot be reached: torch raises RuntimeError."""
+        if isinstance(error, torch.OutOfMemoryError):  # which is one as well
+            return False
         what = self._now.what
         exchanges = isinstance(what, str) or what.kind in TRANSFERS
         return isinstance(error, RuntimeError) and (exchanges or self._now.phase == "waiting")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -38,7 +38,6 @@ from pipecompile.training.parallel_stages import Parallelize, refuse_parallelize
 from pipecompile.training.program import DeclaredShape, Program, Programs
 from pipecompile.training.run_recorder import RunRecorder
 from pipecompile.training.runner import Runner, refuse_untrainable
-from pipecompile.training.step_agreement import StepAgreement
 
 __all__ = ["Pipeline"]
 
@@ -86,7 +85,6 @@ class Pipeline(HeldModel):
         self._data = BatchReader(plan, self._programs, self._runner)
         self._recorders: list[ActionRecorder] = []
         self._gradients = StepGradients()
-        self._agreement = StepAgreement(plan, self._share.place, several_shapes=bool(shapes))
         self._batch_norms = MinibatchStatistics(self._share.place.replica_group)
         if was_on_meta:
             self._set_values(weights)
@@ -185,7 +183,12 @@ class Pipeline(HeldModel):
             program.check_unchanged()
             remainder = self._programs.for_remainder(program, cut.sizes.remainder, cut.shape)
         with self._watched(f"step {self.steps}"):
-            result = self._train(program, remainder, minibatch, cut.sizes, accumulate=accumulate)
+            flags = {
+                "accumulate=True": accumulate,
+                "a scaler": scaler is not None,
+                "everywhere=True": everywhere,
+            }
+            result = self._train(program, remainder, minibatch, cut.sizes, flags)
             if scaler is not None and not accumulate:
                 self._runner.spread_overflow(program.parameters)
             self.steps += 1
@@ -225,7 +228,6 @@ class Pipeline(HeldModel):
         steps = -(-len(cut.rows) // self.plan.microbatches)
         watched = self._watched(f"the evaluation after {self.steps} steps", steps)
         with watched, _modes(program, remainder):
-            self._agreement.check_shapes(minibatch, self._runner.deadline)
             result = self._runner.evaluate(
                 program, minibatch, with_loss=with_loss, remainder=remainder
             )
@@ -294,21 +296,21 @@ class Pipeline(HeldModel):
         remainder: Program | None,
         minibatch: Minibatch,
         sizes: MicrobatchSizes,
-        *,
-        accumulate: bool,
+        flags: Mapping[str, bool],
     ) -> StepResult | None:
         """Leave the gradients of a minibatch on the parameters; return what the last stage does."""
         parameters, rows = program.parameters, len(minibatch.inputs)
+        accumulate = flags["accumulate=True"]
         # A minibatch of two microbatches and a half weighs that much.
         count = sizes.planned_microbatches
         summed = [*parameters, *self._runner.whole_parameters]
         gradients = self._gradients.of_step(summed, count, accumulate=accumulate)
         with _modes(program, remainder), self._statistics(accumulate), gradients:
-            self._agreement.check_step(program, minibatch, self._runner.deadline)
             result = self._runner.train(
                 program,
                 self.plan.schedule.first_microbatches(rows),
                 minibatch,
+                flags,
                 reduces=not accumulate,
                 observers=self._recorders,
                 remainder=remainder,

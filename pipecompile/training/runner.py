@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cached_property, partial
 from itertools import chain, pairwise
@@ -24,7 +24,7 @@ from pipecompile.runtime.local_share import LocalShare
 from pipecompile.runtime.norm import total_norm
 from pipecompile.runtime.place import device_of_this_rank
 from pipecompile.runtime.rank_step import ActionObserver, Minibatch, StepResult
-from pipecompile.runtime.replicas import ReplicaSamples, ReplicaSums, mean_over_replicas
+from pipecompile.runtime.replicas import ReplicaSums, mean_over_replicas
 from pipecompile.runtime.shards import gradient_parts
 from pipecompile.runtime.stage import EagerStage, Loss
 from pipecompile.runtime.ties import Ties, sum_tied_gradients, tie_groups
@@ -32,6 +32,7 @@ from pipecompile.runtime.watch import Deadline, StepWatch
 from pipecompile.schedule.plan_orders import PlanOrders
 from pipecompile.training.parallel_stages import Parallelize, ParallelStages, first_holders
 from pipecompile.training.program import Program
+from pipecompile.training.step_agreement import StepAgreement
 from pipecompile.training.trial_forward import TrialOutputs, check_trial, trial_outputs
 
 __all__ = ["Runner", "refuse_untrainable"]
@@ -65,6 +66,7 @@ class Runner:
         here = torch.device("cpu") if target.device.type == "meta" else target.device
         self.device = own or here
         self.watch: StepWatch | None = None
+        self._agreement = StepAgreement(plan, share.place, self.device)
         self._parallel: ParallelStages | None = None
         if share.is_distributed:
             place = share.place
@@ -123,6 +125,7 @@ class Runner:
         program: Program,
         schedule: Schedule,
         batch: Minibatch,
+        flags: Mapping[str, bool],
         *,
         reduces: bool = True,
         observers: Sequence[ActionObserver] = (),
@@ -132,19 +135,20 @@ class Runner:
 
         Gradients are left on the parameters, summed over microbatches, and if it `reduces` over
         ties and replicas. `remainder` runs the last microbatch if that is smaller than planned.
+        `flags` are what all ranks must give to the step alike.
         """
         if self.watch is None:
             order = self._orders.actions(schedule)
             smaller = None if remainder is None else self._local_stages(remainder)
             return local.step(self._local_stages(program), order, batch, observers, smaller)
-        group = self._share.place.replica_group
-        samples = None if group is None else ReplicaSamples(batch.samples, self.device, group)
+        agreement = self._agreement.of_step(program, batch, self.watch, flags)
         sums = self._replica_sums(program) if reduces else None
         with self._sharded() as sharded:
             result = self._pipeline(program).run(
                 schedule,
                 batch,
-                watch=self.watch,
+                agreement,
+                self.watch,
                 reducer=sums,
                 observers=[*observers, *sharded],
                 remainder=None if remainder is None else self._own_stages(remainder),
@@ -155,8 +159,6 @@ class Runner:
             sum_tied_gradients(self._ties, self.watch.deadline)
         if sums is not None:
             sums.finish(self.watch.deadline)
-        if samples is not None:
-            samples.check(self.watch.deadline)
         return result
 
     def evaluate(
@@ -170,14 +172,18 @@ class Runner:
         """Return the model's output tensors for each microbatch, or if it is `with_loss` losses;
         None without the last stage.
         """
-        if self._share.is_distributed:
+        if self.watch is not None:
             smaller = None if remainder is None else self._own_stages(remainder)
             schedule = self._orders.evaluation(len(batch.inputs))
+            agreement = self._agreement.of_evaluation(
+                program, batch, self.watch, with_loss=with_loss
+            )
             with self._sharded() as sharded:
                 return self._pipeline(program).run(
                     schedule,
                     batch,
-                    watch=self.watch,
+                    agreement,
+                    self.watch,
                     with_loss=with_loss,
                     remainder=smaller,
                     observers=sharded,

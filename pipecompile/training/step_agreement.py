@@ -1,77 +1,86 @@
-"""Do all ranks begin the same step? Compared before its first message."""
+"""What ranks say of the step or evaluation that they begin, for the comparison with the others."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import cached_property
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from pipecompile.ir.plan import Plan
 from pipecompile.ir.serialization import fingerprint
-from pipecompile.runtime.agreement import check_agreement
+from pipecompile.runtime.agreement import Agreement
 from pipecompile.runtime.place import RankPlace
 from pipecompile.runtime.rank_step import Minibatch
-from pipecompile.runtime.watch import Deadline
+from pipecompile.runtime.watch import StepWatch
 from pipecompile.training.program import Program
 
 __all__ = ["StepAgreement"]
 
 
 class StepAgreement:
-    """Compares what ranks are about to do, in the first step of each kind.
+    """Compares what ranks are about to do, in each step and evaluation.
 
-    With `several_shapes` it compares their shapes in every step: loaders that sort into buckets on
-    each rank may give ranks batches of different shapes, which are all known.
+    What is new on this rank is compared before anything is computed; later ones while the first
+    actions run.
     """
 
-    def __init__(self, plan: Plan, place: RankPlace, *, several_shapes: bool) -> None:
-        self._plan = plan
+    def __init__(self, plan: Plan, place: RankPlace, device: torch.device) -> None:
+        self._plan_digest = fingerprint(plan)[:12]
         self._place = place
-        self._several_shapes = several_shapes
-        self._agreed: set[tuple[Any, ...]] = set()
+        self._device = device
+        self._kinds: set[tuple[Any, ...]] = set()
 
-    def check_step(self, program: Program, minibatch: Minibatch, deadline: Deadline) -> None:
-        """InputError unless all ranks begin the same step, and replicas one of the same shapes."""
-        if not self._place.is_distributed:
-            return
-        self.check_shapes(minibatch, deadline)
-        shapes = _shapes_of(minibatch)
-        if self._several_shapes and self._place.replica_group is not None:
-            # Else gradients of replicas would be divided by different numbers.
-            check_agreement(shapes, self._place.replica_group, deadline, "replica")
-        kind = (*shapes.values(), program.modes)
-        if kind in self._agreed:
-            return
+    def of_step(
+        self, program: Program, minibatch: Minibatch, watch: StepWatch, flags: Mapping[str, bool]
+    ) -> Agreement:
+        """Begin to compare a step over all ranks of all replicas, whose gradients weigh alike.
+
+        `flags` are what else is given to `step`.
+        """
+        return self._begin("a step", program, minibatch, watch, None, flags)
+
+    def of_evaluation(
+        self, program: Program, minibatch: Minibatch, watch: StepWatch, *, with_loss: bool
+    ) -> Agreement:
+        """Begin to compare an evaluation over the ranks of the pipeline: replicas may evaluate
+        other batches.
+        """
+        flags = {"a target": with_loss}
+        group = self._place.pipeline_group
+        return self._begin("an evaluation", program, minibatch, watch, group, flags)
+
+    def _begin(
+        self,
+        what: str,
+        program: Program,
+        minibatch: Minibatch,
+        watch: StepWatch,
+        group: dist.ProcessGroup | None,
+        flags: Mapping[str, bool],
+    ) -> Agreement:
+        inputs = minibatch.inputs
+        shapes, last = _described(inputs[0]), _described(inputs[-1])
         said = {
+            "what it begins": what,
             "the plan": self._plan_digest,
-            **shapes,
+            "the number of samples": minibatch.samples,
+            "the number of microbatches": len(inputs),
+            "the input of a microbatch": shapes,
+            "the input of the last microbatch": last,
             "the set of modules in train mode": sorted(program.modes),
             "the number of the step": minibatch.step,
             "the seed": minibatch.seed,
+            **{f"whether it was given {name}": flag for name, flag in flags.items()},
         }
-        check_agreement(said, self._place.pipeline_group, deadline)
-        self._agreed.add(kind)
-
-    def check_shapes(self, minibatch: Minibatch, deadline: Deadline) -> None:
-        """InputError unless all ranks of the pipeline have microbatches of the same shapes."""
-        if self._several_shapes and self._place.is_distributed:
-            check_agreement(_shapes_of(minibatch), self._place.pipeline_group, deadline)
-
-    @cached_property
-    def _plan_digest(self) -> str:
-        return fingerprint(self._plan)[:12]
-
-
-def _shapes_of(minibatch: Minibatch) -> dict[str, Any]:
-    inputs = minibatch.inputs
-    return {
-        "the number of microbatches": len(inputs),
-        "the input of a microbatch": _described(inputs[0]),
-        "the input of the last microbatch": _described(inputs[-1]),
-    }
+        agreement = Agreement(said, group, self._device, watch)
+        kind = (what, len(inputs), shapes, last, program.modes)
+        if kind not in self._kinds:
+            agreement.settle()
+            self._kinds.add(kind)
+        return agreement
 
 
 def _described(tensors: Sequence[Tensor]) -> tuple[tuple[tuple[int, ...], torch.dtype], ...]:

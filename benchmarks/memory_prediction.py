@@ -16,6 +16,7 @@ keep their figures.
 
 from __future__ import annotations
 
+import copy
 import gc
 import json
 import tempfile
@@ -27,13 +28,16 @@ from typing import Any, NamedTuple
 
 import torch
 import transformers
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from benchmarks.command_line import chosen_names
 from benchmarks.models import CONVOLUTIONAL, MODELS
 from pipecompile.api.compile import pipecompile
 from pipecompile.frontend.target import Target
+from pipecompile.runtime.shards import local_part
 from pipecompile.schedule.named import MAY_SPLIT
 from pipecompile.training.pipeline import Pipeline
 from tests.allocations import events
@@ -61,11 +65,13 @@ class PlanSetting(NamedTuple):
     mean_budget: bool = False
     stages_per_rank: int = 1
     encodings: tuple[str, ...] = ()
+    replicas: int = 1
+    sharded: bool = False
 
     @property
     def ranks(self) -> int:
-        """How many ranks run it."""
-        return self.k // self.stages_per_rank
+        """How many ranks run it, in all replicas."""
+        return self.k // self.stages_per_rank * self.replicas
 
     @property
     def label(self) -> str:
@@ -73,6 +79,8 @@ class PlanSetting(NamedTuple):
         words = [self.schedule, f"k={self.k}", f"m={self.microbatches}", self.optimizer]
         words += ["recompute", self.recompute] if self.recompute != "none" else []
         words += ["half way"] if self.mean_budget else []
+        words += [f"replicas={self.replicas}"] if self.replicas > 1 else []
+        words += ["sharded"] if self.sharded else []
         return " ".join([*words, *self.encodings])
 
 
@@ -105,6 +113,11 @@ SETTINGS = (
     PlanSetting("v-min", 4, 4, "sgd", stages_per_rank=2),
     PlanSetting("dualpipe-v", 4, 4, "momentum", stages_per_rank=2),
     PlanSetting("search", 2, 4, "sgd"),
+    PlanSetting("1f1b", 2, 4, "adamw", replicas=2),
+    PlanSetting("zb-h1", 2, 4, "momentum", replicas=2),
+    PlanSetting("interleaved-1f1b", 4, 4, "adam", stages_per_rank=2, replicas=2),
+    PlanSetting("gpipe", 2, 2, "adamw", replicas=2, sharded=True),
+    PlanSetting("1f1b", 2, 4, "sgd", "stage", replicas=2, sharded=True),
 )
 
 
@@ -137,7 +150,7 @@ def measure(target: Target, setting: PlanSetting) -> tuple[int, int, int]:
         assert any(stage.recompute != "none" or stage.encoded_runs for stage in stages), (
             "the plan neither recomputes nor encodes anything"
         )
-    rank = torch.distributed.get_rank()
+    rank = torch.distributed.get_rank() % pipeline.plan.ranks
     total, peaks = pipeline.plan.prediction.memory[rank].total, list[int]()
     for _ in range(TRIALS):
         held = resident(pipeline, target, rank)
@@ -149,9 +162,7 @@ def measure(target: Target, setting: PlanSetting) -> tuple[int, int, int]:
         if not _is_true_anywhere(agreed is None):
             assert agreed is not None
             return total.expected, total.bound, agreed
-        pipeline = pipecompile(
-            target.model, target.call, plan=pipeline.plan, loss_fn=target.loss_fn, self_check=False
-        )
+        pipeline = _compiled(target, setting, **choices)
     raise RuntimeError(
         f"rank {rank}: {TRIALS} runs do not agree: {peaks} bytes; expected are {total.expected:,}"
     )
@@ -187,8 +198,13 @@ def _mean_budgets(target: Target, setting: PlanSetting) -> dict[str, Any]:
 
 
 def _compiled(target: Target, setting: PlanSetting, **choices: Any) -> Pipeline:
+    mesh = None
+    if setting.replicas > 1:
+        shape = setting.replicas, setting.ranks // setting.replicas
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "pp"))
     return pipecompile(
-        target.model,
+        # A copy, since a pipeline may leave parts of parameters in it.
+        copy.deepcopy(target.model),
         target.call,
         k=setting.k,
         microbatches=setting.microbatches,
@@ -201,8 +217,15 @@ def _compiled(target: Target, setting: PlanSetting, **choices: Any) -> Pipeline:
         loss_fn=target.loss_fn,
         sample_target=target.targets,
         self_check=False,
+        mesh=mesh,
+        parallelize=_shard if setting.sharded else None,
+        sharded=setting.sharded,
         **choices,
     )
+
+
+def _shard(stage: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    return fully_shard(stage, mesh=mesh["dp"])
 
 
 def resident(pipeline: Pipeline, target: Target, rank: int) -> int:
@@ -215,9 +238,8 @@ def resident(pipeline: Pipeline, target: Target, rank: int) -> int:
         tensors += _leaves((target.call.args, target.call.kwargs))
     if rank == pipeline.plan.schedule.placement[-1]:
         tensors += _leaves(target.targets)
-    storages = {
-        tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors
-    }
+    parts = (local_part(tensor).untyped_storage() for tensor in tensors)
+    storages = {storage.data_ptr(): storage.nbytes() for storage in parts}
     return sum(storages.values())
 
 

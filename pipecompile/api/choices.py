@@ -68,6 +68,7 @@ def requested_options(**choices: Any) -> Options:
     given["k"] = _stages(given)
     if given["microbatches"] is None:
         given["microbatches"] = given["k"]
+    given["replicas"] = given["replicas"] or 1
     options = Options(
         **{option.field: given[option.name] for option in OPTIONS if option.field is not None}
     )
@@ -118,6 +119,7 @@ LEAST = {
     "ranks": "a pipeline has at least one rank",
     "microbatches": "a step has at least one microbatch",
     "stages_per_rank": "a rank has at least one stage",
+    "replicas": "there is at least one replica",
 }
 
 
@@ -174,6 +176,10 @@ def _check_together(options: Options, placement: Sequence[int]) -> None:
         raise InputError(
             "recompute='except-last' is not possible under schedule 'search', which treats all "
             "microbatches alike; choose stage, or a named schedule"
+        )
+    if options.sharded and options.replicas == 1:
+        raise InputError(
+            "sharded divides stages over replicas, but the plan is for one; give replicas=2 or more"
         )
     if options.encodings:
         _check_encodings(options, placement)

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from pipecompile.api.choices import Choices, check_names
+from pipecompile.api.choices import Choices, check_names, requested_options
 from pipecompile.api.links import LinksInput, links_for
 from pipecompile.api.options import options_for
 from pipecompile.api.plan import assist, make_plan
@@ -29,7 +29,8 @@ from pipecompile.ir.links import FREE, Links
 from pipecompile.ir.plan import Options, Plan
 from pipecompile.ir.serialization import decode, encode, read
 from pipecompile.runtime import world
-from pipecompile.runtime.place import check_world
+from pipecompile.runtime.place import check_world, running_replicas
+from pipecompile.schedule.selection import placements
 from pipecompile.training.materialise import lacks_values, on_meta
 from pipecompile.training.parallel_stages import Parallelize
 from pipecompile.training.pipeline import Pipeline
@@ -100,7 +101,7 @@ def pipecompile(
     _check_weights(target, weights)
     with target.precision(), on_meta(model):
         if plan is None:
-            options = _shared_options(target, k, costs, choices)
+            options = _shared_options(target, k, costs, choices, mesh)
             captured, committed = _new(target, options, links, self_check=self_check)
         else:
             committed = _committed(plan, links, choices)
@@ -146,12 +147,30 @@ def _check_weights(target: Target, weights: str | Path | None) -> None:
 
 
 def _shared_options(
-    target: Target, k: int | None, costs: str | CostFunction, choices: Choices
+    target: Target,
+    k: int | None,
+    costs: str | CostFunction,
+    choices: Choices,
+    mesh: DeviceMesh | None,
 ) -> Options:
     """The same options on every rank; only rank 0 needs the files that costs and links name."""
+
+    def on_first() -> bytes:
+        replicas = choices.get("replicas") or _replicas_here(k, choices, mesh)
+        all_choices: Choices = {**choices, "replicas": replicas}
+        return encode(options_for(target, k=k, costs=name, **all_choices))
+
     name = "function" if callable(costs) else costs
-    shared = world.share_from_first(lambda: encode(options_for(target, k=k, costs=name, **choices)))
-    return decode(shared, Options, origin="rank 0")
+    return decode(world.share_from_first(on_first), Options, origin="rank 0")
+
+
+def _replicas_here(k: int | None, choices: Choices, mesh: DeviceMesh | None) -> int:
+    """How many replicas run of a pipeline of these choices."""
+    if world.size() == 1:
+        return 1
+    # Whether shards go with the number of replicas can be said when that is known.
+    shape: Choices = {**choices, "sharded": False}
+    return max(1, running_replicas(max(placements(requested_options(k=k, **shape))[0]) + 1, mesh))
 
 
 def _new(

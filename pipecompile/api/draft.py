@@ -108,7 +108,7 @@ def _plan_on_placement(
         k=options.k,
         ranks=result.schedule.ranks,
         stages_per_rank=options.k // result.schedule.ranks,
-        replicas=1,
+        replicas=options.replicas,
         microbatches=options.microbatches,
         microbatch_shapes=origin.microbatch_shapes,
         links=links,

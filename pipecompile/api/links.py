@@ -38,13 +38,14 @@ def links_for(options: Options, given: LinksInput) -> Links:
     """Return the links of a plan with these options; InputError if they are for another number of
     ranks.
     """
-    links, ranks = links_of(given), max(placements(options)[0]) + 1
+    links, ranks = links_of(given), (max(placements(options)[0]) + 1) * options.replicas
     if not links.fits(ranks):
         source = f"{given} is" if isinstance(given, str | Path) else "the links are"
+        replicas = f" in {options.replicas} replicas" if options.replicas > 1 else ""
         raise InputError(
-            f"{source} for {links.ranks} ranks, but the plan has {ranks}; plan for them with "
-            f"ranks={links.ranks}, or probe {ranks} ranks: torchrun --nproc-per-node {ranks} -m "
-            "pipecompile links -o links.json"
+            f"{source} for {links.ranks} ranks, but the plan has {ranks}{replicas}; plan for as "
+            f"many, or probe {ranks} ranks: torchrun --nproc-per-node {ranks} -m pipecompile links "
+            "-o links.json"
         )
     return links
 

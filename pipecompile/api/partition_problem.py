@@ -84,7 +84,7 @@ def problem_of(
         graph,
         options.k,
         objective=options.objective,
-        links=links,
+        links=links.among(max(placement) + 1),
         placement=None if placement == tuple(range(options.k)) else placement,
         recompute=_recomputed_share(options),
         memory=_memory_constraint(planner, one_in_flight),

@@ -131,7 +131,7 @@ def _memory(
     # shapes are not known.
     sizes = CachedCosts(defaultdict(lambda: FREE_CALL), plan.allocator, FUSED_ATTENTION)
     graph = profiled(replace(target, targets=None), plan.microbatches, captured, sizes)
-    ranges = LiveRanges(graph, plan.options.optimizer, plan.options.master_weights)
+    ranges = LiveRanges.of(graph, plan.options)
     footprints = [
         footprint_of(
             ranges,

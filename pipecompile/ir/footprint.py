@@ -77,6 +77,11 @@ class Footprint(Value, frozen=True, kw_only=True):
     While it computes: the peaks, above what was held before. The first backward of a step makes
     the gradients of parameters, later ones add to them. The peaks of a second half are different
     where it frees the outputs too (`…_freeing_outputs`).
+
+    With other replicas: `gradient_copies` are held from the last backward of the stage until the
+    step ends, and its rank exchanges tensors with `replica_peers` more. Of a sharded stage
+    `parameters` are the whole ones and the part that stays between steps, `optimizer` is for that
+    part, and `optimizer_scratch` is no less than what gathering takes beyond gradients.
     """
 
     parameters: Amount
@@ -96,6 +101,8 @@ class Footprint(Value, frozen=True, kw_only=True):
     first_weight_backward_peak_freeing_outputs: Amount
     weight_backward_peak_freeing_outputs: Amount
     buffer_copies: Amount = ZERO
+    gradient_copies: Amount = ZERO
+    replica_peers: int = 0
     received: tuple[ReceivedTensor, ...] = ()
     received_gradients: tuple[ReceivedTensor, ...] = ()
     sent_outputs: tuple[MessageStorage, ...] = ()

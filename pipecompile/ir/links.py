@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import permutations
+from itertools import pairwise, permutations
 from typing import Literal, NamedTuple
+
+import msgspec
 
 from pipecompile.ir.serialization import NonNegative, Positive, Value
 
@@ -44,7 +46,9 @@ class Links(Value, frozen=True, kw_only=True):
     """Bandwidth and latency of every message, from the start of its send to the end of its receive.
 
     Either is one value for all pairs of ranks, or a matrix from each rank (row) to each other one
-    (column); its diagonal is not used, as nothing is sent within a rank. A bandwidth of None means
+    (column); its diagonal is not used, as nothing is sent within a rank. The ranks of several
+    replicas follow one another, replica by replica; messages of all pipelines take as long as
+    those of the first. A bandwidth of None means
     that any size takes no time. Of the time of a message, its sender cannot compute for `sending`,
     and its receiver for `receiving`.
     """
@@ -99,6 +103,30 @@ class Links(Value, frozen=True, kw_only=True):
         """Return the links there and back."""
         # The way back is another row of the matrix, and may be slower.
         return Hop(self.link(source, destination), self.link(destination, source))
+
+    def among(self, ranks: int) -> Links:
+        """Return the links among the first `ranks` ranks: those of the first replica."""
+        rate, delay = self.bandwidth_bytes_per_s, self.latency_ns
+        if isinstance(rate, tuple):
+            rate = tuple(row[:ranks] for row in rate[:ranks])
+        if isinstance(delay, tuple):
+            delay = tuple(row[:ranks] for row in delay[:ranks])
+        return msgspec.structs.replace(self, bandwidth_bytes_per_s=rate, latency_ns=delay)
+
+    def between_replicas(self, rank: int, ranks: int) -> Link:
+        """Return the slowest link around the ring of all replicas of `rank`, one of `ranks`.
+
+        Rank r of replica i is row i · `ranks` + r. Links for any number of ranks are all alike.
+        """
+        if self.ranks is None:
+            return self.link(0, 1)
+        ring = range(rank, self.ranks, ranks)
+        links = [self.link(one, other) for one, other in pairwise([*ring, rank])]
+        rates = [link.bandwidth_bytes_per_s for link in links]
+        return Link(
+            bandwidth_bytes_per_s=min((rate for rate in rates if rate is not None), default=None),
+            latency_ns=max(link.latency_ns for link in links),
+        )
 
     def pairs(self) -> Iterator[tuple[int, int, Link]]:
         """Yield source, destination and link of all pairs; two ranks stand for any number."""

@@ -200,6 +200,23 @@ class ChoiceTypes(TypedDict, total=False):
             "replicas.",
         ),
     ]
+    replicas: Annotated[
+        int | None,
+        Option(
+            None,
+            "Number of replicas of the pipeline, each with its own data, whose gradients are "
+            "summed.",
+            default_text="1; under torchrun as many as there are",
+        ),
+    ]
+    sharded: Annotated[
+        bool,
+        Option(
+            False,
+            "Count each stage as divided over the replicas by FSDP2 (parallelize=).",
+            form="switch",
+        ),
+    ]
     pin: Annotated[
         Mapping[str, int] | None,
         Option(

@@ -35,6 +35,7 @@ __all__ = [
     "Plan",
     "Prediction",
     "Recompute",
+    "ReplicaSum",
     "Route",
     "Search",
     "Stage",
@@ -58,7 +59,8 @@ class Options(Value, frozen=True, kw_only=True):
     time, the others are named in the glossary. `encodings` are the ones of saved tensors that
     stages may use where that lets them fit. `granularity` is what the model was cut between, and
     `leaf` are modules that were taken as one node. `batch_norm` says after what batch norms update
-    their running averages; no figure of a plan depends on it.
+    their running averages; no figure of a plan depends on it. Over `replicas` gradients are summed;
+    where the plan is `sharded`, each replica holds a part of every parameter between steps.
     """
 
     k: Positive
@@ -80,6 +82,8 @@ class Options(Value, frozen=True, kw_only=True):
     master_weights: bool = False
     encodings: tuple[Encoding, ...] = ()
     batch_norm: BatchNormUpdate = "microbatch"
+    replicas: Positive = 1
+    sharded: bool = False
 
     def caps(self, ranks: int) -> tuple[int, ...] | None:
         """Return the cap of each rank, None without caps.
@@ -121,12 +125,24 @@ class EncodedNodes(Value, frozen=True, kw_only=True):
         return self.forward_ns + self.backward_ns
 
 
+class ReplicaSum(Value, frozen=True, kw_only=True):
+    """The sum of a stage's gradients over replicas: `messages` one after another, all of `bytes`.
+
+    n replicas in a ring send 2 (n - 1) messages of one n-th each (Patarasuk and Yuan 2009): first
+    sums go around, then results. Where parameters are sharded, these are gathered by the results.
+    """
+
+    messages: Positive
+    bytes: NonNegative
+
+
 class Stage(Value, frozen=True, kw_only=True, dict=True, rename={"blocks": "nodes"}):
     """One stage: what it runs, what that costs for one microbatch, what crosses its boundaries.
 
     `blocks` (in files: `nodes`) are the names of its nodes in the order of the forward, in runs
     that lie in one block of the model. `per_step_ns` is what it costs once a step: the division of
-    its gradients, and entering and leaving the step.
+    its gradients, and entering and leaving the step. `replica_sum` is what it exchanges with the
+    same stage of other replicas, if there are any.
 
     `recompute` says what it recomputes, in `recompute_ns`: everything, in an action of its own
     ("stage", or for all microbatches but a step's last one "except-last"), or `regions` of its
@@ -146,6 +162,7 @@ class Stage(Value, frozen=True, kw_only=True, dict=True, rename={"blocks": "node
     recompute_ns: NonNegative
     recompute_bound_ns: NonNegative = 0
     per_step_ns: NonNegative = 0
+    replica_sum: ReplicaSum | None = None
     inputs: tuple[Boundary, ...]
     outputs: tuple[Boundary, ...]
     recompute: Literal["none", "stage", "except-last", "regions"]
@@ -300,14 +317,16 @@ class Plan(FileValue, frozen=True, kw_only=True):
         )
         _same("ranks × stages per rank", self.ranks * self.stages_per_rank, "k", self.k)
         _same("ranks in the prediction", len(self.prediction.memory), "ranks", self.ranks)
-        if not self.links.fits(self.ranks):
+        if not self.links.fits(self.ranks * self.replicas):
             raise ValueError(
-                f"links for {self.links.ranks} ranks do not connect the plan's {self.ranks}"
+                f"links for {self.links.ranks} ranks do not connect the plan's "
+                f"{self.ranks * self.replicas}"
             )
 
     def _check_options(self) -> None:
         """ValueError unless the plan has what its options ask for."""
         _same("k of the options", self.options.k, "k", self.k)
+        _same("replicas of the options", self.options.replicas, "replicas", self.replicas)
         self.options.caps(self.ranks)
         _same(
             "microbatches of the options",

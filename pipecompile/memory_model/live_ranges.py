@@ -16,6 +16,7 @@ from itertools import accumulate
 
 from pipecompile.ir.encodings import Use
 from pipecompile.ir.graph import Content, CostGraph, GradientStorage, Tensor
+from pipecompile.ir.plan import Options
 
 __all__ = ["LiveRanges", "Storage"]
 
@@ -41,12 +42,21 @@ class Storage:
 class LiveRanges:
     """The storages of a cost graph, ready for any stage.
 
-    `optimizer` and `master_weights` are as in a plan's options.
+    The other fields are as in a plan's options.
     """
 
     graph: CostGraph
     optimizer: str | None = None
     master_weights: bool = False
+    replicas: int = 1
+    sharded: bool = False
+
+    @staticmethod
+    def of(graph: CostGraph, options: Options) -> LiveRanges:
+        """Return the storages of a graph for plans with these options."""
+        return LiveRanges(
+            graph, options.optimizer, options.master_weights, options.replicas, options.sharded
+        )
 
     @cached_property
     def place(self) -> dict[str, int]:

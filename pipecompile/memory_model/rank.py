@@ -10,6 +10,7 @@ snapshots.py says how many microbatches are in which state as each action begins
     buffers       the minibatch where it is read         always, for all microbatches
                   what was received                      from its RECV to the backward
                   what was sent                          until the step ends
+                  copies of small gradients              while replicas sum them, until it ends
     workspace     the most that lives in the action      while it runs
 
 That is what the runtime does: a receive makes its buffer when it is posted (runtime/messages.py),
@@ -118,7 +119,9 @@ def stage_memory(
             gradients=_added_by(with_gradients, index, "gradients"),
             optimizer=_added_by(stages, index, "optimizer"),
             activations=_activations(stage, peak.states[index]),
-            buffers=stage.inputs * microbatches + held_messages(stages, index, peak.states[index]),
+            buffers=stage.inputs * microbatches
+            + held_messages(stages, index, peak.states[index])
+            + stage.gradient_copies * peak.states[index].has_all_gradients,
             workspace=_workspace(stages, peak, allocator) if index == peak.stage else ZERO,
         )
         for index, stage in sorted(stages.items())
@@ -211,6 +214,7 @@ def available_for_activations(
     """
     always = _always(stages, microbatches, "parameters", "gradients", "optimizer")
     step = always + _optimizer_scratch(stages, allocator)
+    always += _sum(stage.gradient_copies for stage in stages.values())
     for index in stages:
         with_next = microbatches * (index + 1 not in stages)
         with_previous = microbatches * (index - 1 not in stages)
@@ -250,12 +254,13 @@ def _held(
     pairs = [(stage, snapshot.states[index]) for index, stage in sorted(stages.items())]
     with_gradients = [stage for stage, state in pairs if state.has_gradients]
     messages = (held_messages(stages, i, state) for i, state in snapshot.states.items())
+    copies = (stage.gradient_copies * state.has_all_gradients for stage, state in pairs)
     return RankMemory(
         parameters=_counted_once(stages.values(), "parameters"),
         gradients=_counted_once(with_gradients, "gradients"),
         optimizer=_counted_once(stages.values(), "optimizer"),
         activations=_sum(_activations(stage, state) for stage, state in pairs),
-        buffers=_minibatch(stages, microbatches) + _sum(messages),
+        buffers=_minibatch(stages, microbatches) + _sum(messages) + _sum(copies),
         workspace=_workspace(stages, snapshot, allocator),
     )
 
@@ -326,6 +331,8 @@ def _workspace(stages: Mapping[int, Footprint], snapshot: Snapshot, allocator: A
             if has_gradients:
                 return stage.weight_backward_peak
             return stage.first_weight_backward_peak
+        case Kind.REDUCE:
+            return ZERO
     return _optimizer_scratch(stages, allocator)
 
 
@@ -338,10 +345,12 @@ def _optimizer_scratch(stages: Mapping[int, Footprint], allocator: Allocator) ->
 
 
 def _neighbour_ranks(stages: Mapping[int, Footprint]) -> int:
-    """Return with how many stages of other ranks these exchange tensors."""
+    """Return with how many other ranks these stages exchange tensors: a rank for each neighbouring
+    stage, and replicas.
+    """
     before = {index - 1 for index in stages if index} - set(stages)
     behind = {index + 1 for index, stage in stages.items() if stage.outputs.bound} - set(stages)
-    return len(before | behind)
+    return len(before | behind) + max(stage.replica_peers for stage in stages.values())
 
 
 def _most_above(stages: Mapping[int, Footprint], index: int, is_recomputed: bool) -> int:

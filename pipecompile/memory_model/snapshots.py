@@ -62,6 +62,7 @@ class StageState(NamedTuple):
     values_relayed      the backward is done; what was sent on as it came waits for the step's end
     gradients_received, gradients_between, gradients_relayed   the same of received gradients
     has_gradients       1 if the gradients of parameters exist
+    has_all_gradients   1 if they are complete, so that replicas sum them
     handovers           if the next stage is on the same rank: how far microbatches are in both,
                         as soon as there are gradients between them
     """
@@ -81,6 +82,7 @@ class StageState(NamedTuple):
     gradients_between: int = 0
     gradients_relayed: int = 0
     has_gradients: int = 0
+    has_all_gradients: int = 0
     handovers: Mapping[HandoverState, int] = NO_HANDOVERS
 
     @property
@@ -93,7 +95,8 @@ class StageState(NamedTuple):
 class Snapshot(NamedTuple):
     """The state of each stage of a rank when an action of `kind` begins in `stage`.
 
-    The optimizer's step is one action for all stages, of kind STEP; its `stage` is the first one.
+    The sum over replicas of a stage's gradients is one of kind REDUCE. The optimizer's step is one
+    for all stages, of kind STEP; its `stage` is the first one.
     `frees_outputs` says that a weight backward frees outputs that its microbatch still holds but
     does not hand over (see `StageState.between_without_outputs`).
     """
@@ -212,15 +215,19 @@ def _is_at_least(left: StageState, right: StageState) -> bool:
 
 
 def _all_snapshots(row: Sequence[Action]) -> Iterator[Snapshot]:
-    """Yield a snapshot for every action that computes, and one for the optimizer's step."""
+    """Yield a snapshot for every action that computes, one for each sum over replicas, and one for
+    the optimizer's step.
+    """
     row = _with_receives(row)
     before: Mapping[int, StageState] = {stage: StageState() for stage in _stages(row)}
     for action, after in states(row):
         if action.kind in COMPUTE:
             yield _snapshot(action, before, after[action.stage])
+        if after[action.stage].has_all_gradients > before[action.stage].has_all_gradients:
+            yield Snapshot(Kind.REDUCE, action.stage, after)
         before = after
     if _trains(row):
-        done = {stage: StageState(has_gradients=1) for stage in before}
+        done = {stage: StageState(has_gradients=1, has_all_gradients=1) for stage in before}
         yield Snapshot(Kind.STEP, min(before), done)
 
 
@@ -303,9 +310,9 @@ def _spans(row: Sequence[Action]) -> Iterator[_Span]:
                 yield _Span(stage, field, begin, stop)
     if trains:
         for stage in _stages(row):
-            own_indices = (own for (index, _), own in indices.items() if index == stage)
-            first = min(own.weight_gradients for own in own_indices)
-            yield _Span(stage, "has_gradients", first, end)
+            made = [own.weight_gradients for (index, _), own in indices.items() if index == stage]
+            yield _Span(stage, "has_gradients", min(made), end)
+            yield _Span(stage, "has_all_gradients", max(made), end)
 
 
 def _microbatch_spans(

@@ -33,6 +33,7 @@ from pipecompile.ir.graph import Parameter
 from pipecompile.memory_model.encodings import EncodedPlaces
 from pipecompile.memory_model.live_ranges import LiveRanges
 from pipecompile.memory_model.optimizer import optimizer_bytes
+from pipecompile.memory_model.replicas import copied_bytes, part_of
 from pipecompile.memory_model.stage_backward import StageBackward
 
 __all__ = ["footprint_of"]
@@ -75,7 +76,10 @@ class _StageMemory(StageBackward):
         weights, freeing = self._weight_backward_changes, self._changes_freeing_outputs
         # Backwards are priced without and with gradients: the first microbatch of a step leaves its
         # gradients, and each later one makes its own and adds it to them.
-        state, scratch = self._optimizer([parameter for parameter, _ in self.trained_parameters])
+        state, scratch = self._optimizer(parameter for parameter, _ in self.trained_parameters)
+        if self.ranges.sharded:
+            # A gather has all parameters twice, before there are gradients.
+            scratch = max(scratch, sum(self._whole_sizes()) - sum(self._gradient_sizes()))
         return Footprint(
             parameters=amount(self._parameter_sizes()),
             gradients=amount(self._gradient_sizes()),
@@ -102,6 +106,9 @@ class _StageMemory(StageBackward):
                 freeing, has_gradients=True
             ),
             buffer_copies=amount(self.buffer_copies(self.nodes)),
+            gradient_copies=amount(self._gradient_copies()),
+            # Around a ring of replicas a rank receives from one and sends to one.
+            replica_peers=min(2, self.ranges.replicas - 1),
             received=tuple(self._received()),
             received_gradients=tuple(self._received_gradients()),
             sent_outputs=tuple(self._sent_outputs()),
@@ -122,9 +129,20 @@ class _StageMemory(StageBackward):
         ]
 
     def _parameter_sizes(self) -> Iterator[int]:
+        yield from self._whole_sizes()
+        if self.ranges.sharded:
+            for name in self.parameter_readers:
+                yield self._part(self.graph.parameter_by_name[name]).bytes
+            yield from (-(-size // self.ranges.replicas) for size in self._unnamed_parameters)
+
+    def _whole_sizes(self) -> Iterator[int]:
         for name in self.parameter_readers:
             yield self.graph.parameter_by_name[name].bytes
         yield from self._unnamed_parameters
+
+    def _part(self, parameter: Parameter) -> Parameter:
+        """Return what of a parameter stays on this rank between steps."""
+        return part_of(parameter, self.ranges.replicas) if self.ranges.sharded else parameter
 
     def _gradient_sizes(self) -> Iterator[int]:
         for parameter, _ in self.trained_parameters:
@@ -132,10 +150,22 @@ class _StageMemory(StageBackward):
         # Without a name nobody can say that a parameter is frozen: it counts as trained.
         yield from self._unnamed_parameters
 
-    def _optimizer(self, trained: Sequence[Parameter]) -> tuple[Sequence[int], int]:
+    def _gradient_copies(self) -> Iterator[int]:
+        """Yield the copies in which small gradients are summed over replicas; those of parameters
+        that other stages read too are summed later.
+        """
+        if self.ranges.replicas == 1 or self.ranges.sharded:
+            return
+        tied = {parameter.name for parameter in self._tied_parameters()}
+        trained = [parameter for parameter, _ in self.trained_parameters]
+        own = [parameter.bytes for parameter in trained if parameter.name not in tied]
+        yield from copied_bytes([*own, *self._unnamed_parameters])
+        yield from copied_bytes([p.bytes for p in trained if p.name in tied])
+
+    def _optimizer(self, trained: Iterable[Parameter]) -> tuple[Sequence[int], int]:
         """Return the storages of state for these parameters, and the scratch of a step."""
         return optimizer_bytes(
-            trained,
+            map(self._part, trained),
             self.ranges.optimizer,
             master_weights=self.ranges.master_weights,
             lists=self.allocator.steps_over_lists,
@@ -146,16 +176,20 @@ class _StageMemory(StageBackward):
         # For a head of stage 3 that is tied to the embedding of stage 0, both list its 400 MB. If
         # the two stages lie on one rank, the rank counts them once (rank.py).
         amount = self.allocator.amount
+        for parameter in self._tied_parameters():
+            trained = [parameter] if parameter.trainable else []
+            parts = [self._part(parameter).bytes] if self.ranges.sharded else []
+            yield SharedParameter(
+                name=parameter.name,
+                parameters=amount([parameter.bytes, *parts]),
+                gradients=amount(each.bytes for each in trained),
+                optimizer=amount(self._optimizer(trained)[0]),
+            )
+
+    def _tied_parameters(self) -> Iterator[Parameter]:
         for name in self.parameter_readers:
             if not self.ranges.parameter_readers[name] <= self.inside:
-                parameter = self.graph.parameter_by_name[name]
-                trained = [parameter] if parameter.trainable else []
-                yield SharedParameter(
-                    name=name,
-                    parameters=amount([parameter.bytes]),
-                    gradients=amount(each.bytes for each in trained),
-                    optimizer=amount(self._optimizer(trained)[0]),
-                )
+                yield self.graph.parameter_by_name[name]
 
     # -- messages
 

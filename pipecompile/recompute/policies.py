@@ -207,7 +207,7 @@ class RecomputePolicies:
     @cached_property
     def ranges(self) -> LiveRanges:
         """The live ranges of the graph's storages."""
-        return LiveRanges(self.graph, self.options.optimizer, self.options.master_weights)
+        return LiveRanges.of(self.graph, self.options)
 
 
 def encoding_ns(encoded_runs: Iterable[EncodedNodes]) -> int:

@@ -13,7 +13,7 @@ from itertools import groupby
 from pipecompile.errors import InfeasibleError
 from pipecompile.ir.graph import CostGraph, Node
 from pipecompile.ir.module_paths import block_of
-from pipecompile.ir.plan import Boundary, OwnedParameter, Route, Stage
+from pipecompile.ir.plan import Boundary, Options, OwnedParameter, ReplicaSum, Route, Stage
 from pipecompile.recompute.planner import RecomputePlanner
 from pipecompile.recompute.policies import NO_RECOMPUTE, StageRecompute
 
@@ -47,7 +47,8 @@ def stages_of(
         if recompute is None:
             raise InfeasibleError(_misfit(planner, index))
         inputs, outputs = boundaries[index : index + 2]
-        stages.append(_stage(graph, nodes, recompute, inputs, outputs))
+        replica_sum = _replica_sum(graph, nodes, planner.options)
+        stages.append(_stage(graph, nodes, recompute, inputs, outputs, replica_sum))
     return tuple(stages)
 
 
@@ -63,6 +64,7 @@ def _stage(
     recompute: StageRecompute,
     inputs: tuple[Boundary, ...],
     outputs: tuple[Boundary, ...],
+    replica_sum: ReplicaSum | None,
 ) -> Stage:
     """Return the stage of the nodes `names`: their sums, its boundaries and what it recomputes."""
     nodes = [graph.by_name[name] for name in names]
@@ -78,6 +80,7 @@ def _stage(
         recompute_ns=recompute.ns - sum(run.ns for run in recompute.encoded_runs),
         recompute_bound_ns=recompute.least,
         per_step_ns=sum(node.per_step_ns for node in nodes),
+        replica_sum=replica_sum,
         inputs=inputs,
         outputs=outputs,
         recompute=recompute.kind,
@@ -85,6 +88,24 @@ def _stage(
         encoded_runs=recompute.encoded_runs,
         footprint=recompute.footprint,
     )
+
+
+def _replica_sum(graph: CostGraph, names: Iterable[str], options: Options) -> ReplicaSum | None:
+    """Return the sum of a stage's gradients over replicas; None if there is only one."""
+    if options.replicas == 1:
+        return None
+    nodes = [graph.by_name[name] for name in names]
+    read = {name for node in nodes for name in node.parameters}
+    parameters = [graph.parameter_by_name[name] for name in read]
+    # Without names nobody can say that a parameter is frozen: it counts as trained.
+    unnamed = sum(node.parameter_bytes for node in nodes if not node.parameters)
+    gradients = unnamed + sum(parameter.bytes for parameter in parameters if parameter.trainable)
+    # Half of the messages sum gradients. The others bring the sums to all replicas or, where these
+    # keep only a part of them, the parameters.
+    second = unnamed + sum(parameter.bytes for parameter in parameters)
+    sent = gradients + (second if options.sharded else gradients)
+    messages = 2 * (options.replicas - 1)
+    return ReplicaSum(messages=messages, bytes=-(-sent // (2 * options.replicas)))
 
 
 def _blocks(nodes: Iterable[Node]) -> Iterator[tuple[str, ...]]:

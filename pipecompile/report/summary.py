@@ -66,10 +66,16 @@ def summary(plan: Plan, draw: DrawTable = plain_table) -> str:
 
 
 def headline(plan: Plan) -> str:
-    """Return a plan in a few words: schedule, stages, ranks and microbatches."""
+    """Return a plan in a few words: schedule, stages, ranks, microbatches and replicas."""
     stages, ranks = counted(plan.k, "stage"), counted(plan.ranks, "rank")
     microbatches = counted(plan.microbatches, "microbatch")
-    return f"{plan.schedule.name}: {stages} on {ranks}, {microbatches}"
+    return f"{plan.schedule.name}: {stages} on {ranks}, {microbatches}{_replicas_text(plan)}"
+
+
+def _replicas_text(plan: Plan) -> str:
+    """How many replicas a plan has, "" for one."""
+    sharded = "sharded " if plan.options.sharded else ""
+    return f", {plan.replicas} {sharded}replicas" if plan.replicas > 1 else ""
 
 
 def _header(plan: Plan) -> Iterator[str]:
@@ -80,7 +86,7 @@ def _header(plan: Plan) -> Iterator[str]:
     cut = _GRANULARITIES[plan.options.granularity]
     yield (
         f"{counted(plan.k, 'stage')} on {counted(plan.ranks, 'rank')}, {plan.schedule.name}, "
-        f"{counted(plan.microbatches, 'microbatch')}{recompute}{cut}"
+        f"{counted(plan.microbatches, 'microbatch')}{_replicas_text(plan)}{recompute}{cut}"
     )
     if plan.capture.model:
         source = f" ({plan.capture.target})" if plan.capture.target else ""

@@ -20,10 +20,17 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from pipecompile.errors import InputError, StalePlanError
+from pipecompile.ir.counted import counted
 from pipecompile.ir.plan import Plan
 from pipecompile.runtime import world
 
-__all__ = ["RankPlace", "check_world", "device_of_this_rank"]
+__all__ = [
+    "RankPlace",
+    "check_world",
+    "device_of_this_rank",
+    "running_replicas",
+    "warn_of_other_replicas",
+]
 
 logger = logging.getLogger("pipecompile.runtime")
 # The names that torch's own recipes give the dimensions of a mesh.
@@ -104,7 +111,7 @@ class RankPlace:
         others = [name for name in names if name != PIPELINE and not _has_own_data(name)]
         pipelines = _rows(mesh, [PIPELINE])
         pipeline = next(index for index, row in enumerate(pipelines) if dist.get_rank() in row)
-        replicas = prod(mesh[name].size() for name in data)
+        replicas = running_replicas(ranks, mesh)
         return cls(
             mesh.get_local_rank(PIPELINE),
             pipeline // (len(pipelines) // replicas),
@@ -116,6 +123,15 @@ class RankPlace:
             _group(mesh, data + others),
             mesh,
         )
+
+
+def running_replicas(ranks: int, mesh: DeviceMesh | None) -> int:
+    """Return how many replicas of a pipeline of `ranks` run, 0 if the processes do not make up one;
+    they are the dimensions of `mesh` that have own data.
+    """
+    if mesh is None:
+        return world.size() // ranks
+    return prod(mesh[name].size() for name in mesh.mesh_dim_names or () if _has_own_data(name))
 
 
 def _has_own_data(name: str) -> bool:
@@ -167,3 +183,15 @@ def check_world(plan: Plan) -> None:
         f"torchrun --nproc-per-node {plan.ranks}, or a multiple for replicas, or plan with "
         f"ranks={processes}, which is k={processes * plan.stages_per_rank}"
     )
+
+
+def warn_of_other_replicas(plan: Plan, place: RankPlace) -> None:
+    """Warn if the plan counts another number of replicas than there are."""
+    if place.is_distributed and place.replicas != plan.replicas and world.rank() == 0:
+        logger.warning(
+            "the plan counts %s, but %d run: what they exchange is not in its step and memory; "
+            "plan with replicas=%d",
+            counted(plan.replicas, "replica"),
+            place.replicas,
+            place.replicas,
+        )

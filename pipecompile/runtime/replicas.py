@@ -15,21 +15,19 @@ runs other actions. Large gradients are summed where they are, small ones togeth
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
+from pipecompile.memory_model.replicas import buckets
 from pipecompile.runtime.sharded_stages import ShardedStages
 from pipecompile.runtime.shards import local_part, settle_gradient
 from pipecompile.runtime.watch import Deadline
 
-__all__ = ["BUCKET_BYTES", "ReplicaSums", "mean_over_replicas"]
-
-# Of one bucket of small gradients; a gradient that is larger has its own message. DDP's default.
-BUCKET_BYTES = 25 << 20
+__all__ = ["ReplicaSums", "mean_over_replicas"]
 
 
 def mean_over_replicas(
@@ -91,7 +89,9 @@ class ReplicaSums:
             return
         # The replicas run the same graph: a gradient that is missing here is missing everywhere.
         gradients = [local_part(p.grad) for p in parameters if p.grad is not None]
-        for bucket in buckets(gradients):
+        sizes, types = [each.nbytes for each in gradients], [each.dtype for each in gradients]
+        for run in buckets(sizes, types):
+            bucket = [gradients[index] for index in run]
             # In place if it can be: a flat copy of a large gradient would take its size again.
             if len(bucket) == 1 and bucket[0].is_contiguous():
                 self._start(bucket[0])
@@ -104,17 +104,3 @@ class ReplicaSums:
         work = dist.all_reduce(tensor, group=self._group, async_op=True)
         assert work is not None
         self._works.append(work)
-
-
-def buckets(gradients: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Yield the gradients in runs of one type that take at most `BUCKET_BYTES`, or that are one."""
-    bucket: list[Tensor] = []
-    size = 0
-    for gradient in gradients:
-        size += gradient.nbytes
-        if bucket and (size > BUCKET_BYTES or bucket[0].dtype != gradient.dtype):
-            yield bucket
-            bucket, size = [], gradient.nbytes
-        bucket.append(gradient)
-    if bucket:
-        yield bucket

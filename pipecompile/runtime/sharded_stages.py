@@ -1,10 +1,10 @@
 """Stages whose parameters are divided over replicas by FSDP2 (`fully_shard`).
 
 FSDP2 gathers parameters before each forward and sums gradients in each backward. Here they are
-gathered before the first action of a stage and freed after its last one, and gradients, whole until
-then, are summed once, when the schedule says that they are complete:
+gathered when a step begins and freed after the last action of their stage, and gradients, whole
+until then, are summed once, when the schedule says that they are complete:
 
-    0F0   0F1   0B0   0B1   0R0
+    0F0   0F1   0B0   0B1   0REDUCE_GRAD
     gather                  reduce-scatter, free
 
 With `reshard_after_forward=True` parameters are whole only while an action of their stage runs.
@@ -63,6 +63,13 @@ class ShardedStages:
         finally:
             self._free(index)
 
+    def gather(self) -> None:
+        """Gather what stays whole during a step, at its beginning: no rank waits for messages then,
+        so that all of them gather at the same time.
+        """
+        for index in sorted(self._modules.keys() - self._freed_after_each):
+            self._gather_and_say(index)
+
     def reduce(self, index: int) -> None:
         """Sum the gradients of a stage over replicas, and keep the part of this process."""
         if self._modules[index] and self._watch is not None:
@@ -88,9 +95,7 @@ class ShardedStages:
         """`action` needs the parameters."""
         if action.kind not in COMPUTE or action.stage in self._whole:
             return
-        if self._watch is not None:
-            self._watch.waits_in(f"the gather of stage {action.stage} over replicas")
-        self._gather(action.stage)
+        self._gather_and_say(action.stage)
         if self._watch is not None:
             self._watch.ready(action)
 
@@ -98,6 +103,11 @@ class ShardedStages:
         """`action` no longer needs them."""
         if action.kind in COMPUTE and action.stage in self._freed_after_each:
             self._free(action.stage)
+
+    def _gather_and_say(self, index: int) -> None:
+        if self._modules[index] and self._watch is not None:
+            self._watch.waits_in(f"the gather of stage {index} over replicas")
+        self._gather(index)
 
     def _gather(self, index: int) -> None:
         for module in self._modules[index]:

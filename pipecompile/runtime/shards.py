@@ -17,6 +17,7 @@ __all__ = [
     "divided_like",
     "gradient_parts",
     "local_part",
+    "rows_of",
     "settle_gradient",
     "shard_of",
     "whole",
@@ -30,6 +31,11 @@ def local_part(tensor: Tensor) -> Tensor:
     """Return the part of `tensor` on this process, in the same memory."""
     with torch.no_grad():
         return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def rows_of(tensor: Tensor) -> int:
+    """Return the size of dimension 0, 1 for a tensor without dimensions."""
+    return tensor.shape[0] if tensor.dim() else 1
 
 
 def gradient_parts(parameters: Iterable[Tensor]) -> list[Tensor]:

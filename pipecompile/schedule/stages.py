@@ -66,9 +66,11 @@ def problem_of_stages(
         backward_ns.append(
             sum(links.under_way_ns(right, left, tensor.gradient_bytes) for tensor in stage.outputs)
         )
-    for stage, sides in zip(stages, pairwise(crosses_ranks), strict=True):
+    ranks = max(placement) + 1
+    for stage, rank, sides in zip(stages, placement, pairwise(crosses_ranks), strict=True):
         own_ns = _message_ns(links, stage, *sides)
-        costs.append(_costs(stage, *own_ns, is_first=stage is stages[0]))
+        sum_ns = _replica_sum_ns(links, stage, rank, ranks)
+        costs.append(_costs(stage, *own_ns, sum_ns, is_first=stage is stages[0]))
     return PlacedProblem(
         placement=tuple(placement),
         microbatches=microbatches,
@@ -98,8 +100,24 @@ def _message_ns(
     return forward_ns, backward_ns
 
 
-def _costs(stage: Stage, forward_ns: int, backward_ns: int, *, is_first: bool) -> StageCosts:
-    """Return the costs of a stage, whose messages take so long in its forward and its backward.
+def _replica_sum_ns(links: Links, stage: Stage, rank: int, ranks: int) -> int:
+    """Return the time of a stage's exchange with other replicas.
+
+    It runs beside compute, after the last backward. What is exchanged before the first forward
+    counts there too: the first stage begins first and ends last.
+    """
+    each = stage.replica_sum
+    if each is None:
+        return 0
+    link = links.between_replicas(rank, ranks)
+    return each.messages * link.transfer_ns(each.bytes)
+
+
+def _costs(
+    stage: Stage, forward_ns: int, backward_ns: int, sum_ns: int, *, is_first: bool
+) -> StageCosts:
+    """Return the costs of a stage, whose messages take so long in its forward, in its backward,
+    and for its sum over replicas.
 
     The first stage has no input gradient: its I takes no time, and its W that of a full backward.
     """
@@ -118,7 +136,7 @@ def _costs(stage: Stage, forward_ns: int, backward_ns: int, *, is_first: bool) -
         backward_input_ns=backward_ns + (0 if is_first else stage.backward_input_ns or 0),
         backward_weight_ns=stage.backward_ns if is_first else stage.backward_weight_ns or 0,
         recompute_ns=stage.recompute_ns if recomputes else 0,
-        reduce_ns=stage.per_step_ns,
+        reduce_ns=stage.per_step_ns + sum_ns,
         kept_bytes=bare if recomputes else kept,
         recomputed_bytes=kept if recomputes else 0,
         # torch frees nothing of a microbatch before its weight gradient.

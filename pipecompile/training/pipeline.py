@@ -26,7 +26,7 @@ from pipecompile.runtime.gradients import StepGradients, divide_gradients
 from pipecompile.runtime.local_share import LocalShare
 from pipecompile.runtime.messages import Boundaries
 from pipecompile.runtime.norm import clip_to_norm
-from pipecompile.runtime.place import RankPlace
+from pipecompile.runtime.place import RankPlace, warn_of_other_replicas
 from pipecompile.runtime.rank_step import Minibatch, StepResult
 from pipecompile.runtime.shards import gradient_parts
 from pipecompile.schedule.simulator import simulate_plan
@@ -73,6 +73,7 @@ class Pipeline(HeldModel):
         self.steps = 0
         super().__init__(target.model, LocalShare(plan, RankPlace.of(plan.ranks, mesh)))
         refuse_parallelize(parallelize, self._share)
+        warn_of_other_replicas(plan, self._share.place)
         self._target = target
         self._programs = Programs(plan, captured, target, self._share, self_check=self_check)
         was_on_meta = lacks_values(target.model)
@@ -92,6 +93,8 @@ class Pipeline(HeldModel):
             self._programs.model_as_built = self._runner.parallelize(parallelize)
             for program in self._programs.declared:
                 program.remember()  # the parameters are others now
+        if self._share.is_distributed:
+            self._runner.warn_of_other_shards()
 
     def __repr__(self) -> str:
         where = (

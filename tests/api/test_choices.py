@@ -75,6 +75,8 @@ REFUSALS: list[tuple[dict[str, Any], str]] = [
     ({"costs": "roofline:h99"}, "h99"),
     ({"memory": "much"}, "write 16GiB"),
     ({"colour": "red"}, "unknown option 'colour'"),
+    ({"replicas": 0}, "replicas=0, but there is at least one replica"),
+    ({"sharded": True}, "sharded divides stages over replicas, but the plan is for one"),
 ]
 
 

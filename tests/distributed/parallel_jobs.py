@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
 
@@ -26,6 +28,7 @@ from pipecompile.frontend.signature import arguments_of
 from pipecompile.frontend.target import Target
 from pipecompile.runtime.rank_step import RankStep
 from pipecompile.runtime.shards import local_part, whole
+from pipecompile.training.pipeline import Pipeline
 from tests.distributed.materialise_jobs import Tied, tokens_of
 from tests.distributed.training_jobs import Run, mixture, run_of, run_on, token_loss
 
@@ -44,6 +47,53 @@ def sharding(ranks: int, replicas: int, reshard: bool | None = None) -> dict[str
         return fully_shard(stage, mesh=mesh["dp"], reshard_after_forward=reshard)
 
     return {"mesh": mesh_of(dp=replicas, pp=ranks), "parallelize": parallelize}
+
+
+# -- what plans count
+
+
+def counted_replicas() -> tuple[int, list[str]]:
+    """The replicas that the plan of two pipelines counts, and the warnings of four pipelines: that
+    one, its plan with FSDP2, one of a plan for one replica, and one whose table is not sharded.
+    """
+
+    def whole_table(stage: nn.Module, mesh: DeviceMesh) -> nn.Module:
+        table = {p for name, p in stage.named_parameters() if name.startswith("table")}
+        return fully_shard(stage, mesh=mesh["dp"], ignored_params=table)
+
+    def compiled(**options: Any) -> Pipeline:
+        target = mixture(16)
+        return pipecompile(
+            target.model,
+            target.call.args[0],
+            ranks=2,
+            loss_fn=token_loss,
+            costs="flops",
+            self_check=False,
+            **options,
+        )
+
+    with collected_warnings() as warnings:
+        plan = compiled().plan
+        compiled(**sharding(2, 2))
+        compiled(replicas=1)
+        compiled(**{**sharding(2, 2), "sharded": True, "parallelize": whole_table})
+        compiled(**sharding(2, 2), sharded=True)
+    return plan.replicas, warnings
+
+
+@contextmanager
+def collected_warnings() -> Iterator[list[str]]:
+    """Collect what the package warns of in the block."""
+    texts: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: texts.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("pipecompile")
+    logger.addHandler(handler)
+    try:
+        yield texts
+    finally:
+        logger.removeHandler(handler)
 
 
 # -- FSDP2

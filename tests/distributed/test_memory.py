@@ -25,13 +25,16 @@ from tests.sweeps import sweep
         sweep(
             PlanSetting("gpipe", 2, 8, "adamw", "auto", 46_000_000)
         ),  # without regions 65,556,902
+        PlanSetting("1f1b", 2, 4, "adamw", replicas=2),
+        PlanSetting("interleaved-1f1b", 4, 4, "sgd", stages_per_rank=2, replicas=2),
+        PlanSetting("1f1b", 2, 2, "adamw", replicas=2, sharded=True),
     ],
 )
 def test_ranks_hold_what_is_expected_and_no_more_than_the_bound(
     workers: Workers, tmp_path: Path, setting: PlanSetting
 ) -> None:
     for expected, bound, measured in workers.run(
-        2, measure_rank, "mlp", setting, folder=str(tmp_path)
+        setting.ranks, measure_rank, "mlp", setting, folder=str(tmp_path)
     ):
         assert abs(expected - measured) <= measured // 100
         assert measured <= bound <= measured * 11 // 10

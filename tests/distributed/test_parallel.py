@@ -47,6 +47,21 @@ def test_a_step_of_sharded_stages_is_the_unsplit_step(
             assert gathers == (actions if reshard else 1)
 
 
+def test_plans_count_the_replicas_that_run_and_say_what_they_do_not_count(
+    workers: Workers, tmp_path: Path
+) -> None:
+    results = workers.run(4, jobs.counted_replicas, folder=str(tmp_path))
+    assert [replicas for replicas, _ in results] == [2] * 4
+    (_, first), *others = results
+    assert len(first) == 3
+    assert "plan with sharded=True" in first[0]
+    assert "the plan counts 1 replica, but 2 run" in first[1]
+    # The table is read on both ranks.
+    assert "stages [0] hold more of 1 parameter" in first[2]
+    for rank, (_, warnings) in enumerate(others, 1):
+        assert f"stages [{rank % 2}] hold more of 1 parameter" in warnings[-1]
+
+
 def test_steps_that_accumulate_sum_nothing_over_replicas(workers: Workers, tmp_path: Path) -> None:
     assert max(workers.run(4, jobs.accumulated, folder=str(tmp_path))) <= EXACT
 

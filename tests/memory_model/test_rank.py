@@ -451,6 +451,27 @@ def test_a_rank_holds_all_its_stages_but_works_in_one_at_a_time() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("row", "copies", "kinds"),
+    [
+        # When all is summed, what was sent is still there: outputs of 3, input gradients of 2.
+        ("0F0 0B0", (400,), (100, 90, 50, 0, 5 + 3 + 2 + 400, 0)),
+        ("0F0 1F0 1B0 0B0", (300, 400), (200, 180, 100, 0, 10 + 3 + 2 + 700, 0)),
+        # In the backward of stage 0 only stage 1 has made its copies.
+        ("0F0 1F0 1B0 0B0", (0, 400), (200, 90, 100, 10, 10 + 4 + 3 + 2 + 400, 97)),
+    ],
+)
+def test_copies_of_gradients_are_held_from_the_last_backward_on(
+    row: str, copies: tuple[int, ...], kinds: tuple[int, ...]
+) -> None:
+    stages = {
+        index: msgspec.structs.replace(FOOTPRINT, gradient_copies=_amount(size))
+        for index, size in enumerate(copies)
+    }
+    memory = rank_memory(stages, peak_snapshots(_row(row)), microbatches=1, allocator=CPU)
+    assert tuple(getattr(memory, kind).expected for kind in KINDS) == kinds
+
+
 def test_the_step_of_the_optimizer_is_a_moment() -> None:
     large = msgspec.structs.replace(FOOTPRINT, optimizer_scratch=_amount(1000))
     memory = rank_memory({0: large}, peak_snapshots(_row("0F0 0B0")), microbatches=1, allocator=CPU)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from pipecompile.ir.amount import Amount
 from pipecompile.ir.footprint import AMOUNT_FIELDS, Footprint, MessageStorage, ReceivedTensor
 from pipecompile.ir.links import Link, Links
-from pipecompile.ir.plan import Boundary, Stage
+from pipecompile.ir.plan import Boundary, ReplicaSum, Stage
 from pipecompile.memory_model.allocator import ALLOCATORS
 from pipecompile.memory_model.rank import activation_curve
 from pipecompile.schedule.named import generate
@@ -27,6 +27,7 @@ def _footprint(kept: int, outputs: int) -> Footprint:
         "freed_by_input_backward": 5,
         "optimizer_scratch": 0,
         "buffer_copies": 3,
+        "gradient_copies": 0,
     }
     amounts = {name: Amount(expected=size, bound=size) for name, size in sizes.items()}
     return Footprint(
@@ -161,6 +162,21 @@ def test_each_hop_has_the_links_of_its_ranks_there_and_back() -> None:
     # Two tensors go forward, and one gradient goes back. Stages 0, 1, 2 lie on ranks 0, 2, 1.
     assert problem.forward_transfer_ns == (2 * 20, 2 * 600000)
     assert problem.backward_transfer_ns == (50000, 4000)
+
+
+def test_replicas_sum_gradients_around_a_ring_as_fast_as_its_slowest_link() -> None:
+    sums = ReplicaSum(messages=4, bytes=100)
+    stages = tuple(
+        msgspec.structs.replace(stage, per_step_ns=7, replica_sum=sums) for stage in _stages()
+    )
+    alike = problem_of_stages(stages, LINK, range(3), 2)
+    assert [costs.reduce_ns for costs in alike.costs] == [7 + 4 * (100 + 5)] * 3
+    # Three replicas of three ranks. Rank 1 of them are 1, 4 and 7; only from 7 to 1 is slow.
+    delays = [[1] * 9 for _ in range(9)]
+    delays[7][1] = 50
+    links = Links(bandwidth_bytes_per_s=None, latency_ns=tuple(map(tuple, delays)))
+    one_slow = problem_of_stages(stages, links, range(3), 2)
+    assert [costs.reduce_ns for costs in one_slow.costs] == [7 + 4, 7 + 4 * 50, 7 + 4]
 
 
 def test_what_a_message_takes_of_its_ranks_is_part_of_their_actions() -> None:

@@ -4,17 +4,30 @@ from __future__ import annotations
 
 import types
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
+from keyword import iskeyword
 from typing import Any
 
-from torch import Tensor, nn
+import torch
+from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.fx.node import map_aggregate
 
 from pipecompile.frontend.nested_values import tensors_in
-from pipecompile.frontend.recording import SYMBOLS, Recording
+from pipecompile.frontend.recording import SYMBOLS, Recording, SymbolicNumber
+from pipecompile.frontend.refusals import UnsupportedError
+from pipecompile.graph.model_state import named_state
 from pipecompile.graph.side_effects import SideEffectTracker
 
-__all__ = ["RecordedCall", "apply_target", "call_target", "has_recorded_values", "hook_target"]
+__all__ = [
+    "RecordedCall",
+    "apply_target",
+    "call_target",
+    "has_recorded_values",
+    "hook_target",
+    "with_objects",
+]
 
 METHOD_TYPES = (types.MethodDescriptorType, types.WrapperDescriptorType)
 # Methods of tensors may be Python functions; their qualified names begin with these.
@@ -105,26 +118,132 @@ def apply_target(function: Any) -> Callable[..., Any]:
     return apply
 
 
+@dataclass(frozen=True)
+class _Operand:
+    """The place of a node's argument in the arguments of the call that it stands for."""
+
+    index: int
+
+
+# What fx prints so that Python reads the same value. An object of a subclass is another value.
+LITERALS = (
+    int, float, bool, str, bytes, type(None), type(Ellipsis),
+    torch.dtype, torch.device, torch.layout, torch.memory_format,
+)  # fmt: skip
+
+
+def with_objects(
+    op: str,
+    target: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    where: Callable[[], str],
+) -> tuple[str, Any, tuple[Any, ...], dict[str, Any]]:
+    """Return the kind of node, target and arguments of a call that fx can print as code.
+
+    A graph becomes code. So arguments that are no literals, such as functions, and keywords that
+    are no names go into a new target, which makes the same call:
+
+        apply(sin, x, scale=2.0)     becomes     call(x),  call = lambda y: apply(sin, y, scale=2.0)
+
+    UnsupportedError, which begins with what `where` returns, if an object holds tensors or modules,
+    or is passed to a module.
+    """
+    is_named = all(key.isidentifier() and not iskeyword(key) for key in kwargs)
+    if is_named and _is_literal((args, kwargs)):
+        return op, target, args, kwargs
+    if op == "call_module":
+        raise UnsupportedError(
+            f"{where()}: the module is one node, and is passed an object that is neither a tensor "
+            "nor a constant; pass these, or make the module around it one node (leaf)"
+        )
+    function = _method(target) if op == "call_method" else target
+    operands: list[Any] = []
+
+    def placed(leaf: Any) -> Any:
+        if isinstance(leaf, (fx.Node, SymbolicNumber)):
+            operands.append(leaf)
+            return _Operand(len(operands) - 1)
+        if has_recorded_values(leaf) or _has_state(leaf):
+            raise UnsupportedError(
+                f"{where()}: a {type(leaf).__name__} that holds tensors or modules is passed to a "
+                "call, which becomes one node that would not see their gradients; pass tensors as "
+                "arguments"
+            )
+        return leaf
+
+    template = map_aggregate((args, kwargs), placed)
+
+    def call(*values: Any) -> Any:
+        def filled(leaf: Any) -> Any:
+            return values[leaf.index] if isinstance(leaf, _Operand) else leaf
+
+        all_args, all_kwargs = map_aggregate(template, filled)  # type: ignore[misc]
+        return function(*all_args, **all_kwargs)
+
+    # Digests know a function by its name, and this one stands for its arguments too.
+    arguments = map_aggregate(template, _named)
+    call.__qualname__ = f"{function.__module__}.{function.__qualname__}{arguments}"
+    return "call_function", call, tuple(operands), {}
+
+
+def _method(name: str) -> Callable[..., Any]:
+    def method(value: Any, *args: Any, **kwargs: Any) -> Any:
+        return getattr(value, name)(*args, **kwargs)
+
+    method.__qualname__ = name
+    return method
+
+
+def _is_literal(value: Any) -> bool:
+    if isinstance(value, (tuple, list)):
+        return all(map(_is_literal, value))
+    if isinstance(value, slice):
+        return _is_literal((value.start, value.stop, value.step))
+    if isinstance(value, dict):
+        # In a dict fx prints named tuples as they print themselves.
+        has_tuples = any(hasattr(item, "_fields") for item in value.values())
+        return not has_tuples and _is_literal((*value.keys(), *value.values()))
+    return type(value) in LITERALS or isinstance(value, (fx.Node, SymbolicNumber))
+
+
+def _named(leaf: Any) -> Any:
+    """Return a leaf as it is the same in every process: an object by its name or its type."""
+    if type(leaf) in LITERALS or isinstance(leaf, _Operand):
+        return leaf
+    kind = leaf if hasattr(leaf, "__qualname__") else type(leaf)
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
 def has_recorded_values(function: Any) -> bool:
-    """Return whether a function holds, at any depth, a tensor or a size of the recording.
+    """Return whether a function holds, at any depth, a tensor or a size of the recording."""
+    return any(isinstance(value, (*SYMBOLS, FakeTensor)) for value in _reachable(function))
+
+
+def _has_state(value: Any) -> bool:
+    """Return whether an object holds, at any depth, a tensor or a module with tensors."""
+    return any(
+        isinstance(each, Tensor)
+        or (isinstance(each, nn.Module) and any(True for _ in named_state(each)))
+        for each in _reachable(value)
+    )
+
+
+def _reachable(value: Any) -> Iterator[Any]:
+    """Yield `value` and what it holds at any depth.
 
     Enclosed variables, defaults, bound arguments and attributes of objects are searched; modules
-    are not.
+    and tensors are not: a module's own tensors are fakes only while the forward is recorded.
     """
     seen: set[int] = set()
-    stack = [function]
+    stack = [value]
     while stack:
-        value = stack.pop()
-        if isinstance(value, SYMBOLS):
-            return True
-        if any(isinstance(tensor, FakeTensor) for tensor in tensors_in(value)):
-            return True
-        # A module's own tensors are fakes only while the forward is recorded.
-        is_searched = not isinstance(value, (nn.Module, Tensor, type, types.ModuleType))
-        if is_searched and id(value) not in seen:
-            seen.add(id(value))
-            stack.extend(_enclosed_values(value))
-    return False
+        each = stack.pop()
+        yield each
+        is_searched = not isinstance(each, (nn.Module, Tensor, type, types.ModuleType))
+        if is_searched and id(each) not in seen:
+            seen.add(id(each))
+            stack.extend(_enclosed_values(each))
 
 
 def _enclosed_values(value: Any) -> Iterator[Any]:
@@ -138,5 +257,9 @@ def _enclosed_values(value: Any) -> Iterator[Any]:
         yield from (*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values())
     elif isinstance(value, (tuple, list)):
         yield from value
+    elif isinstance(value, dict):
+        yield from value.values()
+    elif isinstance(value, slice):
+        yield from (value.start, value.stop, value.step)
     else:
         yield from getattr(value, "__dict__", {}).values()

@@ -35,6 +35,7 @@ from pipecompile.frontend.calls import (
     call_target,
     has_recorded_values,
     hook_target,
+    with_objects,
 )
 from pipecompile.frontend.data_probe import ProbedAnswers
 from pipecompile.frontend.leaves import is_torch_leaf
@@ -226,7 +227,9 @@ class ForwardRecorder(TorchFunctionMode):
 
     def _record(self, op: str, target: Any, call: RecordedCall, result: Any, **notes: Any) -> None:
         """Add the node of `call`, with `notes` in its meta, and bind the result to it."""
-        node = self.recording.create(op, target, *call.arguments())
+        arguments = call.arguments()
+        legal = with_objects(op, target, *arguments, where=self.recording.where)
+        node = self.recording.create(*legal)
         node.meta.update(random=call.is_random, mutates=call.mutates, **notes)
         self.recording.bind(result, node)
 

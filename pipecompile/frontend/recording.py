@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
+import numpy as np
 import sympy
 import torch
 from torch import Tensor, fx, nn
@@ -189,6 +190,9 @@ class Recording:
                     f"{self.where()}: the forward draws from a torch.Generator of its own; use the "
                     "default generator, which is seeded for every random node of a pipeline"
                 )
+            case np.generic():
+                # As torch takes it: a number of Python.
+                return value.item()
             case _ if isinstance(value, SYMBOLS):
                 return SymbolicNumber(value.node.expr, value.node.pytype)
             case _ if hides_tensors(value):

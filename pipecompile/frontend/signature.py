@@ -5,9 +5,10 @@ from __future__ import annotations
 import inspect
 import keyword
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from itertools import chain, count
 from typing import Any
 
 import torch
@@ -85,10 +86,10 @@ class InputStructure:
         """
         register_dataclasses((call.args, call.kwargs))
         leaves, spec = pytree.tree_flatten_with_path((call.args, call.kwargs))
-        parameters = list(inspect.signature(model.forward).parameters)
+        parameters = tuple(inspect.signature(model.forward).parameters.values())
         names: list[str | None] = []
         for path, leaf in leaves:
-            name = _leaf_name(path, parameters)
+            name = _distinct(_leaf_name(path, parameters), names)
             if isinstance(leaf, Tensor) and leaf.requires_grad:
                 raise InputError(
                     f"the input {name!r} requires a gradient, but a pipeline computes gradients "
@@ -109,11 +110,16 @@ class InputStructure:
         return tuple(name for name in self.names if name is not None)
 
     def flatten(self, call: Arguments) -> list[Tensor]:
-        """Return the tensors of `call`; InputError if its structure or a constant differs."""
-        leaves, spec = pytree.tree_flatten((call.args, call.kwargs))
+        """Return the tensors of `call`, whose dicts may have their keys in any order.
+
+        InputError if its structure or a constant differs.
+        """
+        planned = pytree.tree_unflatten(range(len(self.names)), self.spec)
+        leaves, spec = pytree.tree_flatten(_ordered_like((call.args, call.kwargs), planned))
         if spec != self.spec:
             raise InputError(
-                f"the batch has the structure {spec}, but the plan was made for {self.spec}"
+                "the batch has another structure than the plan was made for: "
+                f"{_difference((call.args, call.kwargs), planned)}"
             )
         for leaf, name, constant in zip(leaves, self.names, self.constants, strict=True):
             if name is not None and not isinstance(leaf, Tensor):
@@ -190,14 +196,55 @@ class OutputStructure:
         return pytree.tree_unflatten(leaves, self.spec)
 
 
-def _leaf_name(path: Sequence[Any], parameters: Sequence[str]) -> str:
+def _leaf_name(path: Sequence[Any], parameters: Sequence[inspect.Parameter]) -> str:
     """Return a readable, valid name for the leaf at `path` of (args, kwargs).
 
-    With parameters (x, mask), the leaf at args[1]["left"] is named "mask_left".
+    With parameters (x, mask, *rest), the leaf at args[1]["left"] is named "mask_left", and that at
+    args[3] "rest_1".
     """
     # Each kind of key in a pytree's path has an attribute of its own: `key`, `idx` or `name`.
     keys = [getattr(key, "key", getattr(key, "idx", getattr(key, "name", key))) for key in path]
-    if keys[0] == 0 and keys[1] < len(parameters):
-        keys[1] = parameters[keys[1]]
+    if keys[0] == 0:
+        last = len(parameters) - 1
+        variadic = (i for i, each in enumerate(parameters) if each.kind is each.VAR_POSITIONAL)
+        rest = next(variadic, last + 1)
+        index = keys[1]
+        keys[1:2] = [parameters[min(index, rest, last)].name, *[index - rest] * (index >= rest)]
     name = re.sub(r"\W", "_", "_".join(map(str, keys[1:])))
-    return f"{name}_" if keyword.iskeyword(name) else name
+    if keyword.iskeyword(name) or name == "self":
+        return f"{name}_"
+    return name if name.isidentifier() else f"input_{name}"
+
+
+def _distinct(name: str, names: Collection[str | None]) -> str:
+    """Return `name`, with a number if it is among `names`."""
+    numbered = (f"{name}_{number}" for number in count(2))
+    return next(each for each in chain([name], numbered) if each not in names)
+
+
+def _ordered_like(value: Any, planned: Any) -> Any:
+    """Return `value` with the keys of its dicts in the order of those of `planned`."""
+    if type(value) is not type(planned):
+        return value
+    if type(value) is dict and value.keys() == planned.keys():
+        return {key: _ordered_like(value[key], planned[key]) for key in planned}
+    if type(value) in (tuple, list) and len(value) == len(planned):
+        return type(value)(map(_ordered_like, value, planned))
+    return value
+
+
+def _difference(value: Any, planned: Any) -> str:
+    """Return in words how the structure of two pairs of arguments and keywords differs."""
+    own, wanted = _leaf_paths(value), _leaf_paths(planned)
+    missing = [path for path in wanted if path not in own]
+    new = [path for path in own if path not in wanted]
+    parts = [f"it lacks {', '.join(missing)}"] * bool(missing)
+    parts += [f"it has {', '.join(new)} as well"] * bool(new)
+    return " and ".join(parts) or "its tuples, lists or dicts are of other types"
+
+
+def _leaf_paths(call: Any) -> list[str]:
+    """Return where the leaves of a pair of arguments and keywords are: "keyword['mask'][0]"."""
+    paths = [path for path, _ in pytree.tree_flatten_with_path(call)[0]]
+    kinds = ("argument", "keyword")
+    return [f"{kinds[path[0].idx]}{pytree.keystr(path[1:])}" for path in paths]

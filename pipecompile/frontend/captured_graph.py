@@ -20,6 +20,8 @@ from pipecompile.frontend.signature import Arguments, InputStructure, OutputStru
 from pipecompile.graph.model_state import named_state
 from pipecompile.graph.propagation import propagate
 from pipecompile.graph.storages import storage_key
+from pipecompile.passes.buffer_versions import KeepVersions
+from pipecompile.passes.contract import apply_passes
 
 __all__ = ["Capture", "CaptureNote", "aliases_of", "batch_size", "eliminate_dead_code"]
 
@@ -86,14 +88,13 @@ class Capture:
         module = fx.GraphModule(self._attributes(), graph)
         # The mode of this module itself; the modules in it are the model's, each in its own mode.
         module.training = self.model.training
-        try:
-            propagate(module, tensors)
-        except Exception as error:
-            reason = str(error).split("\n")[0]
-            raise UnsupportedError(
-                f"the graph cannot run on fake tensors: {type(error).__name__}: {reason}"
-            ) from error
+        _propagate(module, tensors)
         self._refuse_foreign_writes(module)
+        nodes = len(module.graph.nodes)
+        apply_passes(module.graph, [KeepVersions()])
+        if len(module.graph.nodes) > nodes:
+            module.recompile()
+            _propagate(module, tensors)
         return module
 
     def recaptured(self, call: Arguments) -> Capture:
@@ -125,18 +126,32 @@ class Capture:
             node.meta["data_answers"] = answers[str(node.target), node.meta["call_number"]]
 
     def _refuse_foreign_writes(self, module: fx.GraphModule) -> None:
-        """Raise CaptureError if the forward writes to its inputs or to tensors that are no buffers.
+        """Raise CaptureError if the forward writes to its inputs, to parameters, or to tensors that
+        are no buffers.
 
-        Stages would each write to a copy of their own.
+        Stages would each write to a copy of their own, and a write to a parameter comes before
+        backwards that need it as it was. Modules of torch.nn that write to their own parameters, as
+        `Embedding(max_norm=…)` does, know what their backward needs.
         """
         foreign: dict[int, str] = {}
+        parameters: dict[int, str] = {}
         for node in module.graph.nodes:
             if node.op == "placeholder":
                 foreign[storage_key(node.meta["val"])] = f"its input {node.name}"
             elif node.op == "get_attr" and node.target in self.constants:
                 foreign[storage_key(node.meta["val"])] = "a tensor attribute"
+            elif node.op == "get_attr" and _is_parameter(module, node):
+                parameters[storage_key(node.meta["val"])] = str(node.target)
         for node in module.graph.nodes:
-            for key in {storage_key(tensor) for tensor in node.meta["mutates"]} & foreign.keys():
+            written = {storage_key(tensor) for tensor in node.meta["mutates"]}
+            for key in written & parameters.keys() if node.op != "call_module" else ():
+                raise CaptureError(
+                    f"{node.meta['module'] or type(self.model).__name__} ({node.meta['source']}): "
+                    f"the forward writes to the parameter {parameters[key]} in place, while "
+                    "microbatches that came before have their backwards to do; write to it after "
+                    "the optimizer's step, or compute with a changed copy"
+                )
+            for key in written & foreign.keys():
                 path = node.meta["module"] or type(self.model).__name__
                 raise CaptureError(
                     f"{path} ({node.meta['source']}): the forward writes to {foreign[key]} in "
@@ -154,6 +169,20 @@ class Capture:
                     self.constants[name] if is_constant else operator.attrgetter(name)(self.model)
                 )
         return attributes
+
+
+def _is_parameter(module: fx.GraphModule, node: fx.Node) -> bool:
+    return isinstance(operator.attrgetter(str(node.target))(module), nn.Parameter)
+
+
+def _propagate(module: fx.GraphModule, inputs: Sequence[Tensor]) -> None:
+    try:
+        propagate(module, inputs)
+    except Exception as error:
+        reason = str(error).split("\n")[0]
+        raise UnsupportedError(
+            f"the graph cannot run on fake tensors: {type(error).__name__}: {reason}"
+        ) from error
 
 
 def batch_size(tensors: Sequence[Tensor]) -> int:

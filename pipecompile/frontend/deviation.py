@@ -38,14 +38,15 @@ def first_deviating_call(
     inputs: Sequence[Tensor],
     call: Arguments,
     is_same: IsSame,
+    seed: int,
 ) -> fx.Node | None:
     """Return the first node that calls a module and gets another result than the model's forward.
 
-    None if no such node deviates. Graph and model run from one seed.
+    None if no such node deviates. Graph and model run from one `seed`.
     """
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     expected = _results_by_leaf(model, module, call)
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     comparison = _ComparingInterpreter(module, expected, is_same)
     try:
         comparison.run(*inputs)

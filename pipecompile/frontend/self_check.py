@@ -8,9 +8,8 @@ The api uses the first capture that passes; `pipecompile verify` compares whole 
 
 from __future__ import annotations
 
-import operator
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -31,11 +30,14 @@ from pipecompile.frontend.refusals import UnsupportedError
 from pipecompile.frontend.signature import Arguments
 from pipecompile.graph.attributes import attributes_restored
 from pipecompile.graph.pytrees import tensor_leaves
-from pipecompile.graph.storages import storage_key
 from pipecompile.passes.autograd_context import EnterContexts
 from pipecompile.passes.contract import apply_passes
 
 __all__ = ["Proof", "check_capture", "proven_capture", "with_autograd_contexts"]
+
+SEED = 602_214_076
+"""Of all steps that are compared; no forward is likely to seed itself with it."""
+KINDS = ("outputs", "gradients", "buffers")
 
 
 class DifferenceError(CaptureError):
@@ -87,6 +89,7 @@ def proven_capture(
                 _check_at(candidate, module, call),
                 *_check_another_batch(candidate, call),
             )
+            _check_in_flight(candidate, module, call)
             return candidate, module, Proof(batches, time.perf_counter() - start)
         except StopIteration:
             # The failure of the best way says best what stands in the way.
@@ -129,40 +132,89 @@ def check_capture(capture: Capture, module: fx.GraphModule, call: Arguments) -> 
     The loss of the step is the sum of squares of all outputs that have gradients. Parameters,
     buffers, gradients and the random state are restored.
     """
-    model, runnable, written = (
-        capture.model,
-        with_autograd_contexts(module),
-        _written_parameters(module),
-    )
+    model, runnable = capture.model, with_autograd_contexts(module)
     # The model's own step comes first: if it fails, the graph is not to blame.
-    original = _original_step(model, written, call)
+    original = _original_step(model, call)
     _refuse_sparse(original.gradients)
-    captured = _training_step(model, written, lambda: runnable(*capture.inputs.flatten(call)))
-    for kind in ("outputs", "gradients", "buffers"):
+    captured = _training_step(model, lambda: runnable(*capture.inputs.flatten(call)))
+    for kind in KINDS:
         name = _first_difference(getattr(original, kind), getattr(captured, kind))
         if name is not None:
-            where = _where(capture, runnable, written, call, kind, name)
+            where = _where(capture, runnable, call, kind, name)
             raise DifferenceError(
                 f"the captured graph is not the model: {kind} differ in {name!r} for the same "
-                f"seed{where}; the model may keep state outside its buffers, or branch on "
-                "something that was not recorded: keep it in a buffer, or make that module one "
-                "node (leaf)"
+                f"seed{where}; the model may keep state outside its buffers, change a buffer "
+                "through .data after it was used, or branch on something that was not recorded: "
+                "keep state in buffers, write to them first, or make that module one node (leaf)"
             )
+
+
+def _check_in_flight(capture: Capture, module: fx.GraphModule, call: Arguments) -> None:
+    """Raise CaptureError if the graph differs from the model with two microbatches in flight.
+
+        the model     F0 B0 F1 B1
+        the graph     F0 F1 B0 B1
+
+    Only a forward that writes to something can: the write of F1 comes before B0.
+    """
+    if not any(_may_disturb(module, node) for node in module.graph.nodes):
+        return
+    model, runnable = capture.model, with_autograd_contexts(module)
+    inputs = capture.inputs.flatten(call)
+    original = _training_steps(model, lambda: model(*call.args, **call.kwargs), 2)
+    try:
+        captured = _training_steps(model, lambda: runnable(*inputs), 2, in_flight=True)
+        pairs = zip(original, captured, strict=True)
+        names = (
+            _first_difference(getattr(one, kind), getattr(other, kind))
+            for one, other in pairs
+            for kind in KINDS
+        )
+        difference = next((f"{name} differs" for name in names if name is not None), None)
+    except RuntimeError as error:
+        # Autograd notices some of these writes.
+        difference = str(error).split("\n")[0]
+    if difference is not None:
+        raise CaptureError(
+            f"with two microbatches in flight the model would train otherwise ({difference}): the "
+            "forward of the second writes to what the backward of the first needs, in "
+            f"{', '.join(_writers(module))}; compute with a copy of what is written to (clone)"
+        )
+
+
+def _may_disturb(module: fx.GraphModule, node: fx.Node) -> bool:
+    """Return whether a node writes to something that an earlier backward may need."""
+    if node.op == "call_module" and isinstance(
+        module.get_submodule(str(node.target)), nn.modules.batchnorm._BatchNorm
+    ):
+        # There are many of them, and a backward reads the statistics of its own microbatch.
+        return False
+    return bool(node.meta["mutates"])
+
+
+def _writers(module: fx.GraphModule) -> Iterator[str]:
+    """Yield the modules and lines that write to something, each once."""
+    seen: set[str] = set()
+    for node in module.graph.nodes:
+        path = node.meta["module"] or "the forward"
+        line = f" ({node.meta['source']})" if node.meta["source"] else ""
+        if node.meta["mutates"] and path not in seen:
+            seen.add(path)
+            yield f"{path}{line}"
 
 
 def _where(
     capture: Capture,
     module: fx.GraphModule,
-    written: Sequence[Tensor],
     call: Arguments,
     kind: str,
     name: str,
 ) -> str:
     """Return, as part of a sentence, the module and the line where the difference is first seen."""
     if kind == "outputs":
-        with _restored_state(capture.model, written):
+        with _restored_state(capture.model):
             inputs = capture.inputs.flatten(call)
-            node = first_deviating_call(capture.model, module, inputs, call, _is_same)
+            node = first_deviating_call(capture.model, module, inputs, call, _is_same, SEED)
     else:
         node = first_reader(module, name)
     if node is None:
@@ -174,10 +226,10 @@ def _where(
     return f", first seen in {path}{line}"
 
 
-def _original_step(model: nn.Module, written: Sequence[Tensor], call: Arguments) -> _TrainingStep:
+def _original_step(model: nn.Module, call: Arguments) -> _TrainingStep:
     """Take a step of the model itself; CaptureError if it fails or returns fake tensors."""
     try:
-        step = _training_step(model, written, lambda: model(*call.args, **call.kwargs))
+        step = _training_step(model, lambda: model(*call.args, **call.kwargs))
     except Exception as error:
         raise ModelFailsError(
             f"a training step of the model itself fails on the sample input: {error}; if it is "
@@ -229,27 +281,49 @@ def _is_same(left: Tensor, right: Tensor) -> bool:
     return bool(((left == right) | (left.isnan() & right.isnan())).all())
 
 
-@torch.enable_grad()
-def _training_step(
-    model: nn.Module, written: Sequence[Tensor], run: Callable[[], Any]
-) -> _TrainingStep:
-    """Return what one seeded step leaves, of which `run` is the forward.
+def _training_step(model: nn.Module, run: Callable[[], Any]) -> _TrainingStep:
+    """Return what one seeded step leaves, of which `run` is the forward; `model` is restored."""
+    (step,) = _training_steps(model, run, 1)
+    return step
 
-    `written` are parameters that the forward writes to. The state of `model` is restored.
+
+@torch.enable_grad()
+def _training_steps(
+    model: nn.Module,
+    run: Callable[[], Any],
+    count: int,
+    *,
+    in_flight: bool = False,
+) -> list[_TrainingStep]:
+    """Return what `count` seeded steps leave, as `_training_step` does; the last one has buffers.
+
+    With `in_flight` all forwards come before the backwards.
     """
-    with _restored_state(model, written):
-        # Graph and model draw in the same order, so one global seed gives both the same numbers.
-        torch.manual_seed(0)
-        outputs = tensor_leaves(run())
-        trainable = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-        gradients = _gradients(outputs, [parameter for _, parameter in trainable])
-        named_gradients = zip(trainable, gradients, strict=True)
-        state = (*model.named_buffers(), *_named_parameters(model, written))
-        return _TrainingStep(
-            outputs={f"output {index}": value.detach() for index, value in enumerate(outputs)},
-            gradients={name: g for (name, _), g in named_gradients if g is not None},
-            buffers={name: value.clone() for name, value in state},
+    steps: list[_TrainingStep] = []
+    trainable = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    with _restored_state(model) as before:
+        waiting: list[Sequence[Tensor]] = []
+        for index in range(count):
+            # Graph and model draw in the same order, so one global seed gives both the same.
+            torch.manual_seed(SEED + index)
+            waiting.append(tensor_leaves(run()))
+            while waiting and (not in_flight or index == count - 1):
+                outputs = waiting.pop(0)
+                gradients = _gradients(outputs, [parameter for _, parameter in trainable])
+                named = zip(trainable, gradients, strict=True)
+                steps.append(
+                    _TrainingStep(
+                        outputs={f"output {i}": v.detach() for i, v in enumerate(outputs)},
+                        gradients={name: g for (name, _), g in named if g is not None},
+                        buffers={},
+                    )
+                )
+        written = (
+            pair for pair in model.named_parameters() if not _is_same(pair[1], before[pair[1]])
         )
+        state = (*model.named_buffers(), *written)
+        steps[-1].buffers.update((name, value.detach().clone()) for name, value in state)
+    return steps
 
 
 def _gradients(outputs: Sequence[Tensor], parameters: Sequence[Tensor]) -> Sequence[Tensor | None]:
@@ -278,38 +352,20 @@ def _gradients(outputs: Sequence[Tensor], parameters: Sequence[Tensor]) -> Seque
                 parameter._post_accumulate_grad_hooks.update(own_hooks)
 
 
-def _written_parameters(module: fx.GraphModule) -> list[Tensor]:
-    """Return the parameters that a forward may write to, as an embedding with max_norm does."""
-    written = {
-        storage_key(tensor) for node in module.graph.nodes for tensor in node.meta["mutates"]
-    }
-    suspected: list[Tensor] = []
-    # The meta holds fakes; which parameters they stand for is unknown, so all are suspected.
-    for node in module.graph.nodes:
-        if node.op == "call_module" and node.meta["mutates"]:
-            suspected.extend(module.get_submodule(str(node.target)).parameters())
-        elif node.op == "get_attr" and storage_key(node.meta["val"]) in written:
-            suspected.append(operator.attrgetter(str(node.target))(module))
-    return [value for value in suspected if isinstance(value, nn.Parameter)]
-
-
-def _named_parameters(model: nn.Module, tensors: Sequence[Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """Yield those of the model's parameters that are among `tensors`, with their names."""
-    wanted = {id(tensor) for tensor in tensors}
-    for name, parameter in model.named_parameters():
-        if id(parameter) in wanted:
-            yield name, parameter
-
-
 @contextmanager
-def _restored_state(model: nn.Module, written: Sequence[Tensor]) -> Iterator[None]:
-    """Restore buffers, `written` parameters, attributes and the random state after the block."""
-    state = [(tensor, tensor.detach().clone()) for tensor in (*model.buffers(), *written)]
+def _restored_state(model: nn.Module) -> Iterator[Mapping[Tensor, Tensor]]:
+    """Restore parameters, buffers, attributes and the random state after the block.
+
+    Yield what each parameter and buffer was before.
+    """
+    # All parameters: nothing shows that a forward writes to one through `.data` in a leaf module.
+    before = {each: each.detach().clone() for each in (*model.buffers(), *model.parameters())}
     with torch.random.fork_rng(devices=cuda_devices(model)), attributes_restored(model):
         try:
-            yield
+            yield before
         finally:
             # In place, since the model's tables, and optimizers, refer to these tensors.
             with torch.no_grad():
-                for tensor, before in state:
-                    tensor.copy_(before)
+                for tensor, value in before.items():
+                    if not _is_same(tensor, value):
+                        tensor.copy_(value)

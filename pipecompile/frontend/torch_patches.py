@@ -213,7 +213,8 @@ def require_torch_randomness() -> Iterator[None]:
         _numpy_state(),
     )
     try:
-        yield
+        with _refuse_seeding():
+            yield
     finally:
         is_torch_moved = not torch.equal(torch.get_rng_state(), torch_state)
         torch.set_rng_state(torch_state)
@@ -222,16 +223,43 @@ def require_torch_randomness() -> Iterator[None]:
         is_numpy_moved = not _is_numpy_state(numpy_state)
         _restore_numpy(numpy_state)
     if is_torch_moved:
-        raise CaptureError(
-            "the forward seeds torch's generator, or draws from it unseen, but every random node "
-            "of a pipeline is seeded by itself; seed outside the model"
-        )
+        raise CaptureError(SEEDS)
     if is_python_moved or is_numpy_moved:
         raise CaptureError(
             f"the forward draws from {'Python' if is_python_moved else 'numpy'}'s random module, "
             "and one draw would be used for all steps; draw with torch, or switch it off (layer "
             "drop, for example)"
         )
+
+
+SEEDS = (
+    "the forward seeds torch's generator, or draws from it unseen, but every random node of a "
+    "pipeline is seeded by itself; seed outside the model"
+)
+
+
+class _UnseededGenerator:
+    """Torch's generator, which refuses to be seeded or set."""
+
+    def __init__(self, generator: torch.Generator) -> None:
+        self._generator = generator
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("manual_seed", "seed", "set_state"):
+            raise CaptureError(SEEDS)
+        return getattr(self._generator, name)
+
+
+@contextlib.contextmanager
+def _refuse_seeding() -> Iterator[None]:
+    """Raise CaptureError if the block seeds torch's generator, even if it sets it back later."""
+    functions = vars(torch.random)  # the globals of `torch.manual_seed`, `fork_rng` and the like
+    generator = functions["default_generator"]
+    functions["default_generator"] = _UnseededGenerator(generator)
+    try:
+        yield
+    finally:
+        functions["default_generator"] = generator
 
 
 def _numpy_state() -> Any:

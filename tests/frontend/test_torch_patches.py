@@ -78,7 +78,27 @@ def test_own_torch_generator() -> None:
     refused(Trap(), "torch.Generator of its own", "test_torch_patches.py:")
 
 
-@pytest.mark.parametrize("seed", [torch.manual_seed, torch.random.default_generator.manual_seed])
+def seeded_and_set_back(number: int) -> None:
+    """Seeds within a fork, after which the generator is as it was."""
+    with torch.random.fork_rng():
+        torch.manual_seed(number)
+
+
+def state_set(_: int) -> None:
+    """Sets the state that there is."""
+    torch.set_rng_state(torch.get_rng_state())
+
+
+@pytest.mark.parametrize(
+    "seed",
+    [
+        torch.manual_seed,
+        torch.random.default_generator.manual_seed,
+        seeded_and_set_back,
+        state_set,
+        lambda _: torch.seed(),
+    ],
+)
 def test_seeding_in_the_forward(seed: Callable[[int], object]) -> None:
     class Trap(Two):
         def forward(self, x: Tensor) -> Tensor:

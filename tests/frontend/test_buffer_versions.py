@@ -1,0 +1,170 @@
+"""Buffers that a forward writes to while earlier microbatches still need them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from plain_loop import steps_alike
+from torch import Tensor, nn
+from traps import WIDTH, Two, refused
+
+from pipecompile import CaptureError, pipecompile
+
+BATCHES = [torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(s)) for s in range(3)]
+
+
+class Written(Two):
+    """Two layers with a function of the module between them, and a buffer that it may write to."""
+
+    def __init__(self, function: Callable[[Written, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.function = function
+        self.register_buffer("kept", torch.ones(WIDTH))
+        self.register_buffer("codes", torch.eye(WIDTH))
+        self.register_buffer("count", torch.zeros((), dtype=torch.long))
+
+    def forward(self, value: Tensor) -> Tensor:
+        """A value of shape (N, WIDTH) to the same shape."""
+        return self.second(self.function(self, torch.tanh(self.first(value))))
+
+
+def running_scale(module: Written, value: Tensor) -> Tensor:
+    with torch.no_grad():
+        module.kept.lerp_(value.std(0), 0.1)
+    return value / module.kept
+
+
+def through_data(module: Written, value: Tensor) -> Tensor:
+    module.kept.data.lerp_(value.detach().std(0), 0.1)
+    return value / module.kept
+
+
+def soft_codes(module: Written, value: Tensor) -> Tensor:
+    with torch.no_grad():
+        weights = (value @ module.codes.T).softmax(-1)
+        module.codes.mul_(0.9).add_(weights.T @ value, alpha=0.1)
+    return (value @ module.codes.T).softmax(-1) @ module.codes
+
+
+def counted(module: Written, value: Tensor) -> Tensor:
+    module.count.add_(1)
+    return value * module.count
+
+
+def through_a_view(module: Written, value: Tensor) -> Tensor:
+    module.codes[0].add_(value.detach().mean(0))
+    return value @ module.codes[:2].T @ module.codes[:2]
+
+
+def replaced(module: Written, value: Tensor) -> Tensor:
+    result = value * module.kept
+    module.kept = module.kept * 0.9 + value.detach().mean(0)
+    return result
+
+
+def queue(module: Written, value: Tensor) -> Tensor:
+    rows = torch.arange(WIDTH) == module.count % WIDTH
+    module.codes.copy_(torch.where(rows[:, None], value.detach().mean(0), module.codes))
+    module.count.add_(1)
+    return value @ module.codes.T
+
+
+FUNCTIONS = (running_scale, through_data, soft_codes, counted, through_a_view, replaced, queue)
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+def test_each_microbatch_sees_the_buffer_as_a_plain_loop_would(
+    function: Callable[[Written, Tensor], Tensor], schedule: str
+) -> None:
+    torch.manual_seed(0)
+    steps_alike(Written(function), BATCHES, microbatches=4, schedule=schedule)
+
+
+@pytest.mark.parametrize("function", [running_scale, soft_codes, queue])
+def test_so_it_does_where_stages_recompute(
+    function: Callable[[Written, Tensor], Tensor],
+) -> None:
+    torch.manual_seed(0)
+    layers = [Written(function), Written(function), nn.Linear(WIDTH, WIDTH)]
+    model = nn.Sequential(*layers)
+    steps_alike(model, BATCHES, microbatches=4, schedule="gpipe", recompute="stage", k=3)
+
+
+class Asking(Two):
+    """Writes to a buffer that its backward needs; it is one node, since it asks data."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("kept", torch.ones(WIDTH))
+
+    def forward(self, value: Tensor) -> Tensor:
+        """A value of shape (N, WIDTH) to the same shape."""
+        if value.sum() > 1e6:
+            return value
+        self.kept.data.add_(1)
+        return self.first(value) / self.kept
+
+
+def test_a_write_that_the_graph_does_not_show_is_refused() -> None:
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), Asking(), nn.Linear(WIDTH, WIDTH))
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with pytest.raises(CaptureError, match=r"with two microbatches in flight.* in 1;"):
+        pipecompile(model, BATCHES[0], k=2, costs="flops", loss_fn=nn.functional.mse_loss)
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, before[name])
+
+
+def used_before(module: Written, value: Tensor) -> Tensor:
+    result = value @ module.codes
+    module.codes.data.mul_(0.9)
+    return result
+
+
+def test_a_change_behind_the_back_of_the_models_own_backward_is_refused() -> None:
+    """In the model itself the backward of a microbatch then sees what its forward did not."""
+    with pytest.raises(CaptureError, match=r"change a buffer through \.data after it was used"):
+        pipecompile(
+            Written(used_before), BATCHES[0], k=2, costs="flops", loss_fn=nn.functional.mse_loss
+        )
+
+
+class WritesWeight(Two):
+    """Writes to a parameter in its forward."""
+
+    def __init__(self, how: Callable[[nn.Linear], object]) -> None:
+        super().__init__()
+        self.how = how
+
+    def forward(self, value: Tensor) -> Tensor:
+        """A value of shape (N, WIDTH) to the same shape."""
+        self.how(self.first)
+        return self.second(self.first(value))
+
+
+def clamped(layer: nn.Linear) -> None:
+    with torch.no_grad():
+        layer.weight.clamp_(-0.1, 0.1)
+
+
+def decayed(layer: nn.Linear) -> None:
+    layer.weight.data.mul_(0.9)
+
+
+def shifted(layer: nn.Linear) -> None:
+    layer.bias.data[:2].sub_(0.5)
+
+
+@pytest.mark.parametrize("how", [clamped, decayed, shifted])
+def test_a_write_to_a_parameter_is_refused_and_leaves_the_model_as_it_was(
+    how: Callable[[nn.Linear], object],
+) -> None:
+    model = WritesWeight(how)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    refused(model, "the forward writes to the parameter first.", "test_buffer_versions.py:")
+    with pytest.raises(CaptureError):
+        pipecompile(model, BATCHES[0], k=2, costs="flops", loss_fn=nn.functional.mse_loss)
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, before[name])

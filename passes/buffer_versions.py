@@ -60,13 +60,10 @@ def _readers(graph: fx.Graph) -> Iterator[tuple[fx.Node, fx.Node]]:
 
 def _written_storages(graph: fx.Graph) -> frozenset[int]:
     """Return the storages of the model's own tensors that nodes write to."""
-    own = {
-        storage_key(node.meta["val"])
-        for node in graph.find_nodes(op="get_attr")
-        if not node.meta["val"].requires_grad
-    }
-    written = (tensor for node in graph.nodes for tensor in node.meta["mutates"] or ())
-    return frozenset(own.intersection(map(storage_key, written)))
+    written = {storage_key(each) for node in graph.nodes for each in node.meta["mutates"] or ()}
+    reads = graph.find_nodes(op="get_attr") if written else ()
+    own = (node.meta["val"] for node in reads)
+    return frozenset(storage_key(each) for each in own if not each.requires_grad) & written
 
 
 def _may_save(node: fx.Node, source: fx.Node, written: frozenset[int]) -> bool:

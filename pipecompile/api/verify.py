@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import operator
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -17,6 +16,7 @@ from pipecompile.frontend.microbatch import split
 from pipecompile.frontend.target import LossFunction, Target, sum_of_squares
 from pipecompile.frontend.target_capture import capture_target
 from pipecompile.graph.batch_statistics import DeferredBatchNorm, record_forward
+from pipecompile.graph.model_state import copied_model
 from pipecompile.graph.random_streams import StreamKey, use_stream
 from pipecompile.ir.plan import Plan
 from pipecompile.passes.autograd_context import EnterContexts
@@ -136,7 +136,7 @@ def reference_for(target: Target, plan: Plan) -> Reference:
     of its own, for each node and microbatch, so the reference is then the model's whole graph under
     these seeds.
     """
-    model = copy.deepcopy(target.model)
+    model = copied_model(target.model)
     twin = Target(model, target.call, target.loss_fn, target.targets)
     captured = capture_target(twin, plan.options, verify=False)
     if not any(node.meta["random"] for node in captured.module.graph.nodes):
@@ -242,7 +242,7 @@ def verify(target: Target, **options: Any) -> tuple[Plan, list[Comparison]]:
     target.check_values("verify")
     target = replace(target, loss_fn=_loss_for(target))
     # Copied before the first step, which updates buffers, and on each rank only its own.
-    untouched = replace(target, model=copy.deepcopy(target.model).eval())
+    untouched = replace(target, model=copied_model(target.model).eval())
     plan, first = compared(target, **options)
     if first.reference == ORIGINAL:
         return plan, [first]
@@ -255,7 +255,7 @@ def _loss_for(target: Target) -> LossFunction | None:
         return target.loss_fn
     # A copy, and the generators are restored: a forward updates buffers and draws numbers, which
     # the steps that are compared must not see.
-    probe = copy.deepcopy(target.model)
+    probe = copied_model(target.model)
     with torch.no_grad(), torch.random.fork_rng():
         output = probe(*target.call.args, **target.call.kwargs)
     try:

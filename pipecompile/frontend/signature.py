@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from pipecompile.errors import CaptureError, InputError
 from pipecompile.frontend.refusals import UnsupportedError
 from pipecompile.graph.pytrees import register_dataclasses
+from pipecompile.graph.storages import is_irregular, layout_name
 
 __all__ = ["Arguments", "InputStructure", "OutputStructure", "arguments_of", "call_of"]
 
@@ -54,7 +55,18 @@ def arguments_of(
     model: nn.Module, sample: Any, sample_kwargs: Mapping[str, Any] | None = None
 ) -> Arguments:
     """Return what `call_of` does; InputError if the model's forward does not take it."""
+    if not isinstance(model, nn.Module):
+        raise InputError(
+            f"the model is a {type(model).__name__}, but must be an nn.Module; wrap a function in "
+            "the forward of one"
+        )
     call = call_of(sample, sample_kwargs)
+    for leaf in pytree.tree_leaves((call.args, call.kwargs)):
+        if isinstance(leaf, Tensor) and is_irregular(leaf):
+            raise InputError(
+                f"an input is {layout_name(leaf)}, of which no microbatches can be cut; give dense "
+                "tensors (to_dense, to_padded_tensor), and make others in the forward"
+            )
     try:
         # A wrong call would otherwise fail deep inside the capture.
         inspect.signature(model.forward).bind(*call.args, **call.kwargs)

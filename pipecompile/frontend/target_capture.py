@@ -20,7 +20,9 @@ from pipecompile.frontend.refusals import UnsupportedError
 from pipecompile.frontend.self_check import Proof, check_capture, proven_capture
 from pipecompile.frontend.signature import Arguments
 from pipecompile.frontend.target import Target
+from pipecompile.graph.model_state import named_state
 from pipecompile.graph.modules import is_within
+from pipecompile.graph.storages import is_irregular, layout_name
 from pipecompile.ir.plan import Options, Provenance
 from pipecompile.passes.contract import apply_passes
 from pipecompile.passes.group import Group
@@ -69,6 +71,7 @@ def capture_target(
     """
     # Before the capture, whose forward would wait for ranks that run something else.
     _refuse_synchronised_norms(target.model)
+    _refuse_irregular_state(target.model)
     sample = _first_microbatch(target, options)
     if verify and target.has_values:
         captured, module, proof = proven_capture(target.model, sample, options.leaf)
@@ -177,6 +180,15 @@ def _refuse_synchronised_norms(model: nn.Module) -> None:
                 "that run something else at that time; use BatchNorm with "
                 "batch_norm='minibatch', which normalises by the microbatch and updates the "
                 "running averages by the whole minibatch, over all replicas"
+            )
+
+
+def _refuse_irregular_state(model: nn.Module) -> None:
+    for name, tensor in named_state(model):
+        if is_irregular(tensor):
+            raise InputError(
+                f"{name} is {layout_name(tensor)}, whose bytes no plan counts and no stage sends; "
+                "register its dense parts, and make it of them in the forward"
             )
 
 

@@ -7,20 +7,26 @@ several paths. Whoever needs the state therefore goes by the identity of the ten
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Iterator, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 __all__ = [
+    "copied_model",
     "distinct_tensors",
     "fake_state",
     "has_values",
     "named_state",
     "swapped_state",
+    "tensor_attributes",
     "without_values",
 ]
+
+Model = TypeVar("Model", bound=nn.Module)
 
 
 def named_state(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -43,6 +49,20 @@ def without_values(tensor: Tensor, device: torch.device | str = "meta") -> Tenso
     if isinstance(tensor, nn.Parameter):
         return nn.Parameter(empty, requires_grad=tensor.requires_grad)
     return empty.requires_grad_(tensor.requires_grad)
+
+
+def tensor_attributes(module: nn.Module) -> Iterator[Tensor]:
+    """Yield the tensors that modules hold in plain attributes, as a weight that a hook computes."""
+    for part in module.modules():
+        yield from (value for value in vars(part).values() if isinstance(value, Tensor))
+
+
+def copied_model(model: Model) -> Model:
+    """Return a copy of a model, which `deepcopy` refuses if a hook has computed its weight."""
+    memo: dict[int, Any] = {
+        id(value): value.detach().clone() for value in tensor_attributes(model) if not value.is_leaf
+    }
+    return copy.deepcopy(model, memo)
 
 
 @contextlib.contextmanager

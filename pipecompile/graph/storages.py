@@ -4,9 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+import torch
 from torch import Tensor
 
-__all__ = ["size_bytes", "storage_key"]
+__all__ = ["is_irregular", "layout_name", "size_bytes", "storage_key"]
+
+
+def is_irregular(tensor: Tensor) -> bool:
+    """Return whether a tensor is sparse or nested: it has no strides, or not one storage."""
+    return tensor.layout is not torch.strided or tensor.is_nested
+
+
+def layout_name(tensor: Tensor) -> str:
+    """Return the layout of an irregular tensor in a word."""
+    return "nested" if tensor.is_nested else str(tensor.layout).removeprefix("torch.")
 
 
 def storage_key(tensor: Tensor) -> int:

@@ -7,8 +7,10 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import fx
 
 from pipecompile.cost_models.protocol import FREE_CALL, CallCost, CostModel, NodeCall
+from pipecompile.errors import CaptureError, PipecompileError
 from pipecompile.profiling.node_caller import NodeCaller
 from pipecompile.profiling.observation import StepObservation
 from pipecompile.profiling.progress import progress
@@ -29,9 +31,25 @@ def price(
     own = replace(workload, inputs=tuple(value.clone() for value in workload.inputs))
     with progress(f"{cost_model.name} costs", len(observation.nodes)) as advance:
         pricer = _Pricer(own, observation, cost_model, advance)
-        with torch.no_grad():
-            pricer.interpret()
+        try:
+            with torch.no_grad():
+                pricer.interpret()
+        except PipecompileError:
+            raise
+        except Exception as error:
+            raise CaptureError(_explained(pricer.current, error)) from error
     return pricer.costs
+
+
+def _explained(node: fx.Node | None, error: Exception) -> str:
+    """Return in one line why a node has no cost."""
+    assert node is not None
+    place = f"{node.meta.get('module') or 'the forward'} ({node.meta.get('source')})"
+    reason = str(error).split("\n")[0]
+    return (
+        f"{place}: costs run each operator by itself, and {node.name} cannot: {reason}; if it goes "
+        "back through others (torch.autograd.grad), leave that to the loss function"
+    )
 
 
 class _Pricer(NodeCaller):
@@ -49,8 +67,10 @@ class _Pricer(NodeCaller):
         self.model = model
         self.advance = advance
         self.costs: dict[str, CallCost] = {}
+        self.current: fx.Node | None = None
 
     def perform(self, call: NodeCall) -> Any:
+        self.current = call.node
         # The model is asked before the node runs, which may write to its arguments.
         self.costs[call.node.name] = self._cost(call)
         self.advance()

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, fx
 from torch.fx.node import map_aggregate
 
-from pipecompile.graph.model_state import named_state, without_values
+from pipecompile.graph.model_state import named_state, tensor_attributes, without_values
 
 __all__ = ["Loss", "Workload"]
 
@@ -49,8 +49,10 @@ class Workload:
         """
         # `deepcopy` takes what is in the memo for copied already. With fake tensors there, it
         # copies the modules around them and never a real tensor.
+        state = (value for _, value in named_state(self.module))
         memo: dict[int, Any] = {
-            id(value): without_values(value, "cpu") for _, value in named_state(self.module)
+            id(value): without_values(value, "cpu")
+            for value in (*state, *tensor_attributes(self.module))
         }
         return replace(
             self,

@@ -226,6 +226,11 @@ class EagerStage:
         outputs = self._outputs(saved.inputs, saved.stream_key)
         if self.loss is not None:
             loss, saved.extras = _loss_and_extras(self.loss(outputs, saved.target))
+            if torch.is_grad_enabled() and not loss.requires_grad:
+                raise InputError(
+                    "the loss carries no gradient: no trainable parameter leads to it, or loss_fn "
+                    "lost it (detach, argmax, item); train something that leads to the loss"
+                )
             return (loss,)
         # An output may be an input itself. Autograd copies the gradient of a root that is a leaf,
         # but passes it through a view as it is.

@@ -14,6 +14,7 @@ from torch.amp.grad_scaler import GradScaler
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim.lr_scheduler import LRScheduler
 
+from pipecompile.errors import InputError
 from pipecompile.frontend.microbatch import MicrobatchSizes
 from pipecompile.frontend.target import Target
 from pipecompile.frontend.target_capture import Captured
@@ -177,6 +178,11 @@ class Pipeline(HeldModel):
         whose figures do not hold for them.
         """
         refuse_untrainable(self.plan.schedule)
+        if not torch.is_grad_enabled():
+            raise InputError(
+                "a step trains, but gradients are switched off around it (torch.no_grad or "
+                "torch.inference_mode); call it outside of that, or call evaluate"
+            )
         for recorder in self._recorders:
             recorder.begin_step()
         cut = self._data.read_planned(batch)

@@ -322,9 +322,11 @@ def _settings(captured: Capture) -> Iterator[tuple[str, Any]]:
     for itself.
     """
     for path, module in captured.model.named_modules():
+        # A hook may compute a tensor before each forward, as that of weight_norm does.
+        computed = Tensor if module._forward_pre_hooks else ()
         for name, value in module_settings(module).items():
             full = f"{path}.{name}" if path else name
-            if full not in captured.assigned_attributes:
+            if full not in captured.assigned_attributes and not isinstance(value, computed):
                 yield full, value
 
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, fx, nn
 
 from pipecompile.codegen.stages import StageModule
-from pipecompile.errors import InputError
+from pipecompile.errors import InputError, PipecompileError
 from pipecompile.frontend.target import Target
 from pipecompile.ir.counted import counted
 from pipecompile.ir.plan import Plan
@@ -335,7 +335,18 @@ class Runner:
         return partial(self._loss, program) if stage == self._plan.k - 1 else None
 
     def _loss(self, program: Program, outputs: Sequence[Tensor], target: Any) -> Any:
-        return self._target.trained_by(program.outputs.unflatten(outputs), target)
+        output = program.outputs.unflatten(outputs)
+        if target is not None:
+            return self._target.trained_by(output, target)
+        try:
+            return self._target.trained_by(output, None)
+        except PipecompileError:
+            raise
+        except Exception as error:
+            raise InputError(
+                f"loss_fn cannot do without a target ({type(error).__name__}: {error}); give the "
+                "step one: step(batch, target)"
+            ) from error
 
     def _local_stages(self, program: Program) -> list[EagerStage]:
         """All stages, for one process. A tied parameter is one tensor, whose gradient is summed

@@ -66,9 +66,9 @@ class StepAgreement:
         said = {
             "what it begins": what,
             "the plan": self._plan_digest,
+            "the input of a microbatch": shapes,
             "the number of samples": minibatch.samples,
             "the number of microbatches": len(inputs),
-            "the input of a microbatch": shapes,
             "the input of the last microbatch": last,
             "the set of modules in train mode": sorted(program.modes),
             "the number of the step": minibatch.step,

@@ -42,7 +42,7 @@ def test_only_actions_that_may_wait_have_a_moment_of_their_own_for_that() -> Non
         action = Action.parse(text)
         for observe in (recorder.begin, recorder.ready, recorder.end):
             observe(action)
-    recorder.end_step(4, 1, lambda: BOUNDARIES)
+    recorder.end_step(4, 1, lambda: [BOUNDARIES])
     (times,) = recorder.times()
     first, second = times.rank.actions
     assert (times.number, times.microbatches) == (4, 1)
@@ -55,6 +55,6 @@ def test_a_step_that_failed_leaves_nothing() -> None:
     recorder.begin_step()
     recorder.begin(Action.parse("0F0"))
     recorder.begin_step()
-    recorder.end_step(1, 1, lambda: BOUNDARIES)
+    recorder.end_step(1, 1, lambda: [BOUNDARIES])
     (times,) = recorder.times()
     assert times.rank.actions == ()

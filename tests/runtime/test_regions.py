@@ -19,11 +19,13 @@ from pipecompile.graph.recomputed_region import has_recomputed_regions
 from pipecompile.ir.schedule import Action, Schedule
 from pipecompile.passes.contract import apply_passes
 from pipecompile.passes.group import Group
+from pipecompile.runtime.agreement import Agreement
 from pipecompile.runtime.distributed import DistributedPipeline
 from pipecompile.runtime.gradients import divide_gradients
 from pipecompile.runtime.messages import BoundaryShape
 from pipecompile.runtime.rank_step import Minibatch
 from pipecompile.runtime.stage import EagerStage
+from pipecompile.runtime.watch import StepWatch
 
 ROW = [Action.parse(text) for text in ("0F0", "1F0", "0F1", "1F1", "1B0", "0B0", "1B1", "0B1")]
 SHAPE = BoundaryShape(((4, 8), torch.float32, True))
@@ -67,7 +69,10 @@ def trained(regions: Regions) -> tuple[list[Tensor], list[Tensor | None], list[T
     pipeline = DistributedPipeline(stages, torch.device("cpu"), shapes)
     rows = [[call.args[0]], [call.args[0].flip(0)]]
     batch = Minibatch(rows, [None, None], seed=3, step=1)
-    results = pipeline.run(Schedule.of("by hand", 2, (0, 0), [ROW]), batch)
+    watch = StepWatch([0], [0, 0], None)
+    agreement = Agreement({}, None, torch.device("cpu"), watch)
+    with watch.watched("step 1"):
+        results = pipeline.run(Schedule.of("by hand", 2, (0, 0), [ROW]), batch, agreement, watch)
     assert results is not None
     divide_gradients(model.parameters(), 2)
     return (

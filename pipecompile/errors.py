@@ -72,8 +72,8 @@ def unknown(what: str, name: object, known: Iterable[str]) -> InputError:
     """Return the error that says that `name` is no `what`, suggests the nearest name, and lists
     all.
 
-    >>> str(unknown("schedule", "1f1v", ["gpipe", "1f1b"])) "unknown schedule '1f1v'; did you mean
-    '1f1b'? choose from gpipe, 1f1b"
+    >>> print(unknown("schedule", "1f1v", ["gpipe", "1f1b"]))
+    unknown schedule '1f1v'; did you mean '1f1b'? choose from gpipe, 1f1b
     """
     names = list(known)
     by_lowercase = {name.lower(): name for name in names}

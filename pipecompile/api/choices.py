@@ -181,6 +181,11 @@ def _check_together(options: Options, placement: Sequence[int]) -> None:
         raise InputError(
             "sharded divides stages over replicas, but the plan is for one; give replicas=2 or more"
         )
+    if options.sharded and options.optimizer == "adafactor":
+        raise InputError(
+            "optimizer='adafactor' is not possible with sharded: torch's cannot step parts of "
+            "parameters; choose another"
+        )
     if options.encodings:
         _check_encodings(options, placement)
 

@@ -93,6 +93,10 @@ def pipecompile(
     StalePlanError.
     """
     check_names(choices)
+    if step_timeout is not None and not step_timeout > 0:
+        raise InputError(f"step_timeout={step_timeout}, but it is a number of seconds above 0")
+    if mesh is not None and not isinstance(mesh, DeviceMesh):
+        raise InputError(f"mesh is a {type(mesh).__name__}; make it with init_device_mesh")
     # Before anything is planned: from here on the ranks of a torchrun job talk to each other.
     world.join()
     function = costs if callable(costs) else None

@@ -78,8 +78,9 @@ class Footprint(Value, frozen=True, kw_only=True):
     the gradients of parameters, later ones add to them. The peaks of a second half are different
     where it frees the outputs too (`…_freeing_outputs`).
 
-    With other replicas: `gradient_copies` are held from the last backward of the stage until the
-    step ends, and its rank exchanges tensors with `replica_peers` more. Of a sharded stage
+    With other replicas: `gradient_copies` are held from the last backward of the stage until all
+    gradients are summed, `replica_sum_peak` is the most that the sum takes besides, and the rank
+    exchanges tensors with `replica_peers` more. Of a sharded stage
     `parameters` are the whole ones and the part that stays between steps, `optimizer` is for that
     part, and `optimizer_scratch` is no less than what gathering takes beyond gradients.
     """
@@ -102,6 +103,7 @@ class Footprint(Value, frozen=True, kw_only=True):
     weight_backward_peak_freeing_outputs: Amount
     buffer_copies: Amount = ZERO
     gradient_copies: Amount = ZERO
+    replica_sum_peak: Amount = ZERO
     replica_peers: int = 0
     received: tuple[ReceivedTensor, ...] = ()
     received_gradients: tuple[ReceivedTensor, ...] = ()

@@ -315,7 +315,8 @@ def known_name(what: str, name: object, known: Iterable[str]) -> str:
     """Return the one of the `known` names that `name` is, in whatever case; InputError suggests the
     nearest one.
 
-    >>> known_name("schedule", "1F1B", ["gpipe", "1f1b"]) '1f1b'
+    >>> known_name("schedule", "1F1B", ["gpipe", "1f1b"])
+    '1f1b'
     """
     names = tuple(known)
     if not isinstance(name, str):

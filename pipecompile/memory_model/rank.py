@@ -10,7 +10,7 @@ snapshots.py says how many microbatches are in which state as each action begins
     buffers       the minibatch where it is read         always, for all microbatches
                   what was received                      from its RECV to the backward
                   what was sent                          until the step ends
-                  copies of small gradients              while replicas sum them, until it ends
+                  copies of small gradients              from a stage's last backward to the end
     workspace     the most that lives in the action      while it runs
 
 That is what the runtime does: a receive makes its buffer when it is posted (runtime/messages.py),
@@ -332,7 +332,7 @@ def _workspace(stages: Mapping[int, Footprint], snapshot: Snapshot, allocator: A
                 return stage.weight_backward_peak
             return stage.first_weight_backward_peak
         case Kind.REDUCE:
-            return ZERO
+            return stage.replica_sum_peak
     return _optimizer_scratch(stages, allocator)
 
 
@@ -365,6 +365,7 @@ def _most_above(stages: Mapping[int, Footprint], index: int, is_recomputed: bool
         stage.backward_peak.bound,
         stage.input_backward_peak.bound,
         stage.weight_backward_peak.bound,
+        stage.replica_sum_peak.bound,
         _first_backward_above(stages, index),
     )
 

@@ -227,7 +227,8 @@ def _all_snapshots(row: Sequence[Action]) -> Iterator[Snapshot]:
             yield Snapshot(Kind.REDUCE, action.stage, after)
         before = after
     if _trains(row):
-        done = {stage: StageState(has_gradients=1, has_all_gradients=1) for stage in before}
+        # Replicas have summed: copies of gradients are gone.
+        done = {stage: StageState(has_gradients=1) for stage in before}
         yield Snapshot(Kind.STEP, min(before), done)
 
 

@@ -107,6 +107,7 @@ class _StageMemory(StageBackward):
             ),
             buffer_copies=amount(self.buffer_copies(self.nodes)),
             gradient_copies=amount(self._gradient_copies()),
+            replica_sum_peak=amount([self._replica_sum_peak]),
             # Around a ring of replicas a rank receives from one and sends to one.
             replica_peers=min(2, self.ranges.replicas - 1),
             received=tuple(self._received()),
@@ -149,6 +150,20 @@ class _StageMemory(StageBackward):
             yield parameter.bytes
         # Without a name nobody can say that a parameter is frozen: it counts as trained.
         yield from self._unnamed_parameters
+
+    @property
+    def _replica_sum_peak(self) -> int:
+        """What the sum of a sharded stage takes beyond the whole parameters, which are freed first.
+
+        The gradients are copied into one message, and what comes back is a part of them. gloo works
+        on a second copy.
+        """
+        if not self.ranges.sharded:
+            return 0
+        gradients = sum(self._gradient_sizes())
+        copies = 1 if self.graph.allocator == "cpu" else 0
+        taken = copies * gradients + -(-gradients // self.ranges.replicas)
+        return max(0, taken - sum(self._whole_sizes()))
 
     def _gradient_copies(self) -> Iterator[int]:
         """Yield the copies in which small gradients are summed over replicas; those of parameters

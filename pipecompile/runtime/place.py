@@ -107,6 +107,12 @@ class RankPlace:
                 f"the mesh has the dimensions {sizes}, but the plan is for {ranks} ranks; make it "
                 f'with init_device_mesh(…, (n, {ranks}), mesh_dim_names=("dp", "pp"))'
             )
+        if sorted(mesh.mesh.flatten().tolist()) != list(range(world.size())):
+            raise InputError(
+                f"the mesh {names} has {mesh.size()} of the {world.size()} processes, and the "
+                "others would train a model of their own; give the whole mesh (mesh=mesh), not a "
+                "part of it"
+            )
         data = [name for name in names if _has_own_data(name)]
         others = [name for name in names if name != PIPELINE and not _has_own_data(name)]
         pipelines = _rows(mesh, [PIPELINE])

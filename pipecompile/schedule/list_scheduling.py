@@ -66,7 +66,8 @@ def build_order(instance: ScheduleInstance, priorities: Priorities, goal_ns: int
         peak > cap for peak, cap in zip(builder.single_peaks, caps, strict=True)
     ):
         return None
-    assert builder.run(), "the oldest microbatch can always go on"
+    is_complete = builder.run()
+    assert is_complete, "the oldest microbatch can always go on"
     return builder.rows
 
 
@@ -76,7 +77,8 @@ def refill_weight_gradients(instance: ScheduleInstance, rows: Rows) -> Rows:
     They run where their rank would wait, and where memory requires it.
     """
     builder = _WeightRefiller(instance, rows)
-    assert builder.run(), "an order that fits can be followed"
+    is_complete = builder.run()
+    assert is_complete, "an order that fits can be followed"
     return builder.rows
 
 

@@ -77,7 +77,8 @@ class StepAgreement:
         }
         agreement = Agreement(said, group, self._device, watch)
         kind = (what, len(inputs), shapes, last, program.modes)
-        if kind not in self._kinds:
+        # A pipeline of one rank has no messages, before which it would be settled.
+        if kind not in self._kinds or len(self._place.global_ranks) == 1:
             agreement.settle()
             self._kinds.add(kind)
         return agreement

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from pipecompile.errors import InputError
 from pipecompile.runtime.watch import Deadline
 
 __all__ = ["clip_to_norm", "total_norm"]
@@ -27,6 +28,8 @@ def total_norm(
     torch.nn.utils.get_total_norm: the norm of the norms, so the sum of their powers over ranks
     gives the same.
     """
+    if not norm_type > 0:
+        raise InputError(f"norm_type={norm_type}, but it is a number above 0, or inf")
     local = torch.nn.utils.get_total_norm(gradients, norm_type).to(device)
     if deadline is None:
         return local

@@ -14,7 +14,7 @@ This is the only module that knows torch's private names of FSDP2.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -41,6 +41,7 @@ class ShardedStages:
         self._watch = watch
         self._modules = {index: _sharded_modules(stage) for index, stage in stages.items()}
         self._whole: set[int] = set()
+        self._whole_tables: dict[int, list[_Slot]] = {}
         self.whole_parameters: list[nn.Parameter] = []
         self.managed: set[nn.Parameter] = set()
         for index, modules in self._modules.items():
@@ -48,6 +49,7 @@ class ShardedStages:
                 _take_over(module, replicas)
             with self.whole(index):  # which makes the whole parameters
                 self._remember(modules)
+                self._whole_tables[index] = list(_slots(stages[index]))
         self._freed_after_each = {
             index
             for index, modules in self._modules.items()
@@ -63,11 +65,27 @@ class ShardedStages:
         finally:
             self._free(index)
 
-    def gather(self) -> None:
+    @contextmanager
+    def named_as_whole(self, index: int) -> Iterator[None]:
+        """Have the whole parameters in a stage's modules in the block, without their values.
+
+        Unlike `whole` it needs no other process.
+        """
+        own = list(_slots_like(self._whole_tables[index]))
+        try:
+            _fill(self._whole_tables[index])
+            yield
+        finally:
+            _fill(own)
+
+    def gather(self, *, all_stages: bool = False) -> None:
         """Gather what stays whole during a step, at its beginning: no rank waits for messages then,
         so that all of them gather at the same time.
+
+        With `all_stages` that is everything: replicas may then run different numbers of actions.
         """
-        for index in sorted(self._modules.keys() - self._freed_after_each):
+        freed = set() if all_stages else self._freed_after_each
+        for index in sorted(self._modules.keys() - freed):
             self._gather_and_say(index)
 
     def reduce(self, index: int) -> None:
@@ -126,6 +144,25 @@ class ShardedStages:
                     pair = parameter.sharded_param, parameter.unsharded_param
                     self.managed.update(pair)
                     self.whole_parameters.append(pair[1])
+
+
+_Slot = tuple[dict[str, nn.Parameter | None], str, nn.Parameter | None]
+"""An entry of a module's table of parameters: the table, the name, the parameter."""
+
+
+def _slots(stage: nn.Module) -> Iterator[_Slot]:
+    for module in stage.modules():
+        yield from ((module._parameters, name, p) for name, p in module._parameters.items())
+
+
+def _slots_like(slots: Iterable[_Slot]) -> Iterator[_Slot]:
+    """Yield the same entries with what they hold now."""
+    yield from ((table, name, table[name]) for table, name, _ in slots)
+
+
+def _fill(slots: Iterable[_Slot]) -> None:
+    for table, name, parameter in slots:
+        table[name] = parameter
 
 
 def _sharded_modules(stage: nn.Module) -> list[FSDPModule]:

@@ -91,7 +91,7 @@ class ParallelStages:
         """Let the stages of another program compute with the parameters of the planned ones."""
         for index in stages:
             stage = program.stages[index].module
-            with self.sharded.whole(index):
+            with self.sharded.named_as_whole(index):
                 bind(stage, self._planned.stages[index].module)
             self._keep_whole(stage)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
@@ -13,6 +14,7 @@ from torch import Tensor, fx
 from torch.amp.grad_scaler import GradScaler
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim.lr_scheduler import LRScheduler
+from torch.utils._pytree import tree_map_only
 
 from pipecompile.errors import InputError
 from pipecompile.frontend.microbatch import MicrobatchSizes
@@ -41,6 +43,8 @@ from pipecompile.training.run_recorder import RunRecorder
 from pipecompile.training.runner import Runner, refuse_untrainable
 
 __all__ = ["Pipeline"]
+
+logger = logging.getLogger("pipecompile.training")
 
 
 class Pipeline(HeldModel):
@@ -76,6 +80,7 @@ class Pipeline(HeldModel):
         refuse_parallelize(parallelize, self._share)
         warn_of_other_replicas(plan, self._share.place)
         self._target = target
+        self._warn_of_averages()
         self._programs = Programs(plan, captured, target, self._share, self_check=self_check)
         was_on_meta = lacks_values(target.model)
         if was_on_meta:
@@ -356,13 +361,38 @@ class Pipeline(HeldModel):
         first = self._share.place.replica * len(rows)
         return Minibatch(rows, targets, self.seed, self.steps, gradients, first)
 
+    def _warn_of_averages(self) -> None:
+        """Warn if running averages of replicas will differ."""
+        place = self._share.place
+        averages = any(
+            isinstance(module, torch.nn.modules.batchnorm._BatchNorm)
+            and module.training
+            and module.track_running_stats
+            for module in self._target.model.modules()
+        )
+        differ = place.replicas > 1 and self.plan.options.batch_norm == "microbatch"
+        if averages and differ and world.rank() == 0:
+            logger.warning(
+                "the running averages of batch norms will be those of each replica's own data, and "
+                "the first one's are saved; with batch_norm='minibatch' all replicas have the same"
+            )
+
     def _mean_over_replicas(self, result: StepResult | None, sizes: MicrobatchSizes) -> Any:
-        """The mean loss, with what came with it on this replica; None without the last stage."""
+        """The mean loss, with what came with it: scalars are means too, and tensors those of this
+        replica; None without the last stage.
+        """
         if result is None:
             return None
         own, extras = sizes.mean([values[0] for values in result.values]), result.extras
         loss = self._runner.mean_over_replicas(own, sizes.samples)
-        return loss if extras[0] is None else (loss, sizes.merge(extras))
+        if extras[0] is None:
+            return loss
+
+        def mean(value: Tensor) -> Tensor:
+            is_mean = not value.dim() and value.is_floating_point()
+            return self._runner.mean_over_replicas(value, sizes.samples) if is_mean else value
+
+        return loss, tree_map_only(Tensor, mean, sizes.merge(extras))
 
     def _everywhere(self, returned: Any) -> Any:
         """What the last stage's rank returns, on every rank of the pipeline."""

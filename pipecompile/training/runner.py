@@ -201,7 +201,8 @@ class Runner:
             agreement = self._agreement.of_evaluation(
                 program, batch, self.watch, with_loss=with_loss
             )
-            with self._sharded() as sharded:
+            # Replicas may evaluate different numbers of samples.
+            with self._sharded(all_stages=True):
                 return self._pipeline(program).run(
                     schedule,
                     batch,
@@ -209,7 +210,6 @@ class Runner:
                     self.watch,
                     with_loss=with_loss,
                     remainder=smaller,
-                    observers=sharded,
                 )
         return local.evaluate(
             self._local_stages(program),
@@ -299,13 +299,13 @@ class Runner:
                 dist.broadcast(value.data, src=source, group=place.stage_group)
 
     @contextmanager
-    def _sharded(self) -> Iterator[Sequence[ActionObserver]]:
+    def _sharded(self, *, all_stages: bool = False) -> Iterator[Sequence[ActionObserver]]:
         """What gathers sharded parameters for the actions of the block, and frees them after it."""
         if self._parallel is None:
             yield []
             return
         try:
-            self._parallel.sharded.gather()
+            self._parallel.sharded.gather(all_stages=all_stages)
             yield [self._parallel.sharded]
         finally:
             self._parallel.sharded.free()

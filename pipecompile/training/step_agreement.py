@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from hashlib import blake2b
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
+from pipecompile.errors import InputError
 from pipecompile.ir.plan import Plan
 from pipecompile.ir.serialization import fingerprint
 from pipecompile.runtime.agreement import Agreement
@@ -18,6 +21,9 @@ from pipecompile.runtime.watch import StepWatch
 from pipecompile.training.program import Program
 
 __all__ = ["StepAgreement"]
+
+FIRST_STEPS, STEPS_BETWEEN = 2, 100
+"""Of which steps the values are compared: the first ones, and one of so many later ones."""
 
 
 class StepAgreement:
@@ -32,6 +38,7 @@ class StepAgreement:
         self._place = place
         self._device = device
         self._kinds: set[tuple[Any, ...]] = set()
+        self._steps = 0
 
     def of_step(
         self, program: Program, minibatch: Minibatch, watch: StepWatch, flags: Mapping[str, bool]
@@ -40,6 +47,7 @@ class StepAgreement:
 
         `flags` are what else is given to `step`.
         """
+        self._check_data(minibatch, watch)
         return self._begin("a step", program, minibatch, watch, None, flags)
 
     def of_evaluation(
@@ -51,6 +59,35 @@ class StepAgreement:
         flags = {"a target": with_loss}
         group = self._place.pipeline_group
         return self._begin("an evaluation", program, minibatch, watch, group, flags)
+
+    def _check_data(self, minibatch: Minibatch, watch: StepWatch) -> None:
+        """Raise InputError, on every rank, if the ranks of the pipeline were given other values.
+
+        A loader that shuffles by itself on each rank gives inputs in one order and targets in
+        another. That shows in the first steps; later ones are compared now and then.
+        """
+        self._steps += 1
+        if self._steps > FIRST_STEPS and self._steps % STEPS_BETWEEN:
+            return
+        own = {
+            f"{what} of the {which} microbatch": _digest_of(values[index])
+            for which, index in (("first", 0), ("last", -1))
+            for what, values in (("input", minibatch.inputs), ("target", minibatch.targets))
+        }
+        group = self._place.pipeline_group
+        by_rank: list[dict[str, str]] = [{} for _ in range(dist.get_world_size(group))]
+        with watch.waiting_for_begin():
+            watch.deadline.wait_for(group)
+            dist.all_gather_object(by_rank, own, group=group)
+        for name in own:
+            # A rank that does not read a target need not be given one.
+            given = {rank: said[name] for rank, said in enumerate(by_rank) if said[name]}
+            if len(set(given.values())) > 1:
+                raise InputError(
+                    f"the {name} has other values on some ranks of a pipeline: their digests are "
+                    f"{given}; give all ranks of a pipeline the same batch, for example by a "
+                    "loader that is seeded alike on all of them"
+                )
 
     def _begin(
         self,
@@ -82,6 +119,16 @@ class StepAgreement:
             agreement.settle()
             self._kinds.add(kind)
         return agreement
+
+
+def _digest_of(values: Any) -> str:
+    """Return a digest of all tensors in `values`, "" without any."""
+    tensors = [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
+    total = blake2b(digest_size=8)
+    for tensor in tensors:
+        own = tensor.detach().cpu().contiguous().reshape(-1)
+        total.update(own.view(torch.uint8).numpy().tobytes())
+    return total.hexdigest() if tensors else ""
 
 
 def _described(tensors: Sequence[Tensor]) -> tuple[tuple[tuple[int, ...], torch.dtype], ...]:

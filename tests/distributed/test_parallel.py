@@ -76,6 +76,13 @@ def test_sharded_stages_evaluate_and_read_weights(workers: Workers, tmp_path: Pa
         assert max(distances) <= EXACT
 
 
+@pytest.mark.parametrize("reshard", [None, True])
+def test_sharded_replicas_evaluate_unequally_many_samples(
+    workers: Workers, tmp_path: Path, reshard: bool | None
+) -> None:
+    assert max(workers.run(4, jobs.evaluated_unequally, reshard, folder=str(tmp_path))) <= EXACT
+
+
 def test_a_model_from_the_meta_device_is_sharded(workers: Workers, tmp_path: Path) -> None:
     assert max(workers.run(4, jobs.from_meta, folder=str(tmp_path))) <= EXACT
 

@@ -78,3 +78,32 @@ def test_autocast_given_once_is_that_of_every_forward(workers: Workers, tmp_path
     first, last = workers.run(2, jobs.half_precision, 2, folder=str(tmp_path))
     assert first == (True, "")
     assert last == (True, "torch.bfloat16")
+
+
+@pytest.mark.parametrize("which", ["input", "target"])
+def test_ranks_that_are_given_other_values_are_told(
+    workers: Workers, tmp_path: Path, which: str
+) -> None:
+    for text in workers.run(2, jobs.other_data, which, folder=str(tmp_path)):
+        assert text.startswith(f"the {which} of the first microbatch has other values")
+
+
+def test_a_rank_that_reads_no_target_need_not_be_given_one(
+    workers: Workers, tmp_path: Path
+) -> None:
+    assert workers.run(2, jobs.other_data, "no target", folder=str(tmp_path)) == ["", ""]
+
+
+def test_a_part_of_the_mesh_is_refused(workers: Workers, tmp_path: Path) -> None:
+    for text in workers.run(4, jobs.part_of_a_mesh, folder=str(tmp_path)):
+        assert "has 2 of the 4 processes" in text
+
+
+def test_replicas_of_one_rank_that_differ_are_told(workers: Workers, tmp_path: Path) -> None:
+    for text in workers.run(2, jobs.one_rank_each, folder=str(tmp_path)):
+        assert "whether it was given accumulate=True is True on rank 0" in text
+
+
+def test_metrics_are_means_over_replicas(workers: Workers, tmp_path: Path) -> None:
+    for metric, wanted in workers.run(2, jobs.metrics_of_replicas, folder=str(tmp_path)):
+        assert metric == pytest.approx(wanted, abs=EXACT)

@@ -11,11 +11,13 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional
 from torch.utils._pytree import tree_map_only
 
 from pipecompile.api.compile import pipecompile
 from pipecompile.api.verify import Reference, reference_for
+from pipecompile.errors import InputError
 from pipecompile.frontend.signature import arguments_of
 from pipecompile.frontend.target import Target
 from pipecompile.runtime.rank_step import RankStep
@@ -243,3 +245,71 @@ def half_precision(ranks: int) -> tuple[bool, str]:
     )
     crossing = pipeline.evaluate(rows)
     return same, "" if crossing is None else str(crossing.dtype)
+
+
+def other_data(which: str) -> str:
+    """What a rank says if it was given another input or target than the first one, or no target."""
+    target = mixture(16)
+    pipeline = pipecompile(
+        target.model,
+        target.call.args[0],
+        ranks=2,
+        loss_fn=target.loss_fn,
+        costs="flops",
+        self_check=False,
+    )
+    tokens, targets = target.call.args[0], target.targets
+    if dist.get_rank() == 0:
+        tokens = tokens.flip(0) if which == "input" else tokens
+        targets = {"target": targets.flip(0), "no target": None}.get(which, targets)
+    try:
+        pipeline.step(tokens, targets)
+    except InputError as error:
+        return str(error)
+    return ""
+
+
+def part_of_a_mesh() -> str:
+    """What a rank says if it was given one row of the mesh."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
+    target = mixture(16)
+    try:
+        pipecompile(
+            target.model,
+            target.call.args[0],
+            ranks=2,
+            costs="flops",
+            self_check=False,
+            loss_fn=target.loss_fn,
+            mesh=mesh["pp"],
+        )
+    except InputError as error:
+        return str(error)
+    return ""
+
+
+def one_rank_each() -> str:
+    """What a replica of one rank says if it ends a step that another one goes on with."""
+    run = run_of(1, 2, batch_norm="minibatch")
+    run.step()
+    try:
+        run.step(accumulate=run.replica == 0)
+    except InputError as error:
+        return str(error)
+    return ""
+
+
+def metrics_of_replicas() -> tuple[float, float]:
+    """A metric that came with the loss, and the mean of it over all replicas."""
+    target = mixture(32)
+
+    def loss_and_metric(logits: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        return token_loss(logits, tokens), tokens.double().mean()
+
+    own = target.call.args[0].chunk(2)[dist.get_rank()]
+    targets = target.targets.chunk(2)[dist.get_rank()]
+    pipeline = pipecompile(
+        target.model, own, ranks=1, costs="flops", self_check=False, loss_fn=loss_and_metric
+    )
+    _, metric = pipeline.step(own, targets)
+    return metric.item(), target.targets.double().mean().item()

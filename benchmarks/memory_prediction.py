@@ -4,7 +4,7 @@
 
 Every rank is a process with gloo and one thread. It runs two steps with the optimizer under
 torch.profiler, which reports each allocation of torch's CPU allocator: receive buffers, optimizer
-state, activations, gradients, kernel scratch. What is measured is the highest running sum, plus the
+state, activations, gradients, kernel workspace. Measured is the highest running sum, plus the
 stage's parameters and buffers and its part of the minibatch.
 
 The profiler loses events on a busy machine. A run that visibly lost some is repeated. A run that is

@@ -34,7 +34,7 @@ MICROBATCHES = 4
 def small_resnet() -> dict[str, Any]:
     """Return ResNet-50 on images of 96 × 96.
 
-    On smaller images some kernels take kernel scratch that the memory model does not know.
+    On smaller images some kernels take kernel workspace that the memory model does not know.
     """
     images = torch.randn(16, 3, 96, 96, generator=torch.Generator().manual_seed(1))
     config = transformers.ResNetConfig(num_labels=10)  # type: ignore[call-arg]

@@ -24,7 +24,7 @@ logger = logging.getLogger("pipecompile.cost_models")
 
 
 class CachedCost(Value, frozen=True, kw_only=True):
-    """The measured cost of a node: nanoseconds, and the bytes of its kernel scratch.
+    """The measured cost of a node: nanoseconds, and the bytes of its kernel workspace.
 
     The latter is None for a device whose allocator does not report it.
     """

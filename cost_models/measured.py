@@ -115,7 +115,7 @@ class Measured:
     def _workspace_bytes(
         self, call: NodeCall, run: DifferentiableRun, sources: Sequence[GradientEdge]
     ) -> int | None:
-        """Return the scratch of the forward or of the backward, whichever is larger.
+        """Return the workspace of the forward or of the backward, whichever is larger.
 
         Return None on a CPU, whose allocator does not report it.
         """

@@ -25,8 +25,8 @@ __all__ = ["FREE_CALL", "CallCost", "CostModel", "DifferentiableRun", "NodeCall"
 class CallCost:
     """The times of one call in nanoseconds: its forward, its whole backward and the halves of that.
 
-    `workspace_bytes` is the scratch of its kernels if that was measured, besides the tensors that a
-    run on fake tensors shows. If it is None, profiling/kernel_scratch.py supplies a margin.
+    `workspace_bytes` is what its kernels take, if that was measured, besides the tensors that a run
+    on fake tensors shows. If it is None, profiling/kernel_workspace.py supplies a margin.
     """
 
     forward_ns: int

@@ -24,7 +24,7 @@ CostFunction = Callable[[fx.Node, NodeCall], int | CallCost]
 
 @dataclass(frozen=True)
 class Table:
-    """The times and the kernel scratch of `graph`, by the names of nodes.
+    """The times and the kernel workspace of `graph`, by the names of nodes.
 
     Other sizes come from the model. A backward that the graph does not split counts half for the
     inputs and half for the parameters.
@@ -85,8 +85,8 @@ class Table:
         node = self.graph.by_name[call.node.name]
         inputs, weights = _halves(node)
         # In a graph that pipecompile did not write (it has no fingerprint), 0 may mean unknown.
-        scratch = node.workspace_bytes if self.graph.fingerprint else node.workspace_bytes or None
-        return CallCost(node.forward_ns, node.backward_ns, inputs, weights, scratch)
+        workspace = node.workspace_bytes if self.graph.fingerprint else node.workspace_bytes or None
+        return CallCost(node.forward_ns, node.backward_ns, inputs, weights, workspace)
 
     def finished(self, graph: CostGraph) -> CostGraph:
         """Return `graph` with the times per step of the table's nodes."""
@@ -142,8 +142,8 @@ def _figures(cost: object) -> Sequence[object]:
     """Return all numbers of what a cost function returned."""
     if not isinstance(cost, CallCost):
         return [cost]
-    *times, scratch = astuple(cost)
-    return times if scratch is None else [*times, scratch]
+    *times, workspace = astuple(cost)
+    return times if workspace is None else [*times, workspace]
 
 
 def _is_whole(value: object) -> bool:

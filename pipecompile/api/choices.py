@@ -45,7 +45,7 @@ else:
 
 
 def check_names(choices: Iterable[str]) -> None:
-    """InputError if one of the keywords is no choice; it suggests the nearest one."""
+    """Raise InputError if one of the keywords is no choice; it suggests the nearest one."""
     known = [option.name for option in OPTIONS if option.is_choice]
     for name in choices:
         if name not in known:
@@ -163,7 +163,7 @@ def unknown_costs(costs: object) -> InputError:
 
 
 def _check_together(options: Options, placement: Sequence[int]) -> None:
-    """InputError if options are given together that no plan can have."""
+    """Raise InputError if options are given together that no plan can have."""
     # For its error: a list of caps must have one for each rank.
     options.caps(max(placement) + 1)
     if options.recompute in ("block", "sqrt") and options.schedule in MAY_SPLIT:
@@ -191,7 +191,7 @@ def _check_together(options: Options, placement: Sequence[int]) -> None:
 
 
 def _check_encodings(options: Options, placement: Sequence[int]) -> None:
-    """InputError if `encodings` are not planned with the other options."""
+    """Raise InputError if `encodings` are not planned with the other options."""
     if len(placement) > max(placement) + 1:
         raise InputError(
             "encodings are chosen for ranks of one stage each; leave them out, or have one stage a "

@@ -133,7 +133,7 @@ def pipecompile(
 
 
 def _check_weights(target: Target, weights: str | Path | None) -> None:
-    """InputError if `weights` and what the model has of its own do not go together."""
+    """Raise InputError if `weights` and what the model has of its own do not go together."""
     if lacks_values(target.model):
         if target.autocast is not None:
             raise InputError(

@@ -73,7 +73,7 @@ class Factory:
 
 
 def _check_package(place: str, text: str) -> None:
-    """InputError if the outermost package of a dotted name is not there: that alone needs no
+    """Raise InputError if the outermost package of a dotted name is not there: that alone needs no
     import.
     """
     package = place.partition(".")[0]

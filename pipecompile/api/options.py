@@ -45,7 +45,7 @@ def completed(target: Target, requested: Options) -> Options:
 
 
 def _check_microbatches(target: Target, microbatches: int) -> None:
-    """InputError unless the minibatch can be cut into `microbatches` parts of one size."""
+    """Raise InputError unless the minibatch can be cut into `microbatches` parts of one size."""
     leaves = torch.utils._pytree.tree_leaves((target.call.args, target.call.kwargs))
     batch = batch_size([leaf for leaf in leaves if isinstance(leaf, Tensor)])
     # Stages, messages and memory are planned for one size of microbatch.

@@ -20,7 +20,7 @@ logger = logging.getLogger("pipecompile.api")
 
 
 def check_current(plan: Plan, captured: Captured) -> None:
-    """StalePlanError unless `plan` was made for this graph: its nodes, shapes and parameters."""
+    """Raise StalePlanError unless `plan` was made for this graph: nodes, shapes, parameters."""
     if plan.fingerprint.graph != captured.digest:
         raise StalePlanError(
             f"the plan was made for another graph ({plan.fingerprint.graph[:12]}…) than this model "

@@ -178,7 +178,7 @@ def with_objects(
         def filled(leaf: Any) -> Any:
             return values[leaf.index] if isinstance(leaf, _Operand) else leaf
 
-        all_args, all_kwargs = map_aggregate(template, filled)  # type: ignore[misc]
+        all_args, all_kwargs = map_aggregate(template, filled)
         return function(*all_args, **all_kwargs)
 
     # Digests know a function by its name, and this one stands for its arguments too.

@@ -4,8 +4,8 @@ Each is tried if those before it cannot express the forward or differ from the m
 
     recorded                         batch size open    no data-dependent modules
     recorded as for export           as above, with the flags by which models avoid shortcuts
-    recorded, data asked             data-dependent modules are one node each
-    recorded as for export, data asked
+    recorded, data probed             data-dependent modules are one node each
+    recorded as for export, data probed
     recorded for one batch size      all sizes fixed
     recorded as for export, for one batch size
     torch.export                     a graph of aten operators, all sizes fixed
@@ -61,9 +61,9 @@ class _RecordingMethod:
 METHODS = (
     _RecordingMethod("recorded", exporting=False, symbolic=True, allows_data=False),
     _RecordingMethod("recorded as for export", exporting=True, symbolic=True, allows_data=False),
-    _RecordingMethod("recorded, data asked", exporting=False, symbolic=True, allows_data=True),
+    _RecordingMethod("recorded, data probed", exporting=False, symbolic=True, allows_data=True),
     _RecordingMethod(
-        "recorded as for export, data asked", exporting=True, symbolic=True, allows_data=True
+        "recorded as for export, data probed", exporting=True, symbolic=True, allows_data=True
     ),
     _RecordingMethod(
         "recorded for one batch size", exporting=False, symbolic=False, allows_data=True

@@ -257,6 +257,9 @@ def _difference(value: Any, planned: Any) -> str:
 
 def _leaf_paths(call: Any) -> list[str]:
     """Return where the leaves of a pair of arguments and keywords are: "keyword['mask'][0]"."""
-    paths = [path for path, _ in pytree.tree_flatten_with_path(call)[0]]
-    kinds = ("argument", "keyword")
-    return [f"{kinds[path[0].idx]}{pytree.keystr(path[1:])}" for path in paths]
+    args, kwargs = call
+    return [
+        f"{kind}{pytree.keystr(path)}"
+        for kind, values in (("argument", args), ("keyword", kwargs))
+        for path, _ in pytree.tree_flatten_with_path(values)[0]
+    ]

@@ -68,7 +68,7 @@ class Target:
         return all(map(has_values, (*state, *minibatch)))
 
     def check_values(self, purpose: str) -> None:
-        """InputError unless it can run, which `purpose` needs."""
+        """Raise InputError unless it can run, which `purpose` needs."""
         if not self.has_values:
             raise InputError(
                 f"{purpose} runs the model, but it, its input or its targets are on the meta "
@@ -128,8 +128,8 @@ def _optimizer_name(value: Any, model: nn.Module, origin: str) -> str | None:
 
 
 def _check_state(optimizer: torch.optim.Optimizer, model: nn.Module, origin: str) -> None:
-    """InputError if it holds other state than its name says: by its options, or for the parameters
-    that it steps.
+    """Raise InputError if it holds other state than its name says, by its options or by the
+    parameters that it steps.
     """
     kind, groups = type(optimizer).__name__, optimizer.param_groups
     # Options that add a tensor for each parameter: amsgrad (Adam), centered and momentum (RMSprop).

@@ -172,7 +172,7 @@ def _log(lines: Iterable[str]) -> None:
 
 
 def _refuse_synchronised_norms(model: nn.Module) -> None:
-    """InputError if a SyncBatchNorm trains: it would wait for other ranks amid a forward."""
+    """Raise InputError if a SyncBatchNorm trains: it would wait for other ranks amid a forward."""
     for path, module in model.named_modules():
         if isinstance(module, nn.SyncBatchNorm) and module.training:
             raise InputError(

@@ -63,6 +63,15 @@ def redirect_calls(
         nn.Module.__setattr__ = assign  # type: ignore[method-assign]
 
 
+@contextlib.contextmanager
+def redirect_autograd_functions(call_function: Callable[..., Any]) -> Iterator[None]:
+    """Redirect calls of `autograd.Function.apply`; the original is the first argument."""
+    apply = torch.autograd.Function.__dict__["apply"]
+    redirected = _redirected_code if isinstance(apply, classmethod) else _redirected_attribute
+    with redirected(apply, call_function):
+        yield
+
+
 class _ApplyReplacement:
     """Holds the code that replaces the code of `Function.apply`.
 
@@ -76,13 +85,12 @@ class _ApplyReplacement:
 
 
 @contextlib.contextmanager
-def redirect_autograd_functions(call_function: Callable[..., Any]) -> Iterator[None]:
-    """Redirect calls of `autograd.Function.apply`; the original is the first argument.
+def _redirected_code(apply: Any, call_function: Callable[..., Any]) -> Iterator[None]:
+    """Redirect `apply` where it is a function of Python, as before torch 2.15.
 
-    The code of the function is replaced, not the attribute: models keep `apply` under names of
-    their own.
+    Its code is replaced, not the attribute: models keep `apply` under names of their own.
     """
-    function = torch.autograd.Function.__dict__["apply"].__func__
+    function = apply.__func__
     code = function.__code__
     original = types.FunctionType(
         code, function.__globals__, "apply", function.__defaults__, function.__closure__
@@ -96,6 +104,42 @@ def redirect_autograd_functions(call_function: Callable[..., Any]) -> Iterator[N
     finally:
         function.__code__ = code
         del FUNCTIONS["_redirected_apply"]
+
+
+@contextlib.contextmanager
+def _redirected_attribute(apply: Any, call_function: Callable[..., Any]) -> Iterator[None]:
+    """Redirect `apply` where it is a method of C, as from torch 2.15 on.
+
+    An `apply` that was bound before cannot be redirected. It is noticed, and CaptureError is
+    raised, when it looks up `forward` of its class.
+    """
+    kind, depth = type(torch.autograd.Function), [0]
+
+    def original(function: Any, *args: Any, **kwargs: Any) -> Any:
+        depth[0] += 1
+        try:
+            return apply.__get__(None, function)(*args, **kwargs)
+        finally:
+            depth[0] -= 1
+
+    def redirected(function: Any, *args: Any, **kwargs: Any) -> Any:
+        return call_function(original, function, args, kwargs)
+
+    def look_up(function: Any, name: str) -> Any:
+        if name == "forward" and not depth[0]:
+            raise CaptureError(
+                f"the forward calls {function.__qualname__}.apply under another name, which torch "
+                "2.15 and newer do not show; call it as an attribute of the class"
+            )
+        return type.__getattribute__(function, name)
+
+    torch.autograd.Function.apply = classmethod(redirected)  # type: ignore[assignment]
+    kind.__getattribute__ = look_up  # type: ignore[assignment,method-assign]
+    try:
+        yield
+    finally:
+        del kind.__getattribute__
+        torch.autograd.Function.apply = apply  # type: ignore[method-assign]
 
 
 @contextlib.contextmanager

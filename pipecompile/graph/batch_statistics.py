@@ -188,10 +188,10 @@ class DeferredBatchNorm:
 
 
 class _Deferral(TorchFunctionMode):
-    """A mode in which batch norms that train update scratch tensors instead of their averages.
+    """A mode in which batch norms that train update temporary tensors instead of their averages.
 
     With a momentum of 1 and averages of 0, the kernel's own update leaves exactly the statistics of
-    the microbatch in the scratch tensors: nothing is computed twice, and the same kernel runs.
+    the microbatch in the temporary tensors: nothing is computed twice, and the same kernel runs.
     """
 
     def __init__(self, node: str, norms: list[_BatchNorm]) -> None:
@@ -229,11 +229,11 @@ class _Deferral(TorchFunctionMode):
         return self._normalised(func, arguments)
 
     def _normalised(self, func: Any, arguments: dict[str, Any]) -> Any:
-        """Run a batch norm on scratch tensors, and record what it leaves there."""
+        """Run a batch norm on temporary tensors, and record what it leaves there."""
         mean, variance = arguments["running_mean"], arguments["running_var"]
         momentum = arguments.get("momentum", 0.1)
-        scratch = torch.zeros_like(mean), torch.zeros_like(variance)
-        arguments |= {"running_mean": scratch[0], "running_var": scratch[1], "momentum": 1.0}
+        temporary = torch.zeros_like(mean), torch.zeros_like(variance)
+        arguments |= {"running_mean": temporary[0], "running_var": temporary[1], "momentum": 1.0}
         result = func(**arguments)
         call, self._calls = BatchNormCall(self._node, self._calls), self._calls + 1
         step, key = _current_step.get(), _current_forward.get()
@@ -246,7 +246,7 @@ class _Deferral(TorchFunctionMode):
                 None if id(mean) in self._cumulative else momentum,
             )
             count = values.numel() // values.shape[1]
-            step.add(call, key, averages, MicrobatchStatistics(count, *scratch))
+            step.add(call, key, averages, MicrobatchStatistics(count, *temporary))
         return result
 
 

@@ -82,13 +82,13 @@ class Footprint(Value, frozen=True, kw_only=True):
     gradients are summed, `replica_sum_peak` is the most that the sum takes besides, and the rank
     exchanges tensors with `replica_peers` more. Of a sharded stage
     `parameters` are the whole ones and the part that stays between steps, `optimizer` is for that
-    part, and `optimizer_scratch` is no less than what gathering takes beyond gradients.
+    part, and `optimizer_workspace` is no less than what gathering takes beyond gradients.
     """
 
     parameters: Amount
     gradients: Amount
     optimizer: Amount
-    optimizer_scratch: Amount
+    optimizer_workspace: Amount
     inputs: Amount
     activations: Amount
     freed_by_input_backward: Amount

@@ -44,7 +44,7 @@ class Node(Value, frozen=True, kw_only=True):
     not measured.
 
     `forward_peak_bytes` and `backward_peak_bytes` are the most that lives while it runs, above
-    what lived when it began; `workspace_bytes` is the scratch of its kernels besides, in either
+    what lived when it began; `workspace_bytes` is the workspace of its kernels besides, in either
     direction. `input_bytes` is what it reads of the minibatch. Its forward hands tensors to its
     backward before its kernels run, after them, or never (`saves_at`). Only a node that
     `is_recomputable` may run twice for a microbatch; `buffer_copies` are the sizes of the buffers

@@ -305,7 +305,7 @@ class Plan(FileValue, frozen=True, kw_only=True):
         self._check_stages()
 
     def _check_sizes(self) -> None:
-        """ValueError unless all parts have as many stages, ranks and microbatches as the plan."""
+        """Raise ValueError unless all parts have the plan's stages, ranks and microbatches."""
         _same("stages", len(self.stages), "k", self.k)
         _same("ranks of the schedule", self.schedule.ranks, "ranks", self.ranks)
         _same("placed stages", len(self.schedule.placement), "k", self.k)
@@ -324,7 +324,7 @@ class Plan(FileValue, frozen=True, kw_only=True):
             )
 
     def _check_options(self) -> None:
-        """ValueError unless the plan has what its options ask for."""
+        """Raise ValueError unless the plan has what its options ask for."""
         _same("k of the options", self.options.k, "k", self.k)
         _same("replicas of the options", self.options.replicas, "replicas", self.replicas)
         self.options.caps(self.ranks)

@@ -86,7 +86,7 @@ class ScheduleProblem(Value, frozen=True, kw_only=True):
                 )
 
     def _check_placement(self) -> None:
-        """ValueError unless stages lie on all ranks, or on none."""
+        """Raise ValueError unless stages lie on all ranks, or on none."""
         ranks, stages = self.ranks, len(self.stages)
         stage_ranks = [stage.rank for stage in self.stages]
         if None in stage_ranks and set(stage_ranks) != {None}:

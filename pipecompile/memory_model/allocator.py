@@ -15,7 +15,7 @@ class Allocator:
     """What an allocator takes for the bytes that are asked for.
 
     Each storage is rounded up to blocks of `block_bytes`. A bound adds one part in `share` of
-    itself, for fragmentation and for kernel scratch that nobody sees. It also adds `fixed_bytes`,
+    itself, for fragmentation and for kernel workspace that nobody sees. It also adds `fixed_bytes`,
     and `peer_bytes` for each rank that this one exchanges tensors with: the buffers of the
     communication library. `steps_over_lists` says that optimizers update all parameters at once, as
     `torch.optim` does on a GPU, and not one after another.

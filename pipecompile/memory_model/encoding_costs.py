@@ -48,14 +48,14 @@ class EncodingCost:
     `kept_bytes` lie on the device between forward and backward. `host_bytes` lie on the host, and
     have crossed the link to it once each way; on a CPU both are one memory. `packing_bytes` and
     `unpacking_bytes` are what kernels read and write in the forward and in the backward.
-    `scratch_bytes` is the most that they allocate meanwhile, beside the storage and its encoding.
+    `workspace_bytes` is the most that they allocate meanwhile, beside the storage and its encoding.
     """
 
     kept_bytes: int
     host_bytes: int = 0
     packing_bytes: int = 0
     unpacking_bytes: int = 0
-    scratch_bytes: int = 0
+    workspace_bytes: int = 0
 
 
 def costs_by_use(
@@ -128,7 +128,7 @@ def _bits_cost(
         kept,
         packing_bytes=packing + _BYTES_TO_PACK_A_BIT * count + kept,
         unpacking_bytes=unpacking + _BYTES_TO_UNPACK_A_BIT * count + kept,
-        scratch_bytes=min(count, CHUNK_ELEMENTS[allocator]) * (1 + width),
+        workspace_bytes=min(count, CHUNK_ELEMENTS[allocator]) * (1 + width),
     )
 
 

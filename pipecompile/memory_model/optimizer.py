@@ -1,4 +1,4 @@
-"""What optimizers hold: state that stays from step to step, and scratch while they step.
+"""What optimizers hold: state that stays from step to step, and workspace while they step.
 
 It is counted as `torch.optim` holds it: state in the type of the parameter, and for each parameter
 a float32 counter of steps. With master weights the optimizer works on float32 copies.
@@ -23,17 +23,17 @@ COUNTER_BYTES = 4
 
 @dataclass(frozen=True)
 class _Optimizer:
-    """Elements by a parameter's shape: of state, and of scratch in a step.
+    """Elements by a parameter's shape: of state, and of workspace in a step.
 
-    On a CPU, steps go parameter by parameter (`scratch`); on a GPU, over lists of all parameters
-    (`scratch_in_list`, torch's `foreach`). `has_counter` says that each parameter has a counter of
-    steps, `update_lingers` that the update of one parameter lives until the next one is made.
+    On a CPU, steps go parameter by parameter (`workspace`); on a GPU, over lists of all parameters
+    (`workspace_in_list`, torch's `foreach`). `has_counter` says that each parameter has a counter
+    of steps, `update_lingers` that the update of one parameter lives until the next one is made.
     """
 
     state: Elements
     has_counter: bool
-    scratch: Elements
-    scratch_in_list: Elements
+    workspace: Elements
+    workspace_in_list: Elements
     update_lingers: bool = False
 
 
@@ -76,7 +76,7 @@ OPTIMIZERS: Mapping[str, _Optimizer] = {
 def optimizer_bytes(
     parameters: Iterable[Parameter], name: str | None, *, master_weights: bool, lists: bool
 ) -> tuple[tuple[int, ...], int]:
-    """Return the storages of state for trainable `parameters`, and the scratch of a step, in bytes.
+    """Return the storages of state for trainable `parameters`, and a step's workspace, in bytes.
 
     `name` is the optimizer, None for none of it; InputError if it is not known. `lists` says that
     it steps over all parameters at once.
@@ -87,7 +87,7 @@ def optimizer_bytes(
         raise InputError(f"optimizer={name!r} is not known; choose one of {', '.join(OPTIMIZERS)}")
     optimizer = OPTIMIZERS[name]
     state: list[int] = []
-    scratch, updates = [0], [0]
+    workspace, updates = [0], [0]
     for parameter in parameters:
         # A parameter without a shape counts as a vector of float32.
         elements = (
@@ -101,9 +101,9 @@ def optimizer_bytes(
         state += [elements * FLOAT32_BYTES] * copied
         state += [optimizer.state(shape) * size] + [COUNTER_BYTES] * optimizer.has_counter
         # The gradient is brought to the type of the copy.
-        working = optimizer.scratch_in_list if lists else optimizer.scratch
-        scratch.append((working(shape) + elements * copied) * size)
+        working = optimizer.workspace_in_list if lists else optimizer.workspace
+        workspace.append((working(shape) + elements * copied) * size)
         updates.append(elements * size * optimizer.update_lingers)
     # One parameter at a time: the update of the one before may live until this one's is made.
-    one_by_one = max(now + before for now, before in zip(scratch, [0, *updates], strict=False))
-    return tuple(size for size in state if size), sum(scratch) if lists else one_by_one
+    one_by_one = max(now + before for now, before in zip(workspace, [0, *updates], strict=False))
+    return tuple(size for size in state if size), sum(workspace) if lists else one_by_one

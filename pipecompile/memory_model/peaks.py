@@ -45,11 +45,11 @@ def highest(
     """Return the most that lives above what lived before, while the nodes at `places` run.
 
     `rises` has for each of them the most that its kernels make live: storages that begin in it
-    included, scratch excluded. `at_end` lives for a moment when a node is done. For two nodes, of
+    included, workspace excluded. `at_end` lives for a moment when a node is done. For two nodes, of
     which the first makes 10 bytes and the second 4 and then frees the 10:
 
         live            0 ─ work ─ kernels (rise 10) ─ 10 ─ kernels (rise 4) ─ 14 − 10 = 4
-        peak of each              10 + scratch              10 + 4 + scratch
+        peak of each              10 + workspace              10 + 4 + workspace
 
     A rise is in bytes that are asked for. Where an allocator rounds storages up, the padding of
     those that begin in the node is added to it.

@@ -213,7 +213,7 @@ def available_for_activations(
     keep only outputs of a forward, and copies of buffers. The result is negative if no order fits.
     """
     always = _always(stages, microbatches, "parameters", "gradients", "optimizer")
-    step = always + _optimizer_scratch(stages, allocator)
+    step = always + _optimizer_workspace(stages, allocator)
     always += _sum(stage.gradient_copies for stage in stages.values())
     for index in stages:
         with_next = microbatches * (index + 1 not in stages)
@@ -231,7 +231,7 @@ def available_for_activations(
     free = allocator.unpadded(memory_bytes, _neighbour_ranks(stages))
     workspace = max(_most_above(stages, index, index in recomputed) for index in stages)
     left = free - always.bound - workspace
-    # The optimizer's step comes after all backwards: nothing is in flight, but its scratch is.
+    # The optimizer's step comes after all backwards: nothing is in flight, but its workspace is.
     return left if step.bound <= free else min(left, free - step.bound)
 
 
@@ -333,15 +333,15 @@ def _workspace(stages: Mapping[int, Footprint], snapshot: Snapshot, allocator: A
             return stage.first_weight_backward_peak
         case Kind.REDUCE:
             return stage.replica_sum_peak
-    return _optimizer_scratch(stages, allocator)
+    return _optimizer_workspace(stages, allocator)
 
 
-def _optimizer_scratch(stages: Mapping[int, Footprint], allocator: Allocator) -> Amount:
-    """Return the scratch of the optimizer's step: of all stages at once, or of one at a time."""
-    scratch = [stage.optimizer_scratch for stage in stages.values()]
+def _optimizer_workspace(stages: Mapping[int, Footprint], allocator: Allocator) -> Amount:
+    """Return the workspace of the optimizer's step: of all stages at once, or of one at a time."""
+    workspace = [stage.optimizer_workspace for stage in stages.values()]
     if allocator.steps_over_lists:
-        return _sum(scratch)
-    return max(scratch, key=lambda amount: amount.bound)
+        return _sum(workspace)
+    return max(workspace, key=lambda amount: amount.bound)
 
 
 def _neighbour_ranks(stages: Mapping[int, Footprint]) -> int:

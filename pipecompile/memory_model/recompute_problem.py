@@ -20,7 +20,7 @@ from pipecompile.memory_model.encodings import EncodedPlaces, StorageEncoding
 from pipecompile.memory_model.gradient_sums import GradientSums
 from pipecompile.memory_model.live_ranges import LiveRanges
 from pipecompile.memory_model.stage_values import (
-    BOUND_SCRATCH,
+    BOUND_WORKSPACE,
     Counting,
     StageValues,
     StoredValue,
@@ -114,7 +114,7 @@ def recompute_problem_of(
 
 def _problem(stage: StageValues, *, has_gradients: bool) -> RecomputeProblem:
     """Return the problem of a stage: times, and bytes as a bound, by the position of its nodes."""
-    counting = Counting(BOUND_SCRATCH, stage.allocator.rounded)
+    counting = Counting(BOUND_WORKSPACE, stage.allocator.rounded)
     position = {place: index for index, place in enumerate(stage.nodes)}
     levels = _gradient_levels(stage, counting, has_gradients=has_gradients)
     encodings = _EncodedBytes(stage, position, counting)
@@ -144,7 +144,7 @@ def _problem(stage: StageValues, *, has_gradients: bool) -> RecomputeProblem:
 
 
 def _forward_peaks(stage: StageValues, counting: Counting) -> list[int]:
-    """Return by position what a node's forward needs: rise, scratch, and padding."""
+    """Return by position what a node's forward needs: rise, workspace, and padding."""
     peaks = []
     for place, node in zip(stage.nodes, stage.own_nodes, strict=True):
         storages = stage.ranges.storages.get(place, ())
@@ -200,13 +200,13 @@ class _EncodedBytes:
         """
         savers = tuple(position[place] for place in encoding.savers)
         kept = counting.size_of(encoding.kept_bytes(stage.graph.allocator))
-        scratch = counting.size_of(encoding.cost.scratch_bytes)
+        workspace = counting.size_of(encoding.cost.workspace_bytes)
         self.tensors.append(StoredTensor(kept, savers[0], (), savers, is_sent=False))
         # A node may make several encodings one after the other; as a bound, all count at once.
-        self.forward[position[encoding.encoded_at]] += kept + scratch
+        self.forward[position[encoding.encoded_at]] += kept + workspace
         decoded_at = position[encoding.decoded_at]
         self._add_decoded(counting.size_of(encoding.storage_bytes), savers[0], decoded_at)
-        self.peak[decoded_at] += scratch
+        self.peak[decoded_at] += workspace
 
     def _add_decoded(self, size: int, first: int, decoded_at: int) -> None:
         """Add a decoded storage: there from the backward at `decoded_at` to that at `first`.

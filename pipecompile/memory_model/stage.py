@@ -76,15 +76,15 @@ class _StageMemory(StageBackward):
         weights, freeing = self._weight_backward_changes, self._changes_freeing_outputs
         # Backwards are priced without and with gradients: the first microbatch of a step leaves its
         # gradients, and each later one makes its own and adds it to them.
-        state, scratch = self._optimizer(parameter for parameter, _ in self.trained_parameters)
+        state, workspace = self._optimizer(parameter for parameter, _ in self.trained_parameters)
         if self.ranges.sharded:
             # A gather has all parameters twice, before there are gradients.
-            scratch = max(scratch, sum(self._whole_sizes()) - sum(self._gradient_sizes()))
+            workspace = max(workspace, sum(self._whole_sizes()) - sum(self._gradient_sizes()))
         return Footprint(
             parameters=amount(self._parameter_sizes()),
             gradients=amount(self._gradient_sizes()),
             optimizer=amount(state),
-            optimizer_scratch=amount([scratch]),
+            optimizer_workspace=amount([workspace]),
             inputs=amount(node.input_bytes for node in self.own_nodes),
             activations=amount(self._activation_sizes()),
             freed_by_input_backward=amount(self._sizes_freed_by_input_backward),
@@ -178,7 +178,7 @@ class _StageMemory(StageBackward):
         yield from copied_bytes([p.bytes for p in trained if p.name in tied])
 
     def _optimizer(self, trained: Iterable[Parameter]) -> tuple[Sequence[int], int]:
-        """Return the storages of state for these parameters, and the scratch of a step."""
+        """Return the storages of state for these parameters, and the workspace of a step."""
         return optimizer_bytes(
             map(self._part, trained),
             self.ranges.optimizer,

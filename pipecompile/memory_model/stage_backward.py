@@ -188,8 +188,8 @@ class StageBackward(StageForward):
             work[place].append(WorkBeforeNode(0, -counting.size_of(size)))
         for encoding in self._encodings:
             full = counting.size_of(encoding.storage_bytes)
-            scratch = counting.size_of(encoding.cost.scratch_bytes)
-            work[encoding.decoded_at].append(WorkBeforeNode(full + scratch, full))
+            workspace = counting.size_of(encoding.cost.workspace_bytes)
+            work[encoding.decoded_at].append(WorkBeforeNode(full + workspace, full))
         return work
 
     def _recompute(self, region: int, counting: Counting) -> WorkBeforeNode:

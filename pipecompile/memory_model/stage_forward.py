@@ -13,7 +13,7 @@ from pipecompile.ir.amount import Amount
 from pipecompile.memory_model.encodings import EncodedPlaces, StorageEncoding
 from pipecompile.memory_model.peaks import WorkBeforeNode, highest
 from pipecompile.memory_model.stage_values import (
-    BOUND_SCRATCH,
+    BOUND_WORKSPACE,
     Counting,
     StageValues,
     StoredValue,
@@ -29,7 +29,7 @@ class StageForward(StageValues):
     @cached_property
     def _countings(self) -> tuple[Counting, Counting]:
         """How bytes are counted as expected, and for a bound."""
-        return Counting(1, int), Counting(BOUND_SCRATCH, self.allocator.rounded)
+        return Counting(1, int), Counting(BOUND_WORKSPACE, self.allocator.rounded)
 
     def _activation_sizes(self) -> Iterator[int]:
         """Yield the sizes of what a microbatch keeps from its forward to its backward."""
@@ -99,8 +99,8 @@ class StageForward(StageValues):
         for encoding in self._encodings:
             if not encoding.waits_for_end:
                 kept = counting.size_of(self._kept_bytes(encoding))
-                scratch = counting.size_of(encoding.cost.scratch_bytes)
-                work[encoding.encoded_at].append(WorkBeforeNode(0, kept, scratch))
+                workspace = counting.size_of(encoding.cost.workspace_bytes)
+                work[encoding.encoded_at].append(WorkBeforeNode(0, kept, workspace))
         return work
 
     def _peaks_at_end_of_runs(self, counting: Counting) -> dict[int, int]:
@@ -132,11 +132,11 @@ class StageForward(StageValues):
         """Return the most that lives while a run's encodings are made, above what they take.
 
         They are made one after the other. A storage is freed with its last encoding, unless the run
-        did not make it. Two storages of 8 bytes, each encoded in 1 byte with 2 bytes of scratch:
+        did not make it. Two storages of 8 bytes, each encoded in 1 byte with 2 bytes of workspace:
 
             before               16         9
             encoding made        17        10
-            with scratch         19        12
+            with workspace         19        12
             storage freed         9         2      19 at most, less the 2 of the encodings: 17
         """
         end = run.places[-1]
@@ -164,7 +164,7 @@ class StageForward(StageValues):
         )
         for value, encoding in waiting:
             live += counting.size_of(self._kept_bytes(encoding))
-            peak = max(peak, live + counting.size_of(encoding.cost.scratch_bytes))
+            peak = max(peak, live + counting.size_of(encoding.cost.workspace_bytes))
             encodings_left[id(value)] -= 1
             if not encodings_left[id(value)] and id(value) in own:
                 live -= counting.size_of(value.storage.bytes)

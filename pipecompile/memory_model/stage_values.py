@@ -28,9 +28,11 @@ from pipecompile.memory_model.gradients import GradientFlow
 from pipecompile.memory_model.live_ranges import LiveRanges, Storage
 from pipecompile.memory_model.subgraph import StageSubgraph
 
-__all__ = ["BOUND_SCRATCH", "Counting", "StageValues", "StoredValue"]
+__all__ = ["BOUND_WORKSPACE", "Counting", "StageValues", "StoredValue"]
 
-BOUND_SCRATCH = 1 + Fraction(1, 10)  # how much larger a bound takes the scratch of kernels to be
+BOUND_WORKSPACE = 1 + Fraction(
+    1, 10
+)  # how much larger a bound takes the workspace of kernels to be
 
 
 class StoredValue(NamedTuple):
@@ -67,22 +69,22 @@ class RegionCopy(NamedTuple):
 class Counting(NamedTuple):
     """How bytes are counted, as expected or for a bound.
 
-    The scratch of kernels is multiplied by `scratch_factor`, and `size_of` is what an allocator
+    The workspace of kernels is multiplied by `workspace_factor`, and `size_of` is what an allocator
     takes for one storage.
     """
 
-    scratch_factor: Fraction | int
+    workspace_factor: Fraction | int
     size_of: Callable[[int], int]
 
-    def needed(self, rise: int, scratch: int) -> int:
-        """Return what a node that makes `rise` bytes live needs with the scratch of its kernels.
+    def needed(self, rise: int, workspace: int) -> int:
+        """Return what a node that makes `rise` bytes live needs with the workspace of its kernels.
 
-        A node that makes nothing live (a view) runs no kernels, so its scratch does not count.
+        A node that makes nothing live (a view) runs no kernels, so its workspace does not count.
         """
         if not rise:
             return 0
-        factor = self.scratch_factor
-        return rise + -(-scratch * factor.numerator // factor.denominator)
+        factor = self.workspace_factor
+        return rise + -(-workspace * factor.numerator // factor.denominator)
 
 
 class StageValues(StageSubgraph):

@@ -186,7 +186,7 @@ class PartitionProblem:
         self._check_byte_sums()
 
     def _check_ranks(self) -> None:
-        """InputError if placement, speeds or links are not those of all ranks."""
+        """Raise InputError if placement, speeds or links are not those of all ranks."""
         if self.placement is not None and len(self.placement) != self.k:
             raise InputError(f"the placement names {len(self.placement)} stages, but k={self.k}")
         if set(self.stage_ranks) != set(range(self.ranks)):
@@ -216,7 +216,7 @@ class PartitionProblem:
             )
 
     def _check_replicas(self) -> None:
-        """InputError if stages may be replicated, with options that this search does not know."""
+        """Raise InputError if stages may be replicated with options that the search cannot have."""
         if self.replica_ranks is None:
             return
         if self.replica_ranks < self.k:

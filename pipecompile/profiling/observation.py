@@ -21,7 +21,7 @@ class NodeObservation:
 
     Of its forward and backward: `saved` are the storages that the backward keeps, in the order of
     their first use, and `uses` what for, by saved tensor. `forward_peak` and `backward_peak` are
-    the most that lives while it runs, above what lived when it began, and `scratch` is what its
+    the most that lives while it runs, above what lived when it began, and `workspace` is what its
     kernels take besides. `saves_at` is as in the cost graph's `Node`.
 
     Of its parameters: `parameters` are the canonical names of those that it reads.
@@ -47,7 +47,7 @@ class NodeObservation:
     # The following are known after the backward.
     forward_peak: int = 0
     backward_peak: int = 0
-    scratch: int = 0
+    workspace: int = 0
     view_gradients: tuple[str, ...] = ()
     gradients_by_input_backward: tuple[str, ...] = ()
     consumers_without_gradient: tuple[str, ...] = ()

@@ -33,7 +33,7 @@ from pipecompile.graph.storages import size_bytes
 from pipecompile.ir.encodings import ELEMENT_BYTES, Use
 from pipecompile.ir.graph import Content, GradientStorage, SavesAt
 from pipecompile.profiling.gradient_destinations import GradientDestinations, Sources
-from pipecompile.profiling.kernel_scratch import Scratch
+from pipecompile.profiling.kernel_workspace import Workspace
 from pipecompile.profiling.node_caller import NodeCaller
 from pipecompile.profiling.observation import NodeObservation, StepObservation
 from pipecompile.profiling.storage_tracker import StorageLiveRange, StorageTracker
@@ -45,13 +45,13 @@ __all__ = ["observe"]
 _LARGEST_SEQUENCE = 2**32
 
 
-def observe(workload: Workload, scratch: Scratch) -> StepObservation:
+def observe(workload: Workload, workspace: Workspace) -> StepObservation:
     """Run `workload`, whose tensors are fake, forward and backward once; return what was seen.
 
-    `scratch` is the rule for kernels of the device that it stands for. Raise CaptureError if the
+    `workspace` is the rule for kernels of the device that it stands for. Raise CaptureError if the
     backward cannot run on fake tensors.
     """
-    observer = _Observer(workload, scratch)
+    observer = _Observer(workload, workspace)
     try:
         with torch.enable_grad():
             observer.interpret()
@@ -71,12 +71,12 @@ class _PackedTensor:
 class _Observer(NodeCaller):
     """Interprets a workload and collects an observation of each node, in order."""
 
-    def __init__(self, workload: Workload, scratch: Scratch) -> None:
+    def __init__(self, workload: Workload, workspace: Workspace) -> None:
         super().__init__(workload)
         self.nodes: list[tuple[str, NodeObservation]] = []
         self.first_sequence: list[int] = []  # autograd's sequence number when each node begins
         self.state = [value for _, value in named_state(workload.module)]
-        self.tracker = StorageTracker(self.state, scratch)
+        self.tracker = StorageTracker(self.state, workspace)
         self.roots: tuple[Tensor, ...] = ()
         self.contents: dict[int, Content | None] = {}  # None: not plain elements
         self.destinations = GradientDestinations(self.tracker)
@@ -258,7 +258,7 @@ class _Observer(NodeCaller):
         self, position: int, name: str, node: NodeObservation, users: Sequence[fx.Node]
     ) -> NodeObservation:
         """Return the observation of a node with what is known after the backward."""
-        peaks, scratch = self.tracker.peaks, self.tracker.scratch
+        peaks, workspace = self.tracker.peaks, self.tracker.workspace
         destinations = self.destinations
         forward, backward = position, self._backward_tick(position)
         giving = destinations.readers[name]
@@ -269,7 +269,7 @@ class _Observer(NodeCaller):
             # A placeholder's value is a part of the minibatch, which is in memory before.
             forward_peak=0 if node.operator == "placeholder" else peaks[forward],
             backward_peak=peaks.get(backward, 0),
-            scratch=max(scratch.get(forward, 0), scratch.get(backward, 0)),
+            workspace=max(workspace.get(forward, 0), workspace.get(backward, 0)),
             view_gradients=self._parameter_names(destinations.view_gradients[name]),
             gradients_by_input_backward=self._parameter_names(
                 destinations.gradients_by_input_backward[name]

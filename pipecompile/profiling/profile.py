@@ -14,7 +14,7 @@ from pipecompile.graph.model_state import has_values, named_state
 from pipecompile.graph.storages import size_bytes
 from pipecompile.ir import graph as ir
 from pipecompile.profiling.cuda import as_on_cuda
-from pipecompile.profiling.kernel_scratch import scratch_on
+from pipecompile.profiling.kernel_workspace import workspace_on
 from pipecompile.profiling.observation import NodeObservation, StepObservation
 from pipecompile.profiling.observer import observe
 from pipecompile.profiling.pricing import price
@@ -48,7 +48,7 @@ def profile(
         )
         with _reproducible_fakes(), FakeTensorMode(allow_non_fake_inputs=True), kernels:
             fake = workload.faked()
-            observation = observe(fake, scratch_on(cost_model.allocator))
+            observation = observe(fake, workspace_on(cost_model.allocator))
             # Fake tensors belong to this mode, so they are priced inside it.
             costs = {} if cost_model.real else price(fake, observation, cost_model)
         # Real tensors are priced outside of the fake mode, on the device's own kernels.
@@ -144,7 +144,7 @@ def _nodes(
         # A storage that several nodes save is counted once, at the first of them.
         newly_saved = [storage for storage in observed.saved if storage not in counted]
         counted.update(newly_saved)
-        scratch = observed.scratch if cost.workspace_bytes is None else cost.workspace_bytes
+        workspace = observed.workspace if cost.workspace_bytes is None else cost.workspace_bytes
         yield ir.Node(
             name=node.name,
             forward_ns=cost.forward_ns,
@@ -158,7 +158,7 @@ def _nodes(
             forward_peak_bytes=observed.forward_peak,
             backward_peak_bytes=observed.backward_peak,
             saves_at=observed.saves_at,
-            workspace_bytes=scratch,
+            workspace_bytes=workspace,
             input_bytes=_input_bytes(workload, node, observed),
             parameters=observed.parameters,
             view_gradients=observed.view_gradients,

@@ -9,7 +9,7 @@ tick in which its last holder releases it:
     linear's result      ██████████████████                                      born 0, died 1
     relu's result                      ████████████████                          born 1, died 2
 
-Fake tensors show what operators return, but not the scratch that kernels allocate inside.
+Fake tensors show what operators return, but not the workspace that kernels allocate inside.
 
 Where gradients of several readers meet, autograd adds to the first one in place if nobody else
 holds it (can_accumulate_inplace in torch/csrc/autograd/input_buffer.cpp), but never with fake
@@ -29,7 +29,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipecompile.graph.pytrees import tensor_leaves
-from pipecompile.profiling.kernel_scratch import Scratch, hidden_bytes
+from pipecompile.profiling.kernel_workspace import Workspace, hidden_bytes
 
 __all__ = ["StorageLiveRange", "StorageTracker"]
 
@@ -62,7 +62,7 @@ class StorageTracker(TorchDispatchMode):
 
         `peaks`         by tick the most bytes that lived in it, above what lived when it began;
                         without sums with a gradient of another tick, which are made at its end
-        `scratch`       by tick the most bytes that `scratch_of` says of an operator in it
+        `workspace`       by tick the most bytes that `workspace_of` says of an operator in it
         `masks`         indices of storages whose elements are zero or one constant: drawn as such,
                         and only scaled since
         `copies`        indices of storages that were made by copying another one
@@ -73,18 +73,18 @@ class StorageTracker(TorchDispatchMode):
     parameters with several readers.
     """
 
-    def __init__(self, excluded: Iterable[Tensor], scratch_of: Scratch) -> None:
+    def __init__(self, excluded: Iterable[Tensor], workspace_of: Workspace) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.live_ranges: list[StorageLiveRange] = []
         self.peaks: dict[int, int] = {}
-        self.scratch: dict[int, int] = {}
+        self.workspace: dict[int, int] = {}
         self.masks: set[int] = set()
         self.copies: set[int] = set()
         self.kernel_count = 0
         self.tick_of: Callable[[int], int | None] = lambda sequence_number: None
         self.shared_shapes: set[torch.Size] = set()
         self.tick = 0
-        self._scratch_of = scratch_of
+        self._workspace_of = workspace_of
         self._bytes_at_tick_begin = self._live_bytes = 0
         # By the address of a storage: a weak reference, which calls back when the storage dies, and
         # the index of its live range.
@@ -158,8 +158,8 @@ class StorageTracker(TorchDispatchMode):
             self.copies.update(results)
         self._note_mask(func, args, result)
         self.kernel_count += len(self.live_ranges) > count or func._schema.is_mutable
-        taken = self._scratch_of(func, args, result)
-        self.scratch[self.tick] = max(self.scratch.get(self.tick, 0), taken)
+        taken = self._workspace_of(func, args, result)
+        self.workspace[self.tick] = max(self.workspace.get(self.tick, 0), taken)
         return result
 
     def _note_reads(self, arguments: Any) -> None:

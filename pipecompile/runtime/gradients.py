@@ -82,7 +82,7 @@ class StepGradients:
                 parameter.grad = gradient if own is None else gradient.add_(own)
 
     def check_none_aside(self) -> None:
-        """InputError if the update that would take what lies aside is still to come."""
+        """Raise InputError if the update that would take what lies aside is still to come."""
         if self._aside or self._lost:
             raise InputError(
                 "steps with accumulate=True have put gradients aside, which a checkpoint does not "

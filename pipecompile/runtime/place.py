@@ -176,7 +176,7 @@ def device_of_this_rank() -> torch.device | None:
 
 
 def check_world(plan: Plan) -> None:
-    """StalePlanError unless the processes are one pipeline of the plan's ranks, or several."""
+    """Raise StalePlanError unless the processes make up pipelines of the plan's ranks."""
     processes = world.size()
     if processes == 1 or processes % plan.ranks == 0:
         return

@@ -38,7 +38,7 @@ _HOOKS = ("_forward_pre_hooks", "_forward_hooks")
 
 
 def refuse_parallelize(parallelize: Parallelize | None, share: LocalShare) -> None:
-    """InputError unless a mesh and `parallelize` go together."""
+    """Raise InputError unless a mesh and `parallelize` go together."""
     place = share.place
     if parallelize is None and place.divides_work:
         names = place.mesh.mesh_dim_names if place.mesh is not None else ()
@@ -130,7 +130,7 @@ def _set(modules: Mapping[nn.Module, tuple[Any, ...]]) -> None:
 
 
 def _check_returned(returned: object, stage: nn.Module, index: int) -> None:
-    """InputError unless the stage was changed in place."""
+    """Raise InputError unless the stage was changed in place."""
     if returned is None or returned is stage:
         return
     kind = type(returned).__name__
@@ -148,7 +148,7 @@ def _check_returned(returned: object, stage: nn.Module, index: int) -> None:
 
 
 def _check_hooks(stage: fx.GraphModule, index: int) -> None:
-    """InputError if hooks were put where a stage, which is one graph, never calls them."""
+    """Raise InputError if hooks were put where a stage, which is one graph, never calls them."""
     # Paths that the graph calls, or whose parameters it reads.
     called = {str(node.target) for node in stage.graph.nodes if node.op != "call_function"}
     for path, module in stage.named_modules():

@@ -109,8 +109,8 @@ class Program:
         self._trainable = [parameter.requires_grad for _, parameter in self._named_parameters]
 
     def check_unchanged(self) -> None:
-        """InputError if the model, or the autocast around it, is not as it was when the graph was
-        captured.
+        """Raise InputError if the model, or the autocast around it, is not as it was when the graph
+        was captured.
         """
         now, then = current_context(), self._context
         if (now.autocast, now.caches_casts) != (then.autocast, then.caches_casts):
@@ -130,7 +130,7 @@ class Program:
             )
 
     def _check_settings(self) -> None:
-        """InputError if a setting has another value."""
+        """Raise InputError if a setting has another value."""
         before, after = self._settings, dict(_settings(self.captured))
         different = [
             name
@@ -144,8 +144,8 @@ class Program:
             )
 
     def check_joinable(self, values: Sequence[Tensor]) -> None:
-        """InputError if the values that microbatches give for an output have no batch dimension to
-        be joined along.
+        """Raise InputError if what microbatches give for an output has no batch dimension to be
+        joined along.
         """
         for index, (value, batched) in enumerate(zip(values, self.outputs.batched, strict=True)):
             guards = self.captured.guards

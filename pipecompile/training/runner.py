@@ -411,7 +411,7 @@ class Runner:
 
 
 def refuse_untrainable(schedule: Schedule) -> None:
-    """InputError unless a step under this schedule leaves gradients of one set of weights."""
+    """Raise InputError unless a step under this schedule leaves gradients of one set of weights."""
     if schedule.name == "forward-only":
         raise InputError(
             "the plan's schedule is forward-only, which trains nothing; evaluate, or plan with "

@@ -25,7 +25,7 @@ __all__ = ["SafetensorsWeights", "check_installed", "write_weights"]
 
 
 def check_installed() -> None:
-    """InputError if the package safetensors is not there."""
+    """Raise InputError if the package safetensors is not there."""
     if safetensors is None:
         raise InputError(
             "this needs the package safetensors, which is not installed; run "

@@ -51,7 +51,7 @@ def trial_outputs(
 def check_trial(
     outputs: TrialOutputs, expected: TrialOutputs, autocast: torch.dtype | None
 ) -> None:
-    """InputError if outputs differ by more than rounding."""
+    """Raise InputError if outputs differ by more than rounding."""
     for index, values in outputs.items():
         for value, wanted in zip(values, expected[index], strict=True):
             if not _is_close(value, wanted, autocast):

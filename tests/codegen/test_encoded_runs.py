@@ -34,7 +34,7 @@ from tests.codegen.test_footprint import expected, loss_of
 
 Runs = dict[int, list[tuple[Sequence[str], tuple[Encoding, ...]]]]
 TRIALS = 2  # on a busy machine the profiler loses events
-SCRATCH = 5 * CHUNK_ELEMENTS["cpu"]
+WORKSPACE = 5 * CHUNK_ELEMENTS["cpu"]
 SMALL = 1 << 14  # of sums that kernels make inside
 
 
@@ -189,10 +189,10 @@ def test_a_stage_holds_what_is_predicted_and_trains_the_same(
 def is_near(label: str, predicted: tuple[int, int], measured: tuple[int, int]) -> bool:
     """What is left must be exact, and so must the peak of a backward.
 
-    In a forward, scratch is predicted besides all that a node makes. The scratch of a batch norm,
-    which only its backward takes, is predicted there too.
+    In a forward, workspace is predicted besides all that a node makes. That of a batch norm, which
+    only its backward takes, is predicted there too.
     """
-    more = SMALL + (max(SCRATCH, predicted[0] // 16) if "forward" in label else 0)
+    more = SMALL + (max(WORKSPACE, predicted[0] // 16) if "forward" in label else 0)
     return -SMALL <= predicted[0] - measured[0] <= more and abs(predicted[1] - measured[1]) <= SMALL
 
 

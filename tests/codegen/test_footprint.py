@@ -688,7 +688,7 @@ WRITING: dict[str, tuple[range, ...]] = {
 
 @pytest.mark.parametrize("what", WRITING)
 def test_copies_of_buffers_are_held_until_what_writes_to_them_is_recomputed(what: str) -> None:
-    """Three microbatches in flight; scratch of batch norms counts in their backwards too."""
+    """Three microbatches in flight; workspace of batch norms counts in their backwards too."""
     torch.manual_seed(0)
     layers = [kind for _ in range(3) for kind in (nn.Tanh(), nn.BatchNorm1d(4096), Queue())]
     sample = Arguments((torch.randn(4, 4096),), {})

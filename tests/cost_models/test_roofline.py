@@ -208,7 +208,7 @@ def given(node: fx.Node, call: NodeCall) -> int:
 @pytest.mark.parametrize(
     "costs", [Roofline.of("h100"), Function(given)], ids=["roofline", "function"]
 )
-def test_only_convolutions_take_scratch_on_a_gpu_whatever_the_costs(
+def test_only_convolutions_take_workspace_on_a_gpu_whatever_the_costs(
     costs: Roofline | Function,
 ) -> None:
     model = nn.Sequential(nn.Conv2d(3, 8, 3, bias=False), nn.ReLU())
@@ -219,13 +219,13 @@ def test_only_convolutions_take_scratch_on_a_gpu_whatever_the_costs(
     }
 
 
-def test_without_gradients_only_the_forward_takes_scratch() -> None:
+def test_without_gradients_only_the_forward_takes_workspace() -> None:
     model = nn.Sequential(nn.Conv2d(3, 8, 3, bias=False)).requires_grad_(False)
     graph = profile(fx.symbolic_trace(model), [torch.zeros(1, 3, 8, 8)], Roofline.of("h100"))
     assert graph.by_name["_0"].workspace_bytes == (3 * 64 + 8 * 27 + 8 * 36) * FLOAT
 
 
-def test_scratch_that_was_measured_replaces_the_margin() -> None:
+def test_workspace_that_was_measured_replaces_the_margin() -> None:
     graph = profile(
         fx.symbolic_trace(nn.Sequential(nn.Conv2d(3, 8, 3))),
         [wanting(1, 3, 8, 8)],

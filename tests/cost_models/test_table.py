@@ -94,7 +94,7 @@ def test_what_a_step_takes_once_passes_through(tmp_path: Path) -> None:
     assert costed(target_of(network()), f"table:{file}") == corrected
 
 
-def test_no_scratch_is_what_our_own_file_says_and_what_another_left_out(tmp_path: Path) -> None:
+def test_no_workspace_is_what_our_own_file_says_and_what_another_left_out(tmp_path: Path) -> None:
     target = Target(
         (model := convolutional()),
         arguments_of(model, torch.ones(4, 1, 8)),
@@ -102,11 +102,11 @@ def test_no_scratch_is_what_our_own_file_says_and_what_another_left_out(tmp_path
         torch.zeros(4, 4),
     )
     before = costed(target, "flops")
-    scratch = [node.workspace_bytes for node in before.nodes]
-    assert any(scratch)
+    workspace = [node.workspace_bytes for node in before.nodes]
+    assert any(workspace)
     file = tmp_path / "costs.json"
     none = replace(before, nodes=tuple(replace(node, workspace_bytes=0) for node in before.nodes))
-    for fingerprint, expected in [(before.fingerprint, [0] * len(scratch)), ("", scratch)]:
+    for fingerprint, expected in [(before.fingerprint, [0] * len(workspace)), ("", workspace)]:
         file.write_bytes(encode(replace(none, fingerprint=fingerprint)))
         assert [node.workspace_bytes for node in costed(target, f"table:{file}").nodes] == expected
 

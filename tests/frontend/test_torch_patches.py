@@ -118,7 +118,11 @@ def test_function_whose_apply_was_bound_before() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return self.second(exaggerated(self.first(x)))
 
-    assert called(exact(Trap(), X).graph) == ["first", "apply", "second"]
+    if isinstance(torch.autograd.Function.__dict__["apply"], classmethod):
+        assert called(exact(Trap(), X).graph) == ["first", "apply", "second"]
+    else:
+        # From torch 2.15 on it is a method of C, which cannot be redirected.
+        refused(Trap(), "calls Exaggerated.apply under another name")
     assert torch.equal(exaggerated(X), X.sin())  # and is torch's again
 
 

@@ -123,7 +123,7 @@ class _Rank(NaiveForward):
             if encoding.decoded_at == node.name:
                 size = stage.graph.storages[encoding.storage]
                 self.live.hold((stage.index, microbatch, "copy", *key), size)
-                self.live.need(encoding.scratch)
+                self.live.need(encoding.workspace)
 
     def _hold_parameter_gradients(self, stage: NaiveStage, microbatch: int, node: str) -> None:
         """Hold the gradients of parameters that an input backward makes."""

@@ -17,11 +17,11 @@ WIDTHS = {"bool": 1, "float16": 2, "float32": 4, "int64": 8}
 
 @dataclass
 class EncodedStorage:
-    """What stands for a storage: its bytes, scratch while it is made or read, and its savers."""
+    """What stands for a storage: its bytes, workspace while it is made or read, and its savers."""
 
     storage: int
     size: int
-    scratch: int
+    workspace: int
     encoded_at: str
     waits_for_end: bool
     savers: list[str]

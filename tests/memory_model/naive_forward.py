@@ -36,7 +36,8 @@ class NaiveForward(NaiveRecompute):
                 if not encoding.waits_for_end:
                     self.live.hold((stage.index, microbatch, "encoding", *key), encoding.size)
             beside = max(
-                (encoding.scratch for _, encoding in made if not encoding.waits_for_end), default=0
+                (encoding.workspace for _, encoding in made if not encoding.waits_for_end),
+                default=0,
             )
             self._work(node.forward_peak_bytes, node.workspace_bytes, beside)
             done.add(node.name)
@@ -96,7 +97,7 @@ class NaiveForward(NaiveRecompute):
             made, key=lambda pair: min(run.index(n) for n in pair[1].savers if n in run)
         ):
             self.live.hold((stage.index, microbatch, "encoding", *key), encoding.size)
-            self.live.need(encoding.scratch)
+            self.live.need(encoding.workspace)
             waiting.remove(encoding.storage)
             if encoding.storage in gone and encoding.storage not in (*given, *waiting):
                 self.live.drop(stage.index, microbatch, kind, encoding.storage)

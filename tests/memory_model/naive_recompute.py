@@ -39,9 +39,9 @@ class NaiveRecompute:
     live: LiveBytes = field(default_factory=LiveBytes)
     saved_in: dict[Key, set[tuple[Key, int]]] = field(default_factory=dict)
 
-    def _work(self, rise: int, scratch: int, beside: int = 0) -> None:
+    def _work(self, rise: int, workspace: int, beside: int = 0) -> None:
         """Run a node's kernels: what they make is part of the rise; views run none."""
-        self.live.need(beside + (rise + scratch if rise else 0))
+        self.live.need(beside + (rise + workspace if rise else 0))
 
     def _recompute(self, stage: NaiveStage, microbatch: int, region_index: int | None) -> None:
         """Recompute a region, unless that was done; before it the region around it.

@@ -68,18 +68,18 @@ def test_the_state_is_that_of_a_real_optimizer(name: str, dtype: torch.dtype) ->
 
 @pytest.mark.parametrize(
     ("name", "dtype"),
-    # The matrix product of Adafactor takes scratch of its kernel in bfloat16.
+    # The matrix product of Adafactor takes workspace of its kernel in bfloat16.
     [
         *((name, torch.float32) for name in REAL),
         *((name, torch.bfloat16) for name in REAL if name != "adafactor"),
     ],
 )
-def test_a_step_takes_the_scratch_that_is_said(name: str, dtype: torch.dtype) -> None:
+def test_a_step_takes_the_workspace_that_is_said(name: str, dtype: torch.dtype) -> None:
     parameters = parameters_of([(128, 96), (300, 200), (77,), (16, 8, 3, 3)], dtype)
     optimizer = REAL[name](parameters)
     optimizer.step()
-    _, scratch = optimizer_bytes(as_costed(parameters), name, master_weights=False, lists=False)
-    assert scratch <= highest(allocations(optimizer.step)) <= scratch + SCALARS
+    _, workspace = optimizer_bytes(as_costed(parameters), name, master_weights=False, lists=False)
+    assert workspace <= highest(allocations(optimizer.step)) <= workspace + SCALARS
 
 
 @pytest.mark.parametrize("name", REAL)
@@ -89,8 +89,8 @@ def test_a_step_over_lists_takes_no_more_than_is_said(name: str) -> None:
     for group in optimizer.param_groups:
         group["foreach"] = True
     optimizer.step()
-    _, scratch = optimizer_bytes(as_costed(parameters), name, master_weights=False, lists=True)
-    assert highest(allocations(optimizer.step)) <= scratch + SCALARS
+    _, workspace = optimizer_bytes(as_costed(parameters), name, master_weights=False, lists=True)
+    assert highest(allocations(optimizer.step)) <= workspace + SCALARS
 
 
 def test_rmsprop_makes_twelve_bytes_of_each_parameter() -> None:
@@ -104,9 +104,9 @@ def test_rmsprop_makes_twelve_bytes_of_each_parameter() -> None:
 def test_master_weights_are_float32_copies_which_the_optimizer_works_on() -> None:
     half = Parameter(name="half", bytes=60, trainable=True, shape=(10, 3))
     full = Parameter(name="full", bytes=120, trainable=True, shape=(10, 3))
-    state, scratch = optimizer_bytes([half, full], "adam", master_weights=True, lists=False)
+    state, workspace = optimizer_bytes([half, full], "adam", master_weights=True, lists=False)
     assert sorted(state) == sorted([120, 240, 4, 240, 4])
-    assert scratch == 3 * 120, "two temporaries, and the gradient in float32"
+    assert workspace == 3 * 120, "two temporaries, and the gradient in float32"
     assert optimizer_bytes([half], "sgd", master_weights=True, lists=False) == ((120,), 120)
 
 

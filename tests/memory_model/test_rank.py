@@ -473,6 +473,6 @@ def test_copies_of_gradients_are_held_from_the_last_backward_on(
 
 
 def test_the_step_of_the_optimizer_is_a_moment() -> None:
-    large = msgspec.structs.replace(FOOTPRINT, optimizer_scratch=_amount(1000))
+    large = msgspec.structs.replace(FOOTPRINT, optimizer_workspace=_amount(1000))
     memory = rank_memory({0: large}, peak_snapshots(_row("0F0 0B0")), microbatches=1, allocator=CPU)
     assert tuple(getattr(memory, kind).expected for kind in KINDS) == (100, 90, 50, 0, 5, 1000)

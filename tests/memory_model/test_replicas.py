@@ -99,10 +99,10 @@ def test_sharded_stages_hold_parts_of_state_and_the_whole_parameters_in_a_step()
         Parameter(name="w", bytes=72, trainable=True, shape=(3, 6)),
         Parameter(name="b", bytes=12, trainable=True, shape=(3,)),
     ]
-    state, scratch = optimizer_bytes(trained, "adam", master_weights=False, lists=True)
+    state, workspace = optimizer_bytes(trained, "adam", master_weights=False, lists=True)
     assert two.optimizer.expected == sum(state)
     # A gather of all parameters takes 4 · 63 bytes twice, and there are no gradients yet.
-    assert two.optimizer_scratch.expected == max(scratch, 4 * 28)
+    assert two.optimizer_workspace.expected == max(workspace, 4 * 28)
 
 
 @pytest.mark.parametrize("sharded", [False, True])

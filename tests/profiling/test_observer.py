@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from pipecompile.frontend.capture import capture
 from pipecompile.frontend.signature import arguments_of
-from pipecompile.profiling.kernel_scratch import scratch_on
+from pipecompile.profiling.kernel_workspace import workspace_on
 from pipecompile.profiling.observation import StepObservation
 from pipecompile.profiling.observer import observe
 from pipecompile.profiling.workload import Workload
@@ -26,7 +26,7 @@ MODELS = runpy.run_path(str(Path(__file__).parents[2] / "examples" / "models.py"
 def observed(graph_module: fx.GraphModule, *inputs: Tensor) -> StepObservation:
     workload = Workload(graph_module, graph_module.graph, inputs, loss=None, targets=())
     with FakeTensorMode(allow_non_fake_inputs=True):
-        return observe(workload.faked(), scratch_on("cpu"))
+        return observe(workload.faked(), workspace_on("cpu"))
 
 
 def predicted_bytes(graph_module: fx.GraphModule, inputs: Iterable[Tensor]) -> list[int]:

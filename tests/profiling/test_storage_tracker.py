@@ -13,14 +13,14 @@ from torch import Tensor, nn
 from pipecompile.profiling.storage_tracker import StorageLiveRange, StorageTracker
 
 
-def no_scratch(*_: Any) -> int:
+def no_workspace(*_: Any) -> int:
     return 0
 
 
 def test_storages_live_until_their_last_holder_lets_go() -> None:
     """A view keeps its base, and what works in place makes nothing."""
     image = torch.randn(16)
-    with StorageTracker([image], no_scratch) as tracker:
+    with StorageTracker([image], no_workspace) as tracker:
         doubled = image * 2
         tracker.enter(1)
         view = doubled[:4].add_(1)
@@ -40,7 +40,7 @@ def test_storages_live_until_their_last_holder_lets_go() -> None:
 
 def test_what_dies_at_once_still_makes_a_tick_rise() -> None:
     image = torch.randn(16)
-    with StorageTracker([image], no_scratch) as tracker:
+    with StorageTracker([image], no_workspace) as tracker:
         result = (image + 1) * 2
         tracker.enter(1)
         del result
@@ -50,7 +50,7 @@ def test_what_dies_at_once_still_makes_a_tick_rise() -> None:
 
 def test_a_saved_tensor_lives_until_the_backward() -> None:
     image = torch.randn(16, requires_grad=True)
-    with StorageTracker([image], no_scratch) as tracker:
+    with StorageTracker([image], no_workspace) as tracker:
         value = image.exp()  # saves its result
         total = value.sum()
         del value
@@ -73,7 +73,7 @@ def test_gradients_that_meet_are_added_in_place() -> None:
         del hidden
         total.backward()
 
-    with StorageTracker([image, *scales], no_scratch) as tracker:
+    with StorageTracker([image, *scales], no_workspace) as tracker:
         step()
     image.grad = None
     assert tracker.peaks[0] == highest(allocations(step))
@@ -123,7 +123,7 @@ def test_the_highest_sum_of_a_step_is_that_of_the_allocator(name: str) -> None:
     step()  # once, so that nothing is made for the first time only
     for parameter in model.parameters():
         parameter.grad = None
-    with StorageTracker([*model.parameters(), image], no_scratch) as tracker:
+    with StorageTracker([*model.parameters(), image], no_workspace) as tracker:
         step()
     for parameter in model.parameters():
         parameter.grad = None

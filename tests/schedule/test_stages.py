@@ -25,7 +25,7 @@ def _footprint(kept: int, outputs: int) -> Footprint:
     sizes |= {
         "added_by_input_backward": 7,
         "freed_by_input_backward": 5,
-        "optimizer_scratch": 0,
+        "optimizer_workspace": 0,
         "buffer_copies": 3,
         "gradient_copies": 0,
     }

@@ -1,4 +1,4 @@
-"""The margin for scratch of kernels, and how it lies to what the allocator gives."""
+"""The margin for workspace of kernels, and how it lies to what the allocator gives."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from allocations import allocations, highest
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pipecompile.memory_model.stage_values import BOUND_SCRATCH
-from pipecompile.profiling.kernel_scratch import hidden_bytes, scratch_on
+from pipecompile.memory_model.stage_values import BOUND_WORKSPACE
+from pipecompile.profiling.kernel_workspace import hidden_bytes, workspace_on
 
 aten = torch.ops.aten
-SCRATCH = scratch_on("cpu")
+WORKSPACE = workspace_on("cpu")
 BUFFERS = 1 << 16  # bytes of oneDNN's own, which a bound has for each rank
 PLAIN, LAST = torch.contiguous_format, torch.channels_last
 
@@ -77,18 +77,18 @@ def test_a_convolution_takes_no_more_than_its_margin(
         taken(partial(backward, *convolution.backward)),
     )
     predicted = max(
-        scratch_of("convolution", convolution.forward, convolution.result),
-        scratch_of("convolution_backward", convolution.backward),
+        workspace_of("convolution", convolution.forward, convolution.result),
+        workspace_of("convolution_backward", convolution.backward),
     )
-    assert predicted * BOUND_SCRATCH + BUFFERS >= taken_bytes
+    assert predicted * BOUND_WORKSPACE + BUFFERS >= taken_bytes
 
 
 def test_channels_first_bring_images_or_weights_into_another_layout() -> None:
     wide, deep = Convolution((3, 64), 16, 3), Convolution((64, 64), 2, 3)
     (x, w, y), rest = (v.nbytes for v in (wide.value, wide.weight, wide.result)), wide.backward
-    assert scratch_of("convolution", wide.forward, wide.result) == max(x + w, y)
-    assert scratch_of("convolution_backward", rest) == y + x
-    assert scratch_of("convolution_backward", deep.backward) == deep.weight.nbytes
+    assert workspace_of("convolution", wide.forward, wide.result) == max(x + w, y)
+    assert workspace_of("convolution_backward", rest) == y + x
+    assert workspace_of("convolution_backward", deep.backward) == deep.weight.nbytes
 
 
 @pytest.mark.parametrize("channels", [(24, 8), (20, 20), (12, 12), (40, 40)], ids=str)
@@ -96,38 +96,40 @@ def test_channels_are_padded_to_blocks(channels: tuple[int, int]) -> None:
     case = Convolution(channels, 32, 3)
     case.value = torch.randn(8, channels[0], 32, 32)  # large beside what the kernel has of its own
     taken_bytes = taken(partial(aten.convolution_backward.default, *case.backward))
-    assert scratch_of("convolution_backward", case.backward) * BOUND_SCRATCH >= taken_bytes
+    assert workspace_of("convolution_backward", case.backward) * BOUND_WORKSPACE >= taken_bytes
 
 
 def test_one_small_image_is_unfolded() -> None:
     case = Convolution((8, 8), 32, 3)
     case.value = case.value[:1].clone()
-    assert SCRATCH(aten.convolution.default, case.forward, case.result) == 9 * case.value.nbytes
+    assert WORKSPACE(aten.convolution.default, case.forward, case.result) == 9 * case.value.nbytes
     case.value = torch.randn(1, 8, 64, 64)  # 32,768 elements
-    assert SCRATCH(aten.convolution.default, case.forward, case.result) < 2 * case.value.nbytes
+    assert WORKSPACE(aten.convolution.default, case.forward, case.result) < 2 * case.value.nbytes
 
 
 def test_channels_last_need_other_weights_only() -> None:
     dense = Convolution((32, 64), 16, 3).laid_out(LAST)
-    assert scratch_of("convolution", dense.forward, dense.result) == 3 * dense.weight.nbytes
+    assert workspace_of("convolution", dense.forward, dense.result) == 3 * dense.weight.nbytes
     dense.weight = dense.weight.contiguous()  # then autograd copies their gradient
-    assert scratch_of("convolution", dense.forward, dense.result) == 2 * dense.weight.nbytes
+    assert workspace_of("convolution", dense.forward, dense.result) == 2 * dense.weight.nbytes
 
     depthwise = Convolution((32, 32), 16, 7, groups=32).laid_out(LAST)
     blocks = 16 * 16 * depthwise.weight.nbytes
-    assert scratch_of("convolution_backward", depthwise.backward) == blocks
+    assert workspace_of("convolution_backward", depthwise.backward) == blocks
 
 
 def test_the_backward_of_one_with_a_stride_has_its_images_twice() -> None:
     convolution = Convolution((64, 64), 16, 3, stride=2)
-    assert scratch_of("convolution_backward", convolution.backward) == 2 * convolution.value.nbytes
+    assert (
+        workspace_of("convolution_backward", convolution.backward) == 2 * convolution.value.nbytes
+    )
 
 
 def test_what_is_pointwise_works_in_place() -> None:
     convolution = Convolution((32, 64), 16, 1)
-    assert scratch_of("convolution", convolution.forward, convolution.result) == 0
-    assert scratch_of("convolution_backward", convolution.backward) == 0
-    assert scratch_of(
+    assert workspace_of("convolution", convolution.forward, convolution.result) == 0
+    assert workspace_of("convolution_backward", convolution.backward) == 0
+    assert workspace_of(
         "convolution", Convolution((32, 64), 16, 1, stride=2).forward, convolution.result
     )
 
@@ -146,7 +148,7 @@ def test_backwards_of_batch_norms_and_upsampling_take_no_more_than_a_copy_of_the
     }
     for name, arguments in cases.items():
         taken_bytes = taken(partial(getattr(aten, name).default, *arguments))
-        assert scratch_of(name, arguments) == pytest.approx(taken_bytes, abs=1024), name
+        assert workspace_of(name, arguments) == pytest.approx(taken_bytes, abs=1024), name
 
 
 @pytest.mark.parametrize(
@@ -200,8 +202,8 @@ def test_costs_by_flops_are_the_same_bytes_on_every_cpu() -> None:
     assert least and least == digest()
 
 
-def scratch_of(name: str, arguments: Sequence[Any], result: Tensor | None = None) -> int:
-    return SCRATCH(getattr(aten, name).default, arguments, result)
+def workspace_of(name: str, arguments: Sequence[Any], result: Tensor | None = None) -> int:
+    return WORKSPACE(getattr(aten, name).default, arguments, result)
 
 
 def taken(function: Callable[[], Any]) -> int:

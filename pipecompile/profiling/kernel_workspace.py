@@ -1,4 +1,4 @@
-"""Kernel scratch: a margin for the memory of kernels that fake tensors do not show.
+"""Kernel workspace: a margin for the memory of kernels that fake tensors do not show.
 
 The rules are the same on every machine, one set for GPUs and one for CPUs. Which layouts a kernel
 chooses is not documented and differs between processors. So these rules are no model of kernels,
@@ -18,12 +18,12 @@ from pipecompile.graph.pytrees import tensor_leaves
 from pipecompile.graph.storages import size_bytes
 from pipecompile.ir.amount import AllocatorName
 
-__all__ = ["Scratch", "hidden_bytes", "scratch_on"]
+__all__ = ["Workspace", "hidden_bytes", "workspace_on"]
 
 aten = torch.ops.aten
 
-Scratch = Callable[[Any, Sequence[Any], Any], int]
-"""From an operator, its arguments and its result to the bytes of its scratch."""
+Workspace = Callable[[Any, Sequence[Any], Any], int]
+"""From an operator, its arguments and its result to the bytes of its workspace."""
 
 BLOCK = 16  # oneDNN pads channels to whole blocks of this size
 COLOURS = 5  # with fewer channels there is nothing to gain from blocks
@@ -37,7 +37,7 @@ COPYING = (
 )
 
 
-def scratch_on(allocator: AllocatorName) -> Scratch:
+def workspace_on(allocator: AllocatorName) -> Workspace:
     """Return the rule for the kernels of this device."""
     return _on_cuda if allocator == "cuda" else _on_cpu
 
@@ -57,7 +57,7 @@ def _on_cuda(operator: Any, arguments: Sequence[Any], result: Any) -> int:
 
 
 def _on_cpu(operator: Any, arguments: Sequence[Any], result: Any) -> int:
-    """Return the scratch of some backwards, of convolutions and of LSTM layers."""
+    """Return the workspace of some backwards, of convolutions and of LSTM layers."""
     if operator in COPYING:
         return size_bytes(arguments[:1])
     if operator is aten.convolution.default:
@@ -83,7 +83,7 @@ def _on_cpu(operator: Any, arguments: Sequence[Any], result: Any) -> int:
 def _cpu_convolution(
     copied: int, value: Tensor, weight: Tensor, stride: Sequence[int], groups: int
 ) -> int:
-    """Return the scratch of a convolution, by its layout.
+    """Return the workspace of a convolution, by its layout.
 
         1 × 1, without stride and groups      0, as it works in place
         one small image, channels first       the input once for each element of the kernel

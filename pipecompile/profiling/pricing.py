@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from pipecompile.cost_models.protocol import FREE_CALL, CallCost, CostModel, NodeCall
-from pipecompile.errors import CaptureError, PipecompileError
+from pipecompile.errors import CaptureError
 from pipecompile.profiling.node_caller import NodeCaller
 from pipecompile.profiling.observation import StepObservation
 from pipecompile.profiling.progress import progress
@@ -34,22 +34,16 @@ def price(
         try:
             with torch.no_grad():
                 pricer.interpret()
-        except PipecompileError:
-            raise
-        except Exception as error:
-            raise CaptureError(_explained(pricer.current, error)) from error
+        except RuntimeError as error:
+            node = pricer.current
+            if node is None or node.target is not torch.autograd.grad:
+                raise
+            raise CaptureError(
+                f"{node.meta['module'] or 'the forward'} ({node.meta['source']}): the forward "
+                "calls torch.autograd.grad, which goes back through other operators, and costs run "
+                "each of them by itself; compute what needs a gradient in the loss function"
+            ) from error
     return pricer.costs
-
-
-def _explained(node: fx.Node | None, error: Exception) -> str:
-    """Return in one line why a node has no cost."""
-    assert node is not None
-    place = f"{node.meta.get('module') or 'the forward'} ({node.meta.get('source')})"
-    reason = str(error).split("\n")[0]
-    return (
-        f"{place}: costs run each operator by itself, and {node.name} cannot: {reason}; if it goes "
-        "back through others (torch.autograd.grad), leave that to the loss function"
-    )
 
 
 class _Pricer(NodeCaller):

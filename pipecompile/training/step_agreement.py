@@ -47,8 +47,9 @@ class StepAgreement:
 
         `flags` are what else is given to `step`.
         """
+        agreement = self._begin("a step", program, minibatch, watch, None, flags)
         self._check_data(minibatch, watch)
-        return self._begin("a step", program, minibatch, watch, None, flags)
+        return agreement
 
     def of_evaluation(
         self, program: Program, minibatch: Minibatch, watch: StepWatch, *, with_loss: bool

@@ -32,16 +32,16 @@ class Inner(nn.Module):
 
 
 class Written(nn.Module):
-    """Keeps its weight in bounds while it runs."""
+    """Reads a parameter itself, and has a module that keeps its own one in bounds."""
 
     def __init__(self) -> None:
         super().__init__()
         self.weight, self.head = nn.Parameter(torch.randn(8, 8)), nn.Linear(8, 8)
+        self.table = nn.Embedding(8, 8, max_norm=1.0)
 
     def forward(self, x: Tensor) -> Tensor:
-        with torch.no_grad():
-            self.weight.clamp_(-1, 1)
-        return self.head((x @ self.weight).tanh()).sin().cos()
+        rows = self.table(x.abs().long().clamp(max=7)).sum(1)
+        return self.head((rows @ self.weight).tanh()).sin().cos()
 
 
 class OnInput(nn.Module):
@@ -73,11 +73,11 @@ class Parts(nn.Module):
 REFUSED: dict[str, tuple[type[nn.Module], list[list[str]], str]] = {
     "an input": (Parts, [["x", "stem"]], "may not hold x: it computes nothing"),
     "the output": (Parts, [["cos", "exp_2", "output"]], "may not hold output"),
-    "a parameter": (Written, [["weight", "clamp_"]], "may not hold weight: it computes nothing"),
+    "a parameter": (Written, [["weight", "matmul"]], "may not hold weight: it computes nothing"),
     "written parameters": (
         Written,
-        [["clamp_", "matmul"]],
-        "may not hold clamp_: it writes to a parameter",
+        [["table", "sum_1"]],
+        "may not hold table: it writes to a parameter",
     ),
     "a change of an input": (OnInput, [["requires_grad_", "stem"]], "it acts on x itself"),
     "a gradient": (Inner, [["grad"]], "goes back through the nodes before it"),

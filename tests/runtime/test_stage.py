@@ -138,7 +138,7 @@ class Passing(nn.Module):
 
 def test_a_loss_holds_no_more_memory_than_a_scalar() -> None:
     """That of mse_loss lies in memory for all elements."""
-    stage = EagerStage(fx.symbolic_trace(Passing()), gradient_inputs=(False, False), loss=loss_of)
+    stage = EagerStage(fx.symbolic_trace(Passing()), gradient_inputs=(True, True), loss=loss_of)
     (loss,), _ = stage.forward([torch.randn(4, 6), torch.randn(4, 6)], NOW, torch.randn(4, 6))
     assert loss.untyped_storage().nbytes() == 4
 

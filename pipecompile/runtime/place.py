@@ -13,6 +13,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 from math import prod
 
 import torch
@@ -26,6 +27,7 @@ from pipecompile.runtime import world
 
 __all__ = [
     "RankPlace",
+    "check_links",
     "check_world",
     "device_of_this_rank",
     "running_replicas",
@@ -189,6 +191,18 @@ def check_world(plan: Plan) -> None:
         f"torchrun --nproc-per-node {plan.ranks}, or a multiple for replicas, or plan with "
         f"ranks={processes}, which is k={processes * plan.stages_per_rank}"
     )
+
+
+def check_links(plan: Plan, place: RankPlace) -> None:
+    """Raise InputError if the plan's links are of ranks that a mesh numbers otherwise."""
+    order = list(chain(*place.pipelines))
+    if plan.links.ranks == len(order) and order != sorted(order):
+        raise InputError(
+            f"the plan's links are from rank to rank, pipeline by pipeline, but the mesh has the "
+            f"pipelines {list(map(list, place.pipelines))}; make it with "
+            f'init_device_mesh(…, (n, {plan.ranks}), mesh_dim_names=("dp", "pp")), or give one '
+            "bandwidth and latency for all"
+        )
 
 
 def warn_of_other_replicas(plan: Plan, place: RankPlace) -> None:

@@ -29,7 +29,7 @@ from pipecompile.runtime.gradients import StepGradients, divide_gradients
 from pipecompile.runtime.local_share import LocalShare
 from pipecompile.runtime.messages import Boundaries
 from pipecompile.runtime.norm import clip_to_norm
-from pipecompile.runtime.place import RankPlace, warn_of_other_replicas
+from pipecompile.runtime.place import RankPlace, check_links, warn_of_other_replicas
 from pipecompile.runtime.rank_step import Minibatch, StepResult
 from pipecompile.runtime.shards import gradient_parts
 from pipecompile.schedule.simulator import simulate_plan
@@ -78,6 +78,7 @@ class Pipeline(HeldModel):
         self.steps = 0
         super().__init__(target.model, LocalShare(plan, RankPlace.of(plan.ranks, mesh)))
         refuse_parallelize(parallelize, self._share)
+        check_links(plan, self._share.place)
         warn_of_other_replicas(plan, self._share.place)
         self._target = target
         self._warn_of_averages()

@@ -65,6 +65,7 @@ def main() -> int:
 
 
 def read_options() -> argparse.Namespace:
+    """Return the options of the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--folder", type=Path, default=Path("demo/huggingface"))
     parser.add_argument("--steps", type=int, default=40)

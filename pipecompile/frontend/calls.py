@@ -208,9 +208,11 @@ def _is_literal(value: Any) -> bool:
 
 
 def _named(leaf: Any) -> Any:
-    """Return a leaf as it is the same in every process: an object by its name or its type."""
+    """Return a leaf as it is the same in every process: what prints its address by its name."""
     if type(leaf) in LITERALS or isinstance(leaf, _Operand):
         return leaf
+    if " at 0x" not in repr(leaf) and not hasattr(leaf, "__qualname__"):
+        return repr(leaf)
     kind = leaf if hasattr(leaf, "__qualname__") else type(leaf)
     return f"{kind.__module__}.{kind.__qualname__}"
 

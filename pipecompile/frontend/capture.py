@@ -4,7 +4,7 @@ Each is tried if those before it cannot express the forward or differ from the m
 
     recorded                         batch size open    no data-dependent modules
     recorded as for export           as above, with the flags by which models avoid shortcuts
-    recorded, data probed             data-dependent modules are one node each
+    recorded, data probed            data-dependent modules are one node each
     recorded as for export, data probed
     recorded for one batch size      all sizes fixed
     recorded as for export, for one batch size

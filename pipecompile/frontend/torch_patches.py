@@ -134,7 +134,7 @@ def _redirected_attribute(apply: Any, call_function: Callable[..., Any]) -> Iter
         return type.__getattribute__(function, name)
 
     torch.autograd.Function.apply = classmethod(redirected)  # type: ignore[assignment]
-    kind.__getattribute__ = look_up  # type: ignore[assignment,method-assign]
+    kind.__getattribute__ = look_up  # type: ignore[method-assign]
     try:
         yield
     finally:

@@ -13,7 +13,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import chain
 from math import prod
 
 import torch
@@ -21,17 +20,14 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from pipecompile.errors import InputError, StalePlanError
-from pipecompile.ir.counted import counted
 from pipecompile.ir.plan import Plan
 from pipecompile.runtime import world
 
 __all__ = [
     "RankPlace",
-    "check_links",
     "check_world",
     "device_of_this_rank",
     "running_replicas",
-    "warn_of_other_replicas",
 ]
 
 logger = logging.getLogger("pipecompile.runtime")
@@ -191,27 +187,3 @@ def check_world(plan: Plan) -> None:
         f"torchrun --nproc-per-node {plan.ranks}, or a multiple for replicas, or plan with "
         f"ranks={processes}, which is k={processes * plan.stages_per_rank}"
     )
-
-
-def check_links(plan: Plan, place: RankPlace) -> None:
-    """Raise InputError if the plan's links are of ranks that a mesh numbers otherwise."""
-    order = list(chain(*place.pipelines))
-    if plan.links.ranks == len(order) and order != sorted(order):
-        raise InputError(
-            f"the plan's links are from rank to rank, pipeline by pipeline, but the mesh has the "
-            f"pipelines {list(map(list, place.pipelines))}; make it with "
-            f'init_device_mesh(…, (n, {plan.ranks}), mesh_dim_names=("dp", "pp")), or give one '
-            "bandwidth and latency for all"
-        )
-
-
-def warn_of_other_replicas(plan: Plan, place: RankPlace) -> None:
-    """Warn if the plan counts another number of replicas than there are."""
-    if place.is_distributed and place.replicas != plan.replicas and world.rank() == 0:
-        logger.warning(
-            "the plan counts %s, but %d run: what they exchange is not in its step and memory; "
-            "plan with replicas=%d",
-            counted(plan.replicas, "replica"),
-            place.replicas,
-            place.replicas,
-        )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
@@ -16,7 +15,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils._pytree import tree_map_only
 
-from pipecompile.errors import InputError
 from pipecompile.frontend.microbatch import MicrobatchSizes
 from pipecompile.frontend.target import Target
 from pipecompile.frontend.target_capture import Captured
@@ -29,7 +27,7 @@ from pipecompile.runtime.gradients import StepGradients, divide_gradients
 from pipecompile.runtime.local_share import LocalShare
 from pipecompile.runtime.messages import Boundaries
 from pipecompile.runtime.norm import clip_to_norm
-from pipecompile.runtime.place import RankPlace, check_links, warn_of_other_replicas
+from pipecompile.runtime.place import RankPlace
 from pipecompile.runtime.rank_step import Minibatch, StepResult
 from pipecompile.runtime.shards import gradient_parts
 from pipecompile.schedule.simulator import simulate_plan
@@ -39,12 +37,16 @@ from pipecompile.training.held_model import HeldModel
 from pipecompile.training.materialise import allocate, check_all_set, initialise, lacks_values
 from pipecompile.training.parallel_stages import Parallelize, refuse_parallelize
 from pipecompile.training.program import DeclaredShape, Program, Programs
+from pipecompile.training.run_conditions import (
+    check_links,
+    warn_of_averages,
+    warn_of_other_replicas,
+    warn_of_other_shards,
+)
 from pipecompile.training.run_recorder import RunRecorder
 from pipecompile.training.runner import Runner, refuse_untrainable
 
 __all__ = ["Pipeline"]
-
-logger = logging.getLogger("pipecompile.training")
 
 
 class Pipeline(HeldModel):
@@ -81,7 +83,7 @@ class Pipeline(HeldModel):
         check_links(plan, self._share.place)
         warn_of_other_replicas(plan, self._share.place)
         self._target = target
-        self._warn_of_averages()
+        warn_of_averages(plan, target.model, self._share.place)
         self._programs = Programs(plan, captured, target, self._share, self_check=self_check)
         was_on_meta = lacks_values(target.model)
         if was_on_meta:
@@ -101,7 +103,7 @@ class Pipeline(HeldModel):
             for program in self._programs.declared:
                 program.remember()  # the parameters are others now
         if self._share.is_distributed:
-            self._runner.warn_of_other_shards()
+            warn_of_other_shards(plan, self.stages, is_sharded=self._runner.is_sharded)
 
     def __repr__(self) -> str:
         where = (
@@ -184,11 +186,6 @@ class Pipeline(HeldModel):
         whose figures do not hold for them.
         """
         refuse_untrainable(self.plan.schedule)
-        if not torch.is_grad_enabled():
-            raise InputError(
-                "a step trains, but gradients are switched off around it (torch.no_grad or "
-                "torch.inference_mode); call it outside of that, or call evaluate"
-            )
         for recorder in self._recorders:
             recorder.begin_step()
         cut = self._data.read_planned(batch)
@@ -361,22 +358,6 @@ class Pipeline(HeldModel):
         targets = self._data.targets(sizes, target)
         first = self._share.place.replica * len(rows)
         return Minibatch(rows, targets, self.seed, self.steps, gradients, first)
-
-    def _warn_of_averages(self) -> None:
-        """Warn if running averages of replicas will differ."""
-        place = self._share.place
-        averages = any(
-            isinstance(module, torch.nn.modules.batchnorm._BatchNorm)
-            and module.training
-            and module.track_running_stats
-            for module in self._target.model.modules()
-        )
-        differ = place.replicas > 1 and self.plan.options.batch_norm == "microbatch"
-        if averages and differ and world.rank() == 0:
-            logger.warning(
-                "the running averages of batch norms will be those of each replica's own data, and "
-                "the first one's are saved; with batch_norm='minibatch' all replicas have the same"
-            )
 
     def _mean_over_replicas(self, result: StepResult | None, sizes: MicrobatchSizes) -> Any:
         """The mean loss, with what came with it: scalars are means too, and tensors those of this

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cached_property, partial
@@ -16,7 +15,6 @@ from torch import Tensor, fx, nn
 from pipecompile.codegen.stages import StageModule
 from pipecompile.errors import InputError, PipecompileError
 from pipecompile.frontend.target import Target
-from pipecompile.ir.counted import counted
 from pipecompile.ir.plan import Plan
 from pipecompile.ir.schedule import Schedule
 from pipecompile.runtime import local, world
@@ -27,7 +25,7 @@ from pipecompile.runtime.norm import total_norm
 from pipecompile.runtime.place import device_of_this_rank
 from pipecompile.runtime.rank_step import ActionObserver, Minibatch, StepResult
 from pipecompile.runtime.replicas import ReplicaSums, mean_over_replicas
-from pipecompile.runtime.shards import gradient_parts, local_part, rows_of
+from pipecompile.runtime.shards import gradient_parts
 from pipecompile.runtime.stage import EagerStage, Loss
 from pipecompile.runtime.ties import Ties, sum_tied_gradients, tie_groups
 from pipecompile.runtime.watch import Deadline, StepWatch
@@ -38,8 +36,6 @@ from pipecompile.training.step_agreement import StepAgreement
 from pipecompile.training.trial_forward import TrialOutputs, check_trial, trial_outputs
 
 __all__ = ["Runner", "refuse_untrainable"]
-
-logger = logging.getLogger("pipecompile.training")
 
 
 class Runner:
@@ -112,24 +108,10 @@ class Runner:
         self._share.divide(first_holders(model, self._share, planned))
         return self._parallel.as_built
 
-    def warn_of_other_shards(self) -> None:
-        """Warn if this rank holds larger parts of parameters than the plan counts, or smaller."""
-        counted_replicas = self._plan.replicas if self._plan.options.sharded else 1
-        own = {parameter for stage in self.stages for parameter in stage.parameters()}
-        larger = [p for p in own if rows_of(local_part(p)) > -(-rows_of(p) // counted_replicas)]
-        if larger:
-            logger.warning(
-                "the plan counts every parameter as sharded over %d replicas, but stages %s hold "
-                "more of %s: they may need more memory than predicted",
-                counted_replicas,
-                list(self._share.stages),
-                counted(len(larger), "parameter"),
-            )
-        elif self._parallel is not None and self._parallel.sharded.managed and counted_replicas < 2:
-            logger.warning(
-                "parallelize shards stages over replicas, but the plan counts them as whole; plan "
-                "with sharded=True"
-            )
+    @property
+    def is_sharded(self) -> bool:
+        """Whether FSDP2 manages parameters of this rank."""
+        return self._parallel is not None and bool(self._parallel.sharded.managed)
 
     def _trial(self, whole: Callable[[int], AbstractContextManager[object]]) -> TrialOutputs:
         """What stages compute for some inputs; nothing where only FSDP2 may divide them."""
@@ -412,6 +394,11 @@ class Runner:
 
 def refuse_untrainable(schedule: Schedule) -> None:
     """Raise InputError unless a step under this schedule leaves gradients of one set of weights."""
+    if not torch.is_grad_enabled():
+        raise InputError(
+            "a step trains, but gradients are switched off around it (torch.no_grad or "
+            "torch.inference_mode); call it outside of that, or call evaluate"
+        )
     if schedule.name == "forward-only":
         raise InputError(
             "the plan's schedule is forward-only, which trains nothing; evaluate, or plan with "

@@ -115,9 +115,12 @@ def test_graphs_that_refer_to_other_values_have_other_digests() -> None:
             lambda v: Through.apply(torch.cos, v),
             lambda v: Scaled.apply(v, Scale.TRIPLE, {"class": Pair(1.0, 2.0)}),
             lambda v: Scaled.apply(v, Scale.TRIPLE, {"class": Pair(1.0, 3.0)}),
+            lambda v: Scaled.apply(v, Scale.DOUBLE, {"class": Pair(1.0, 3.0)}),
+            lambda v: v[:, np.arange(WIDTH)],
+            lambda v: v[:, np.arange(WIDTH)[::-1].copy()],
         )
     }
-    assert len(texts) == 4
+    assert len(texts) == 7
 
 
 class Held(Two):

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from msgspec.structs import replace
 
-from pipecompile.errors import InputError, StalePlanError
-from pipecompile.ir.links import Links
+from pipecompile.errors import StalePlanError
 from pipecompile.runtime import place
 from tests.schedule.test_selection import EVEN, planned
 
@@ -28,17 +26,3 @@ def test_other_processes_than_ranks_are_answered_with_k(
     for processes in (1, plan.ranks, 3 * plan.ranks):  # the last are replicas
         monkeypatch.setattr(place.world, "size", lambda processes=processes: processes)
         place.check_world(plan)
-
-
-def test_links_of_ranks_that_a_mesh_numbers_otherwise_are_refused() -> None:
-    plan = planned(EVEN, schedule="1f1b")
-    delays = tuple((0,) * 8 for _ in range(8))
-    links = Links(bandwidth_bytes_per_s=None, latency_ns=delays)
-    options = replace(plan.options, replicas=2)
-    of_eight = replace(plan, options=options, replicas=2, links=links)
-    in_rows = place.RankPlace(replicas=2, pipelines=((0, 1, 2, 3), (4, 5, 6, 7)))
-    in_columns = place.RankPlace(replicas=2, pipelines=((0, 2, 4, 6), (1, 3, 5, 7)))
-    place.check_links(of_eight, in_rows)
-    place.check_links(plan, in_columns)  # whose links are the same for all ranks
-    with pytest.raises(InputError, match=r"the mesh has the pipelines \[\[0, 2, 4, 6\]"):
-        place.check_links(of_eight, in_columns)

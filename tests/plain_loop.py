@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,6 +12,7 @@ from torch import Tensor, nn
 from pipecompile import pipecompile
 from pipecompile.frontend.microbatch import split
 from pipecompile.frontend.signature import call_of
+from pipecompile.graph.model_state import copied_model
 
 __all__ = ["mean_square", "steps_alike"]
 
@@ -34,7 +34,7 @@ def steps_alike(
     **options: Any,
 ) -> None:
     """Assert that training steps leave the losses, gradients, weights and buffers of the loop."""
-    unsplit = copy.deepcopy(model)
+    unsplit = copied_model(model)
     before = {name: value.clone() for name, value in model.state_dict().items()}
     pipeline = pipecompile(
         model,

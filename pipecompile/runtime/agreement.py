@@ -6,7 +6,8 @@ tells the others a digest of what it is about to do, and reads theirs before its
     rank 0    tell ── 0F0 ── read ── 0SEND_F0 …
     rank 1    tell ── read ── 1RECV_F0 …
 
-Only if digests differ, ranks exchange the words and say what it is.
+Only if digests differ, ranks exchange the words and say what it is. A rank that refuses what it was
+given tells that instead, so that the others do not wait for it.
 """
 
 from __future__ import annotations
@@ -20,13 +21,17 @@ import torch.distributed as dist
 from pipecompile.errors import InputError
 from pipecompile.runtime.watch import StepWatch
 
-__all__ = ["Agreement"]
+__all__ = ["REFUSAL", "Agreement"]
+
+REFUSAL = "the refusal"
+"""Under this name a rank says why it does not begin."""
 
 
 class Agreement:
     """What this rank says of its step, told to the ranks of `group`, and what they say.
 
-    `said` has the same names on all of them; `group` is None for all processes.
+    `said` has the same names on all of them, only `REFUSAL` on one that refuses. `group` is None
+    for all processes.
     """
 
     def __init__(
@@ -59,6 +64,9 @@ class Agreement:
         by_rank: list[dict[str, str]] = [{} for _ in self._all]
         self._watch.deadline.wait_for(self._group)
         dist.all_gather_object(by_rank, self._said, group=self._group)
+        for rank, other in enumerate(by_rank):
+            if REFUSAL in other:
+                raise InputError(f"rank {rank} refuses what it was given: {other[REFUSAL]}")
         for name in self._said:
             values = [other.get(name) for other in by_rank]
             different = next(

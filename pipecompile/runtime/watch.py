@@ -156,9 +156,9 @@ class StepWatch:
         beating = _Heartbeat(self) if self._seconds is not None else None
         try:
             yield
-        except PipecompileError:
-            # Bad input: its message says what to do, and every rank that was given it raises it.
-            self._fail("see its own message")
+        except PipecompileError as error:
+            # Bad input: its message says what to do, and needs no note of the action.
+            self._fail(str(error))
             raise
         except _OverdueError:
             raise self._fault(beating) from None

@@ -185,16 +185,18 @@ class Pipeline(HeldModel):
         modes other than the planned ones the model is captured once more and cut like the plan,
         whose figures do not hold for them.
         """
-        refuse_untrainable(self.plan.schedule)
-        for recorder in self._recorders:
-            recorder.begin_step()
-        cut = self._data.read_planned(batch)
-        minibatch = self._minibatch(cut, target, scaler)
-        with self._target.precision():
-            program = self._programs.current(cut.shape)
-            program.check_unchanged()
-            remainder = self._programs.for_remainder(program, cut.sizes.remainder, cut.shape)
-        with self._watched(f"step {self.steps}"):
+        name = f"step {self.steps}"
+        with self._runner.refusing_together(name, is_step=True):
+            refuse_untrainable(self.plan.schedule)
+            for recorder in self._recorders:
+                recorder.begin_step()
+            cut = self._data.read_planned(batch)
+            minibatch = self._minibatch(cut, target, scaler)
+            with self._target.precision():
+                program = self._programs.current(cut.shape)
+                program.check_unchanged()
+                remainder = self._programs.for_remainder(program, cut.sizes.remainder, cut.shape)
+        with self._watched(name):
             flags = {
                 "accumulate=True": accumulate,
                 "a scaler": scaler is not None,
@@ -229,16 +231,18 @@ class Pipeline(HeldModel):
         A batch may have any number of samples, also more than planned. Outputs are what the model
         computes in eval mode while gradients are on, even if it takes a shortcut without them.
         """
-        cut = self._data.read(batch)
-        sizes, with_loss = cut.sizes, target is not None
-        with self._target.precision():
-            program = self._programs.in_eval_mode(cut.shape)
-            program.check_unchanged()
-            remainder = self._programs.for_remainder(program, sizes.remainder, cut.shape)
-        minibatch = Minibatch(cut.rows, self._data.targets(sizes, target), self.seed, 0)
+        name = f"the evaluation after {self.steps} steps"
+        with self._runner.refusing_together(name, is_step=False):
+            cut = self._data.read(batch)
+            sizes, with_loss = cut.sizes, target is not None
+            with self._target.precision():
+                program = self._programs.in_eval_mode(cut.shape)
+                program.check_unchanged()
+                remainder = self._programs.for_remainder(program, sizes.remainder, cut.shape)
+            minibatch = Minibatch(cut.rows, self._data.targets(sizes, target), self.seed, 0)
         # An evaluation of many samples may take as long as steps with all of them.
         steps = -(-len(cut.rows) // self.plan.microbatches)
-        watched = self._watched(f"the evaluation after {self.steps} steps", steps)
+        watched = self._watched(name, steps)
         with watched, _modes(program, remainder):
             result = self._runner.evaluate(
                 program, minibatch, with_loss=with_loss, remainder=remainder

@@ -200,6 +200,19 @@ class Runner:
             remainder=None if remainder is None else self._local_stages(remainder),
         )
 
+    @contextmanager
+    def refusing_together(self, name: str, *, is_step: bool) -> Iterator[None]:
+        """Let the other ranks raise InputError too if this one does, in what precedes the step or
+        evaluation of that name.
+        """
+        try:
+            yield
+        except PipecompileError as error:
+            if self.watch is not None:
+                with self.watch.watched(name):
+                    self._agreement.refuse(str(error), self.watch, is_step=is_step)
+            raise
+
     def spread_overflow(self, parameters: Iterable[Tensor]) -> None:
         """Let gradients overflow on all ranks if they do on one."""
         if self._share.is_distributed:

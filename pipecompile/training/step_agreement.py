@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from hashlib import blake2b
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 from pipecompile.errors import InputError
 from pipecompile.ir.plan import Plan
 from pipecompile.ir.serialization import fingerprint
-from pipecompile.runtime.agreement import Agreement
+from pipecompile.runtime.agreement import REFUSAL, Agreement
 from pipecompile.runtime.place import RankPlace
 from pipecompile.runtime.rank_step import Minibatch
 from pipecompile.runtime.watch import StepWatch
@@ -60,6 +61,12 @@ class StepAgreement:
         flags = {"a target": with_loss}
         group = self._place.pipeline_group
         return self._begin("an evaluation", program, minibatch, watch, group, flags)
+
+    def refuse(self, reason: str, watch: StepWatch, *, is_step: bool) -> None:
+        """Tell the others, instead of a step or an evaluation, why this rank does not begin it."""
+        group = None if is_step else self._place.pipeline_group
+        with suppress(InputError):  # which is what the others raise
+            Agreement({REFUSAL: reason}, group, self._device, watch).settle()
 
     def _check_data(self, minibatch: Minibatch, watch: StepWatch) -> None:
         """Raise InputError, on every rank, if the ranks of the pipeline were given other values.

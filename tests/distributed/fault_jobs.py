@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from contextlib import nullcontext
 from typing import NamedTuple
 from unittest.mock import patch
 
@@ -121,6 +122,30 @@ def late_for_exchange(what: str) -> Seen:
     finally:
         dist.destroy_process_group()
     return Seen("", "", time.monotonic() - start)
+
+
+def refused_by_one(what: str) -> tuple[str, float]:
+    """What a rank says if only the last one is given what it refuses, and the loss of the next
+    step, which is as if nothing had been.
+    """
+    ranks = dist.get_world_size()
+    pipeline, batch = small_pipeline("1f1b", ranks, step_timeout=TIMEOUT)
+    is_last = dist.get_rank() == ranks - 1
+    act = pipeline.evaluate if what == "an evaluation" else pipeline.step
+    given: dict[str, torch.Tensor] = {
+        "too many samples": torch.cat([batch, batch]),
+        "another type": batch.double(),
+        "another shape": batch[:, :-1],
+        "an evaluation": batch[:, :-1],
+    }
+    text = ""
+    with torch.no_grad() if what == "no gradients" and is_last else nullcontext():
+        try:
+            act(given.get(what, batch) if is_last else batch)
+        except Exception as error:
+            text = f"{type(error).__name__}: {error}"
+    loss = pipeline.step(batch, everywhere=True)
+    return text, float(loss)
 
 
 def different_batches() -> str:

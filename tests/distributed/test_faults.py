@@ -101,6 +101,26 @@ def test_ranks_that_begin_different_steps_are_told(workers: Workers, tmp_path: P
         assert text.startswith("InputError: ranks must step alike, but the number of samples is ")
 
 
+@pytest.mark.parametrize(
+    ("what", "words"),
+    [
+        ("too many samples", "microbatches, but the plan was made for"),
+        ("another type", "is of type torch.float64"),
+        ("another shape", "only dimension 0 may differ"),
+        ("an evaluation", "only dimension 0 may differ"),
+        ("no gradients", "gradients are switched off"),
+    ],
+)
+def test_what_one_rank_refuses_the_others_refuse_too(
+    workers: Workers, tmp_path: Path, what: str, words: str
+) -> None:
+    *others, (own, loss) = workers.run(3, jobs.refused_by_one, what, folder=str(tmp_path))
+    assert own.startswith("InputError: ") and words in own
+    for text, same in others:
+        assert text == own.replace("InputError: ", "InputError: rank 2 refuses what it was given: ")
+        assert same == loss
+
+
 def test_the_culprit_is_of_the_surest_kind() -> None:
     waits = RankState(begun=3, name="step 2", phase="waiting", action="0B0", peer=1)
     hangs = RankState(begun=3, phase="computing", action="1F1")

@@ -29,7 +29,7 @@ from pipecompile.frontend.target import Target
 from pipecompile.frontend.target_capture import capture_target
 from pipecompile.ir.links import FREE
 from pipecompile.ir.plan import GRANULARITIES
-from pipecompile.partition.multilevel import solve_multilevel, with_groups
+from pipecompile.partition.multilevel_solver import solve_multilevel, with_groups
 from pipecompile.partition.problem import PartitionProblem
 from pipecompile.partition.result import Partition
 from pipecompile.partition.solver import solve

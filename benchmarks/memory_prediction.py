@@ -35,10 +35,10 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from benchmarks.command_line import chosen_names
 from benchmarks.models import CONVOLUTIONAL, MODELS
-from pipecompile.api.compile import pipecompile
+from pipecompile.api.compilation import pipecompile
 from pipecompile.frontend.target import Target
 from pipecompile.runtime.shards import local_part
-from pipecompile.schedule.named import MAY_SPLIT
+from pipecompile.schedule.named_orders import MAY_SPLIT
 from pipecompile.training.pipeline import Pipeline
 from tests.allocations import events
 from tests.distributed.workers import Workers

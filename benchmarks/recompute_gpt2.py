@@ -30,7 +30,7 @@ import transformers
 
 from benchmarks.command_line import parser_of
 from benchmarks.memory_prediction import GLOO_SECONDS, peak_allocation, resident
-from pipecompile.api.compile import pipecompile
+from pipecompile.api.compilation import pipecompile
 from pipecompile.api.target import load_target
 from pipecompile.frontend.target import Target
 from pipecompile.ir.plan import Plan

@@ -29,7 +29,7 @@ import torch.distributed as dist
 from torch import nn
 
 from benchmarks.command_line import no_arguments
-from pipecompile.api.compile import pipecompile
+from pipecompile.api.compilation import pipecompile
 from pipecompile.ir.schedule import Action
 from pipecompile.runtime.action_recorder import ActionRecorder
 from pipecompile.training.pipeline import Pipeline

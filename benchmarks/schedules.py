@@ -28,7 +28,7 @@ from benchmarks.command_line import chosen_names
 from pipecompile.ir.schedule_problem import ScheduleProblem
 from pipecompile.ir.serialization import read
 from pipecompile.schedule.check import check_schedule
-from pipecompile.schedule.named import generate
+from pipecompile.schedule.named_orders import generate
 from pipecompile.schedule.placement import place
 from pipecompile.schedule.problem import PlacedProblem, StageCosts, placed_problem
 from pipecompile.schedule.search import NamedResult, SearchResult, best_named, search

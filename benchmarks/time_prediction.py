@@ -29,8 +29,8 @@ import torch.distributed as dist
 
 from benchmarks.command_line import no_arguments
 from benchmarks.models import MODELS
-from pipecompile.api.compile import pipecompile
-from pipecompile.api.verify import reference_for
+from pipecompile.api.compilation import pipecompile
+from pipecompile.api.verification import reference_for
 from pipecompile.frontend.target import Target
 from pipecompile.ir.plan import Plan
 from pipecompile.runtime.probe import measure_links

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from benchmarks.command_line import chosen_names
-from pipecompile.api.verify import verify
+from pipecompile.api.verification import verify
 from pipecompile.frontend.target import Target
 from tests.zoo.models import MODELS
 

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from examples.models import gpt2_small
 from pipecompile import Plan, pipecompile
 from pipecompile.api.report import picture_of, text_of, trace_of
-from pipecompile.api.verify import Comparison, compare, reference_for
+from pipecompile.api.verification import Comparison, compare, reference_for
 from pipecompile.frontend.target import Target
 from pipecompile.ir.serialization import encode, write
 

@@ -24,7 +24,7 @@ from pipecompile.errors import (
 
 if TYPE_CHECKING:
     from pipecompile.api.choices import Choices
-    from pipecompile.api.compile import pipecompile
+    from pipecompile.api.compilation import pipecompile
     from pipecompile.ir.encodings import Encoding
     from pipecompile.ir.options import Objective, OptimizerName, PlacementShape, ScheduleName
     from pipecompile.ir.plan import Granularity, Plan, Recompute
@@ -75,7 +75,7 @@ _HOMES = {
     "Recompute": "pipecompile.ir.plan",
     "RecordedRun": "pipecompile.ir.recorded_run",
     "ScheduleName": "pipecompile.ir.options",
-    "pipecompile": "pipecompile.api.compile",
+    "pipecompile": "pipecompile.api.compilation",
 }
 
 # A library is quiet until the program that uses it sets up logging. Each room has a logger of its

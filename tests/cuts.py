@@ -230,7 +230,7 @@ def _extras(problem: PartitionProblem, assignment: dict[str, int]) -> list[int]:
     return [
         memory.price(
             StageCandidate(
-                stage=s, before=(), nodes=members[s], in_flight=memory.in_flight[s], budget=0
+                stage=s, before=(), nodes=members[s], in_flight=memory.in_flight[s], cap=0
             )
         ).ns
         or 0

@@ -10,14 +10,14 @@ from torch import Tensor
 
 from pipecompile.api.options import options_for
 from pipecompile.api.plan import make_plan
-from pipecompile.api.verify import Comparison, compare, reference_for
+from pipecompile.api.verification import Comparison, compare, reference_for
 from pipecompile.frontend.target import Target
 from pipecompile.frontend.target_capture import Captured, capture_target
 from pipecompile.ir.plan import Options, Plan
 from pipecompile.ir.schedule import Action, Kind, Schedule
 from pipecompile.ir.serialization import decode, encode
 from pipecompile.runtime import world
-from pipecompile.schedule.named import generate
+from pipecompile.schedule.named_orders import generate
 from pipecompile.schedule.placement import place
 from pipecompile.schedule.stages import problem_of_stages
 from pipecompile.schedule.transfers import add_transfers

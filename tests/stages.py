@@ -20,7 +20,7 @@ from pipecompile.passes.autograd_context import EnterContexts
 from pipecompile.passes.contract import apply_passes
 from pipecompile.passes.group import Group
 from pipecompile.passes.seed import Seed
-from pipecompile.runtime.local import step
+from pipecompile.runtime.one_process import step
 from pipecompile.runtime.rank_step import Minibatch
 from pipecompile.runtime.stage import EagerStage
 

@@ -185,10 +185,10 @@ def test_check_of_a_plan_over_its_limits(plan_file: str, form: str) -> None:
         assert any("rank 3 may need" in line for line in lines)
 
 
-def test_check_holds_each_rank_to_its_budget_and_the_plan_to_its_policy(plan_file: str) -> None:
+def test_check_holds_each_rank_to_its_cap_and_the_plan_to_its_policy(plan_file: str) -> None:
     needed = [rank.total.bound for rank in read(plan_file, Plan).prediction.memory]
-    budgets = ",".join(map(str, needed))
-    assert invoke("check", plan_file, "--memory", budgets, "--recompute", "none").exit_code == 0
+    caps = ",".join(map(str, needed))
+    assert invoke("check", plan_file, "--memory", caps, "--recompute", "none").exit_code == 0
     short = ",".join(map(str, [*needed[:2], needed[2] - 1, needed[3]]))
     result = invoke("check", plan_file, "--memory", short, "--recompute", "auto")
     assert result.exit_code == 1

@@ -1,7 +1,7 @@
 """One rank of a plan run alone on a device, with recorded receives.
 
 First all stages run here once, and what crosses their boundaries is recorded in host memory. Then
-a rank runs its row of the schedule as `runtime/distributed.py` does on a rank of its own:
+a rank runs its row of the schedule as `runtime/distributed_pipeline.py` does on a rank of its own:
 
     RECV          a buffer is made, and filled with what was recorded
     F, R, B, I, W the stage's calls, in the order of the row

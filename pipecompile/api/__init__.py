@@ -1,6 +1,6 @@
 """It composes the phases, one file for each thing that a user asks for.
 
-`compile.py` reads from top to bottom as the pipeline itself, and calls, in this order:
+`compilation.py` reads from top to bottom as the pipeline itself, and calls, in this order:
 
     choices, options       what is asked of a plan, checked without and with the model
     costs                  what the nodes of the graph take

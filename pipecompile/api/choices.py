@@ -19,8 +19,8 @@ from pipecompile.ir.options import (
 )
 from pipecompile.ir.plan import Options
 from pipecompile.ir.serialization import read
-from pipecompile.ir.size import parse_budget
-from pipecompile.schedule.named import ASYNCHRONOUS, MAY_SPLIT, required_placement
+from pipecompile.ir.size import parse_caps
+from pipecompile.schedule.named_orders import ASYNCHRONOUS, MAY_SPLIT, required_placement
 from pipecompile.schedule.selection import placements
 
 __all__ = ["Choices", "check_names", "requested_options", "unknown_costs"]
@@ -100,7 +100,7 @@ def _checked_value(option: Option, value: Any) -> Any:
     if value is None and option.default is None:
         return None
     if option.name == "memory":
-        return parse_budget(value)
+        return parse_caps(value)
     if option.type == int | None:
         # Not isinstance: True is an int too, but no number of stages.
         if type(value) is not int:

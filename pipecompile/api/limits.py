@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from pipecompile.ir.finding import Finding
 from pipecompile.ir.plan import Plan
-from pipecompile.ir.size import budgets, size_text
+from pipecompile.ir.size import caps_by_rank, size_text
 
 __all__ = ["check_limits"]
 
@@ -21,7 +21,7 @@ def check_limits(
 ) -> list[Finding]:
     """Return one finding for each limit that is given, passed or not; for memory one for each rank.
 
-    `memory_bytes` is the budget of every rank, or one for each: InputError if there are other
+    `memory_bytes` is the cap of every rank, or one for each: InputError if there are other
     ranks. `recompute` is the policy by which the plan was to be made.
     """
     findings = []
@@ -30,7 +30,7 @@ def check_limits(
     if max_bubble is not None:
         findings.append(_bubble(plan, max_bubble))
     if memory_bytes is not None:
-        findings.extend(_memory(plan, budgets(memory_bytes, plan.ranks)))
+        findings.extend(_memory(plan, caps_by_rank(memory_bytes, plan.ranks)))
     if recompute is not None:
         findings.append(_recompute(plan, recompute))
     return findings

@@ -26,7 +26,7 @@ from pipecompile.ir.size import parse_bytes
 from pipecompile.partition.problem import MemoryConstraint, PartitionProblem
 from pipecompile.partition.result import Partition
 from pipecompile.partition.solver import solve
-from pipecompile.schedule.named import peak_in_flight, required_placement
+from pipecompile.schedule.named_orders import peak_in_flight, required_placement
 
 __all__ = ["CutRequest", "links_from_options", "partition"]
 

@@ -39,7 +39,7 @@ from pipecompile.partition.summation import gradient_sum_order
 from pipecompile.recompute.planner import RecomputePlanner
 from pipecompile.recompute.policies import StageSlice
 from pipecompile.recompute.stages import stages_of
-from pipecompile.schedule.named import MAY_SPLIT
+from pipecompile.schedule.named_orders import MAY_SPLIT
 from pipecompile.schedule.selection import (
     in_flight_counts,
     named_schedule,
@@ -191,15 +191,15 @@ def _price(planner: RecomputePlanner, one_in_flight: bool) -> Callable[[StageCan
     may_find_none = options.recompute == "auto" or bool(options.encodings)
 
     def price(candidate: StageCandidate) -> Price:
-        """Return the extra time that a stage needs to fit its budget, with its lower bound."""
+        """Return the extra time that a stage needs to fit its cap, with its lower bound."""
         piece = StageSlice(candidate.stage, candidate.before, candidate.nodes)
-        recompute = planner.of(piece, candidate.budget)
+        recompute = planner.of(piece, candidate.cap)
         if recompute is None:
             # The planner's search is no proof that nothing fits.
             return Price(None, 0 if may_find_none else None)
         excess = rank_excess_bytes(
             graph,
-            msgspec.structs.replace(options, memory_bytes=candidate.budget),
+            msgspec.structs.replace(options, memory_bytes=candidate.cap),
             placement,
             {candidate.stage: recompute.footprint},
             (candidate.stage,) if recompute.kind in WHOLE_STAGE else (),

@@ -9,7 +9,7 @@ from pipecompile.ir.plan import Options
 from pipecompile.memory_model.snapshots import Snapshot
 from pipecompile.recompute.planner import RecomputePlanner
 from pipecompile.recompute.schedule_view import ScheduleView
-from pipecompile.schedule.named import MAY_SPLIT
+from pipecompile.schedule.named_orders import MAY_SPLIT
 from pipecompile.schedule.selection import in_flight_counts, representative_schedule, snapshots_of
 
 __all__ = ["recompute_planner"]

@@ -29,7 +29,7 @@ from pipecompile.memory_model.live_ranges import LiveRanges
 from pipecompile.memory_model.stage import footprint_of
 from pipecompile.runtime import world
 from pipecompile.schedule.stages import memory_by_rank
-from pipecompile.training.materialise import lacks_values
+from pipecompile.training.materialisation import lacks_values
 from pipecompile.training.program import DeclaredShape
 
 __all__ = ["declared_shapes"]

@@ -13,7 +13,7 @@ from pipecompile.ir.plan import Options, Ordering, Plan, Recompute, Stage
 from pipecompile.ir.schedule import Schedule
 from pipecompile.ir.size import size_text
 from pipecompile.schedule.check import check_schedule
-from pipecompile.schedule.named import MAY_SPLIT
+from pipecompile.schedule.named_orders import MAY_SPLIT
 from pipecompile.schedule.problem import PlacedProblem
 from pipecompile.schedule.selection import (
     named_schedule,

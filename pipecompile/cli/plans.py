@@ -13,7 +13,7 @@ from pipecompile.cli.answers import FINE, NO, AnswerCommand, framed, print_findi
 from pipecompile.cli.options import OneOf, format_option
 from pipecompile.ir.plan import RECOMPUTES, Plan
 from pipecompile.ir.serialization import check_writable, encode, read, write
-from pipecompile.ir.size import parse_budget
+from pipecompile.ir.size import parse_caps
 
 __all__ = ["check", "print_plan", "show", "simulate", "view"]
 
@@ -98,8 +98,8 @@ def check(path: str, target: str | None, form: str, memory: str | None, **limits
 
     factory = None if target is None else Factory.of(target)
     plan = read(path, Plan)
-    budget = None if memory is None else parse_budget(memory)
-    checks = check_limits(plan, memory_bytes=budget, **limits)
+    caps = None if memory is None else parse_caps(memory)
+    checks = check_limits(plan, memory_bytes=caps, **limits)
     faults = findings(plan)
     sound = Finding(
         code="schedule", passed=True, message="sound: schedule, stages and prediction agree"

@@ -32,7 +32,7 @@ def compare(path: str, run_path: str, page: str | None, trace_path: str | None, 
     """Predicted against measured: PLAN and a RUN of it that `Pipeline.record()` wrote, by kind of
     action, stage and rank, and the ten actions that differ most.
     """
-    from pipecompile.api.compare import (
+    from pipecompile.api.comparison import (
         comparison_figures,
         comparison_of,
         comparison_text,

@@ -126,7 +126,7 @@ def verify(target: str, form: str, **options: Any) -> int:
     links_for(requested_options(**choices), options["links"])
     # Only now is PyTorch imported.
     from pipecompile.api.target import target_of
-    from pipecompile.api.verify import verify as compare
+    from pipecompile.api.verification import verify as compare
     from pipecompile.cli.verdict import figures, text
 
     compared_plan, comparisons = compare(target_of(factory), **options)
@@ -209,7 +209,7 @@ def calibrate(
 
 def _correct(plan_path: str, run_path: str, *, output: str | None, form: str) -> int:
     """Write and print the device of a plan, corrected by a run of it. Needs no PyTorch."""
-    from pipecompile.api.compare import comparison_of
+    from pipecompile.api.comparison import comparison_of
     from pipecompile.api.device_correction import corrected_device, ratios_text
 
     comparison = comparison_of(read(plan_path, Plan), read(run_path, RecordedRun))

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from pipecompile.api.verify import HALF_TOLERANCE, Comparison
-from pipecompile.ir.counted import counted
+from pipecompile.api.verification import HALF_TOLERANCE, Comparison
 from pipecompile.ir.plan import Plan
+from pipecompile.ir.plurals import counted
 
 __all__ = ["figures", "text"]
 

@@ -10,15 +10,15 @@ from itertools import chain
 from typing import Literal, get_args
 
 from pipecompile.ir.amount import AllocatorName
-from pipecompile.ir.counted import counted
 from pipecompile.ir.encodings import Encoding
 from pipecompile.ir.footprint import Footprint
 from pipecompile.ir.graph import TimeUnit
 from pipecompile.ir.links import Links
+from pipecompile.ir.plurals import counted
 from pipecompile.ir.rank_memory import RankMemory
 from pipecompile.ir.schedule import Idle, Schedule
 from pipecompile.ir.serialization import FileValue, NonNegative, Positive, Value
-from pipecompile.ir.size import budgets
+from pipecompile.ir.size import caps_by_rank
 
 __all__ = [
     "GRANULARITIES",
@@ -90,7 +90,7 @@ class Options(Value, frozen=True, kw_only=True):
 
         InputError if they are listed for another number of ranks.
         """
-        return None if self.memory_bytes is None else budgets(self.memory_bytes, ranks)
+        return None if self.memory_bytes is None else caps_by_rank(self.memory_bytes, ranks)
 
 
 class Fingerprint(Value, frozen=True, kw_only=True):

@@ -7,7 +7,14 @@ from collections.abc import Sequence
 
 from pipecompile.errors import InputError
 
-__all__ = ["budgets", "exact_size_text", "option_text", "parse_budget", "parse_bytes", "size_text"]
+__all__ = [
+    "caps_by_rank",
+    "exact_size_text",
+    "option_text",
+    "parse_bytes",
+    "parse_caps",
+    "size_text",
+]
 
 UNITS = {
     "B": 1,
@@ -34,7 +41,7 @@ def parse_bytes(size: int | str) -> int:
     return int(float(match[1]) * UNITS[match[2] or "B"])
 
 
-def parse_budget(memory: int | str | Sequence[int | str]) -> int | tuple[int, ...]:
+def parse_caps(memory: int | str | Sequence[int | str]) -> int | tuple[int, ...]:
     """Return the cap of all ranks in bytes, or the cap of each: text lists them as 16GiB,24GiB."""
     if isinstance(memory, str) and "," in memory:
         text, memory = memory, memory.split(",")
@@ -47,7 +54,7 @@ def parse_budget(memory: int | str | Sequence[int | str]) -> int | tuple[int, ..
     return tuple(map(parse_bytes, memory))
 
 
-def budgets(memory_bytes: int | tuple[int, ...], ranks: int) -> tuple[int, ...]:
+def caps_by_rank(memory_bytes: int | tuple[int, ...], ranks: int) -> tuple[int, ...]:
     """Return the cap of each rank; InputError if a list is of another length."""
     if isinstance(memory_bytes, int):
         return (memory_bytes,) * ranks

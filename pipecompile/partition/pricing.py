@@ -116,7 +116,7 @@ class Pricing:
                 before=tuple(name for unit in before.nonzero()[0] for name in units[unit]),
                 nodes=tuple(name for unit in inside.nonzero()[0] for name in units[unit]),
                 in_flight=memory.in_flight[stage],
-                budget=memory.caps[self.problem.stage_ranks[stage]],
+                cap=memory.caps[self.problem.stage_ranks[stage]],
             )
         )
         self.prices[key] = price

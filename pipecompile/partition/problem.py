@@ -42,18 +42,18 @@ class StageCandidate:
     """A stage that a search considers.
 
     `before` are the nodes of all earlier stages, `in_flight` the microbatches that the stage holds
-    at most, and `budget` the bytes that its rank may hold.
+    at most, and `cap` the bytes that its rank may hold.
     """
 
     stage: int
     before: tuple[str, ...]
     nodes: tuple[str, ...]
     in_flight: int
-    budget: int
+    cap: int
 
 
 class Price(NamedTuple):
-    """The time that a stage spends per microbatch to fit its budget.
+    """The time that a stage spends per microbatch to fit its cap.
 
     `ns` is None if it cannot fit; `least` is a proven lower bound of `ns`, None if it is proven
     that the stage cannot fit.
@@ -86,7 +86,7 @@ class MemoryConstraint:
 
     With `price` that sum, and `boundary_buffers` on top of it, is only a lower bound of what a
     stage holds: `price(candidate)` then says how many ns the stage spends per microbatch to fit its
-    budget, for example by recompute. That price has a lower bound of its own: the bytes that the
+    cap, for example by recompute. That price has a lower bound of its own: the bytes that the
     stage would hold over its cap, if it kept everything, must be freed from the classes of
     `freeable`, the cheapest first and for each microbatch in flight.
     """
@@ -209,7 +209,7 @@ class PartitionProblem:
             return
         if len(self.memory.caps) != self.ranks or len(self.memory.in_flight) != self.k:
             raise InputError(f"memory must be given for {self.ranks} ranks and {self.k} stages")
-        # The price of a stage depends on its budget, which other stages of its rank would share.
+        # The price of a stage depends on its cap, which other stages of its rank would share.
         if self.memory.price is not None and self.ranks != self.k:
             raise InputError(
                 "stages that share a rank cannot be priced one by one; give each stage its rank"

@@ -8,7 +8,7 @@
 from __future__ import annotations
 
 from pipecompile.partition.budget import SECONDS
-from pipecompile.partition.flat import solve_flat
+from pipecompile.partition.flat_solver import solve_flat
 from pipecompile.partition.problem import PartitionProblem
 from pipecompile.partition.result import Partition
 
@@ -28,7 +28,7 @@ def solve(
     """
     if problem.granularity == "auto":
         # Imported where it is needed: it brings in OR-tools, which takes a second to load.
-        from pipecompile.partition.multilevel import solve_multilevel
+        from pipecompile.partition.multilevel_solver import solve_multilevel
 
         return solve_multilevel(problem, seconds, explained=explained)[0]
     return solve_flat(problem, seconds=seconds, explained=explained)

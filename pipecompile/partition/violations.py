@@ -54,7 +54,7 @@ def _unit_violations(problem: PartitionProblem, assignment: Mapping[str, int]) -
 
 
 def _memory_violations(problem: PartitionProblem, members: list[list[str]]) -> Iterator[str]:
-    """Yield each rank that is over its cap, and each stage that nothing lets fit its budget."""
+    """Yield each rank that is over its cap, and each stage that nothing lets fit its cap."""
     memory = problem.memory
     if memory is None:
         return
@@ -73,7 +73,7 @@ def _memory_violations(problem: PartitionProblem, members: list[list[str]]) -> I
             before=tuple(name for names in members[:stage] for name in names),
             nodes=tuple(members[stage]),
             in_flight=memory.in_flight[stage],
-            budget=memory.caps[problem.stage_ranks[stage]],
+            cap=memory.caps[problem.stage_ranks[stage]],
         )
         if memory.price(candidate).ns is None:
-            yield f"stage {stage} cannot fit its budget"
+            yield f"stage {stage} cannot fit its cap"

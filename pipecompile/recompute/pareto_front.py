@@ -105,7 +105,7 @@ def _undominated(front: ParetoFront, rows: Numbers) -> Numbers:
 def _spread(front: ParetoFront, rows: Numbers, most: int) -> Numbers:
     """Return about `most` rows: the fastest of each cell of a grid over kept bytes and peak.
 
-    The rows that keep least, peak least, and have the least sum of both always stay: budgets that
+    The rows that keep least, peak least, and have the least sum of both always stay: caps that
     hardly anything fits are decided by these.
     """
     cells = max(2, int(most**0.5))

@@ -8,7 +8,7 @@ from functools import cached_property
 
 from pipecompile.ir.graph import CostGraph
 from pipecompile.ir.plan import Options
-from pipecompile.recompute.budget import StageBudget
+from pipecompile.recompute.capped_stage import CappedStage
 from pipecompile.recompute.policies import (
     NamedPolicy,
     RecomputePolicies,
@@ -140,33 +140,33 @@ class RecomputePlanner:
 
     def _of(self, piece: StageSlice, cap: int | None) -> StageRecompute | None:
         plain, policy = self.policies.plain(piece), self.options.recompute
-        budget = None if cap is None else StageBudget(self.policies, piece, cap, self.settled)
+        capped = None if cap is None else CappedStage(self.policies, piece, cap, self.settled)
         recompute: StageRecompute | None
         # Only where it decides is a stage held against its cap: one of several on a rank cannot be.
         if policy != "auto":
             recompute = self.policies.by_name(piece, policy, plain)
-        elif budget is None or budget.fits(plain):
+        elif capped is None or capped.fits(plain):
             recompute = plain
         else:
-            recompute = self._cheapest(budget, plain)
-        if not self.options.encodings or budget is None or budget.fits(plain):
+            recompute = self._cheapest(capped, plain)
+        if not self.options.encodings or capped is None or capped.fits(plain):
             return recompute
-        return budget.or_encoded(recompute, plain)
+        return capped.or_encoded(recompute, plain)
 
-    def _cheapest(self, budget: StageBudget, plain: StageRecompute) -> StageRecompute | None:
+    def _cheapest(self, capped: CappedStage, plain: StageRecompute) -> StageRecompute | None:
         """Return the cheapest of: the whole stage, all microbatches but the last, regions."""
         # Of the last stage this is `plain`, which does not fit.
-        whole = self.policies.by_name(budget.piece, "stage", plain)
+        whole = self.policies.by_name(capped.piece, "stage", plain)
         if not self.view.may_split:
             whole = whole._replace(least=0)  # regions may take less
-        fitting = [whole] if budget.fits(whole) else []
+        fitting = [whole] if capped.fits(whole) else []
         if not self.view.may_split and not (fitting and self.waiting):
-            regions = budget.regions(plain)
+            regions = capped.regions(plain)
             if regions is not None:
                 fitting.insert(0, regions)
         if fitting and self._may_spare_last:
-            spared = self.policies.by_name(budget.piece, "except-last", plain)._replace(least=0)
-            if budget.fits(spared):
+            spared = self.policies.by_name(capped.piece, "except-last", plain)._replace(least=0)
+            if capped.fits(spared):
                 fitting.append(spared)
         microbatches = self.options.microbatches
         return min(fitting, key=lambda each: each.mean_ns(microbatches), default=None)

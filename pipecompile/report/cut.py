@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
-from pipecompile.ir.counted import counted
 from pipecompile.ir.cut import Cut
 from pipecompile.ir.duration import time_text, time_with_unit
+from pipecompile.ir.plurals import counted
 from pipecompile.report.tables import DrawTable, bar, plain_table
 from pipecompile.report.units import (
     RELATIVE_NOTE,

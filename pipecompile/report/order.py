@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from pipecompile.ir.counted import counted
 from pipecompile.ir.duration import time_text, time_with_unit
 from pipecompile.ir.graph import TimeUnit
+from pipecompile.ir.plurals import counted
 from pipecompile.ir.schedule import Timeline
 from pipecompile.ir.schedule_problem import NamedOrder, Order
 from pipecompile.ir.size import size_text

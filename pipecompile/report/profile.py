@@ -13,8 +13,8 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from pipecompile.ir.counted import counted
 from pipecompile.ir.graph import CostGraph, Node, TimeUnit
+from pipecompile.ir.plurals import counted
 from pipecompile.memory_model.optimizer import optimizer_bytes
 
 __all__ = ["Profile", "Row", "large_rows", "profile_figures", "profile_of", "time_of"]

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import chain
 
-from pipecompile.ir.counted import counted
 from pipecompile.ir.duration import time_text
 from pipecompile.ir.plan import Plan, Stage
+from pipecompile.ir.plurals import counted
 from pipecompile.report.units import percent
 
 __all__ = [

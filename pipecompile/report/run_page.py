@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pipecompile.ir.counted import counted
+from pipecompile.ir.plurals import counted
 from pipecompile.report.recompute import recompute_shares
 from pipecompile.report.run_comparison import RunComparison
 from pipecompile.report.run_text import (

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from pipecompile.ir.counted import counted
 from pipecompile.ir.duration import time_text
+from pipecompile.ir.plurals import counted
 from pipecompile.ir.schedule import Kind
 from pipecompile.ir.size import size_text
 from pipecompile.report.recompute import recompute_shares

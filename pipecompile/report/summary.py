@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator
 from itertools import takewhile
 
-from pipecompile.ir.counted import counted
 from pipecompile.ir.duration import time_text, time_with_unit
 from pipecompile.ir.encodings import ENCODINGS
 from pipecompile.ir.links import Link
 from pipecompile.ir.plan import Plan, Stage
+from pipecompile.ir.plurals import counted
 from pipecompile.ir.size import size_text
 from pipecompile.report.links import links_text, overhead_texts
 from pipecompile.report.memory import (

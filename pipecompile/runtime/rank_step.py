@@ -1,8 +1,8 @@
 """What one process does in one step: it performs the actions of a schedule, one after the other.
 
-The runtime in one process (local.py) performs the actions of all ranks; under torchrun
-(distributed.py) a process performs its own rank's. Stages of one process hand tensors to each
-other; a tensor for a stage elsewhere waits in a table until its SEND:
+In one process (one_process.py) the actions of all ranks are performed; under torchrun each process
+(distributed_pipeline.py) performs its own rank's. Stages of one process hand tensors to each other;
+a tensor for a stage elsewhere waits in a table until its SEND:
 
     0F0 ──▶ values[1, 0] ──▶ 1F0               both stages here
     0F0 ──▶ outgoing ──▶ 0SEND_F0 ··· 1RECV_F0 ──▶ 1F0        stage 1 elsewhere

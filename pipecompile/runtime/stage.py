@@ -6,8 +6,8 @@
     backward_weight(parts)                                    parameter gradients go to `.grad`
 
 `backward_input` and `backward_weight` are a split backward: together they do what `backward` does.
-The runtime in one process (local.py), the one under torchrun (distributed.py) and the timing of
-stages (timing.py) use the same stages.
+The runtime in one process (one_process.py), that under torchrun (distributed_pipeline.py) and the
+timing of stages (timing.py) use the same stages.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ from itertools import product
 from pathlib import Path
 
 from pipecompile.errors import InputError, ScheduleError
-from pipecompile.ir.counted import counted
+from pipecompile.ir.plurals import counted
 from pipecompile.ir.schedule import Action, Kind, Schedule
 from pipecompile.ir.schedule_problem import ScheduleProblem
 from pipecompile.schedule.torch_csv import read_csv

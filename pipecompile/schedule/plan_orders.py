@@ -5,7 +5,7 @@ from __future__ import annotations
 from pipecompile.ir.plan import Plan
 from pipecompile.ir.schedule import Action, Schedule
 from pipecompile.schedule.dependencies import compute_dependencies, dependency_order
-from pipecompile.schedule.named import generate
+from pipecompile.schedule.named_orders import generate
 from pipecompile.schedule.problem import PlacedProblem
 from pipecompile.schedule.stages import problem_of_stages
 from pipecompile.schedule.transfers import add_transfers

@@ -19,7 +19,7 @@ from pipecompile.ir.schedule import BACKWARDS, Schedule, Timeline
 from pipecompile.ir.schedule_problem import NamedOrder, Order, ScheduleProblem
 from pipecompile.ir.serialization import read
 from pipecompile.schedule.check import check_schedule
-from pipecompile.schedule.named import NAMES, SPLIT, generate, required_placement
+from pipecompile.schedule.named_orders import NAMES, SPLIT, generate, required_placement
 from pipecompile.schedule.order_file import read_order
 from pipecompile.schedule.placement import SHAPES, place, shapes_of
 from pipecompile.schedule.problem import PlacedProblem, placed_problem

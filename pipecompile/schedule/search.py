@@ -15,7 +15,7 @@ from pipecompile.ir.size import size_text
 from pipecompile.schedule.hill_climbing import objective_ns
 from pipecompile.schedule.instance import ScheduleInstance
 from pipecompile.schedule.lower_bound import lower_bound
-from pipecompile.schedule.named import SPLIT, fitting_names, generate
+from pipecompile.schedule.named_orders import SPLIT, fitting_names, generate
 from pipecompile.schedule.order_search import OPERATIONS_PER_SECOND, OrderSearch
 from pipecompile.schedule.problem import PlacedProblem
 from pipecompile.schedule.recompute import add_recomputes, move_recomputes

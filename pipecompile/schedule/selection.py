@@ -16,7 +16,7 @@ from pipecompile.ir.plan import Options, Ordering, Stage
 from pipecompile.ir.schedule import Schedule
 from pipecompile.memory_model.snapshots import Snapshot, peak_snapshots
 from pipecompile.schedule.check import check_schedule
-from pipecompile.schedule.named import (
+from pipecompile.schedule.named_orders import (
     ASYNCHRONOUS,
     NAMES,
     SPLIT,

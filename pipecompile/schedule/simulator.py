@@ -27,7 +27,7 @@ from pipecompile.errors import InputError
 from pipecompile.ir.plan import Plan
 from pipecompile.ir.schedule import WEIGHT_GRADIENT_KINDS, Action, Event, Kind, Schedule, Timeline
 from pipecompile.schedule.execution import execute
-from pipecompile.schedule.idle import idle_of
+from pipecompile.schedule.idle_time import idle_of
 from pipecompile.schedule.problem import PlacedProblem
 from pipecompile.schedule.stages import problem_of_plan
 

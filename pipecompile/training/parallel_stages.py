@@ -26,7 +26,7 @@ from pipecompile.runtime.local_share import LocalShare
 from pipecompile.runtime.sharded_stages import ShardedStages
 from pipecompile.runtime.shards import Shard, shard_of
 from pipecompile.runtime.watch import StepWatch
-from pipecompile.training.materialise import bind
+from pipecompile.training.materialisation import bind
 from pipecompile.training.program import Program
 
 __all__ = ["ParallelStages", "Parallelize", "first_holders", "refuse_parallelize"]

@@ -34,7 +34,7 @@ from pipecompile.schedule.simulator import simulate_plan
 from pipecompile.training.batch_reader import BatchReader, CutBatch
 from pipecompile.training.checkpoint import Checkpoint
 from pipecompile.training.held_model import HeldModel
-from pipecompile.training.materialise import allocate, check_all_set, initialise, lacks_values
+from pipecompile.training.materialisation import allocate, check_all_set, initialise, lacks_values
 from pipecompile.training.parallel_stages import Parallelize, refuse_parallelize
 from pipecompile.training.program import DeclaredShape, Program, Programs
 from pipecompile.training.run_conditions import (

@@ -31,7 +31,7 @@ from pipecompile.passes.contract import apply_passes
 from pipecompile.passes.device_constants import LeaveMeta
 from pipecompile.runtime.local_share import LocalShare
 from pipecompile.runtime.messages import BoundaryShape
-from pipecompile.training.materialise import bind, on_meta
+from pipecompile.training.materialisation import bind, on_meta
 
 __all__ = ["DeclaredShape", "Program", "Programs"]
 

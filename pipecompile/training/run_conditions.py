@@ -9,8 +9,8 @@ from itertools import chain
 from torch import nn
 
 from pipecompile.errors import InputError
-from pipecompile.ir.counted import counted
 from pipecompile.ir.plan import Plan
+from pipecompile.ir.plurals import counted
 from pipecompile.runtime import world
 from pipecompile.runtime.place import RankPlace
 from pipecompile.runtime.shards import local_part, rows_of

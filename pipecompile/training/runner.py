@@ -17,8 +17,8 @@ from pipecompile.errors import InputError, PipecompileError
 from pipecompile.frontend.target import Target
 from pipecompile.ir.plan import Plan
 from pipecompile.ir.schedule import Schedule
-from pipecompile.runtime import local, world
-from pipecompile.runtime.distributed import DistributedPipeline, SizedStages
+from pipecompile.runtime import one_process, world
+from pipecompile.runtime.distributed_pipeline import DistributedPipeline, SizedStages
 from pipecompile.runtime.gradients import spread_overflow
 from pipecompile.runtime.local_share import LocalShare
 from pipecompile.runtime.norm import total_norm
@@ -145,7 +145,7 @@ class Runner:
         if self.watch is None:
             order = self._orders.actions(schedule)
             smaller = None if remainder is None else self._local_stages(remainder)
-            return local.step(self._local_stages(program), order, batch, observers, smaller)
+            return one_process.step(self._local_stages(program), order, batch, observers, smaller)
         agreement = self._agreement.of_step(program, batch, self.watch, flags)
         sums = self._replica_sums(program) if reduces else None
         with self._sharded() as sharded:
@@ -193,7 +193,7 @@ class Runner:
                     with_loss=with_loss,
                     remainder=smaller,
                 )
-        return local.evaluate(
+        return one_process.evaluate(
             self._local_stages(program),
             batch,
             with_loss=with_loss,

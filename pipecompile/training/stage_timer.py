@@ -42,7 +42,7 @@ from pipecompile.runtime.timing import (
     with_whole_backwards,
 )
 from pipecompile.schedule.dependencies import compute_dependencies, dependency_order
-from pipecompile.schedule.named import MAY_SPLIT
+from pipecompile.schedule.named_orders import MAY_SPLIT
 from pipecompile.schedule.stages import problem_of_plan
 from pipecompile.training.program import Program
 

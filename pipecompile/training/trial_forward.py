@@ -16,7 +16,7 @@ from torch import Tensor
 from pipecompile.errors import InputError
 from pipecompile.graph.model_state import swapped_state
 from pipecompile.graph.random_streams import StreamKey
-from pipecompile.runtime.distributed import SizedStages
+from pipecompile.runtime.distributed_pipeline import SizedStages
 from pipecompile.runtime.messages import BoundaryShape
 from pipecompile.training.program import Program
 

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from pipecompile import InputError, pipecompile
-from pipecompile.api import verify as verifying
-from pipecompile.api.verify import verify
+from pipecompile.api import verification
+from pipecompile.api.verification import verify
 from pipecompile.frontend.signature import arguments_of
 from pipecompile.frontend.target import Target
 from pipecompile.ir.plan import Plan
@@ -83,7 +83,7 @@ def test_verify_compares_averages_of_the_minibatch(dropout: float) -> None:
 def test_verify_notices_averages_that_were_not_updated() -> None:
     model, x = images()
     target = Target(model, arguments_of(model, x), squares, None)
-    with patch.object(verifying, "minibatch_statistics", lambda: patch.dict({})):
+    with patch.object(verification, "minibatch_statistics", lambda: patch.dict({})):
         _, (found,) = verify(target, k=2, microbatches=4, batch_norm="minibatch", self_check=False)
     assert not found.passed
 

@@ -15,7 +15,7 @@ from torch.nn import functional
 from zoo import example, same
 
 from pipecompile import InputError, Pipeline, pipecompile
-from pipecompile.api.verify import reference_for
+from pipecompile.api.verification import reference_for
 from pipecompile.frontend.target import Target
 from pipecompile.runtime.batch_statistics import minibatch_statistics
 from tests.distributed.training_jobs import mixture

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pipecompile.api.compile import pipecompile
+from pipecompile.api.compilation import pipecompile
 from pipecompile.errors import CaptureError, InputError
 from pipecompile.training.pipeline import Pipeline
 

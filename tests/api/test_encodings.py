@@ -17,13 +17,13 @@ from torch.nn import functional
 from zoo import same
 
 from pipecompile import InfeasibleError, InputError
-from pipecompile.api.compile import pipecompile
+from pipecompile.api.compilation import pipecompile
 from pipecompile.api.costs import cost_graph
 from pipecompile.api.draft import draft, predicted
 from pipecompile.api.options import options_for
 from pipecompile.api.recompute import recompute_planner
 from pipecompile.api.soundness import findings
-from pipecompile.api.verify import verify
+from pipecompile.api.verification import verify
 from pipecompile.frontend.signature import Arguments
 from pipecompile.frontend.target import Target
 from pipecompile.frontend.target_capture import Captured, capture_target

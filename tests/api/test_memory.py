@@ -1,4 +1,4 @@
-"""Plans and what their ranks hold: optimizers, and budgets that are kept."""
+"""Plans and what their ranks hold: optimizers, and caps that are kept."""
 
 from __future__ import annotations
 

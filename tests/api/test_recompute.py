@@ -19,7 +19,7 @@ from pipecompile import InfeasibleError, InputError, pipecompile
 from pipecompile.api.options import options_for
 from pipecompile.api.plan import make_plan
 from pipecompile.api.soundness import findings
-from pipecompile.api.verify import compared, reference_for, verify
+from pipecompile.api.verification import compared, reference_for, verify
 from pipecompile.frontend.target import Target
 from pipecompile.frontend.target_capture import capture_target
 from pipecompile.ir.plan import EncodedNodes, Plan
@@ -94,7 +94,7 @@ def normed() -> Target:
 
 @pytest.mark.parametrize("recompute", ["none", "stage"])
 def test_regions_are_offered_where_nothing_less_fits(recompute: str) -> None:
-    """The last stage is over its budget, and only `auto` recomputes anything of it: that is
+    """The last stage is over its cap, and only `auto` recomputes anything of it: that is
     said, and true.
     """
     fitting = planned("unet", schedule="gpipe")

@@ -13,7 +13,7 @@ from pipecompile.ir.graph import CostGraph
 from pipecompile.ir.plan import Options, Recompute
 from pipecompile.recompute.planner import RecomputePlanner
 from pipecompile.recompute.policies import StageRecompute
-from pipecompile.schedule.named import MAY_SPLIT
+from pipecompile.schedule.named_orders import MAY_SPLIT
 from tests.ir.cost_graphs import cost_graphs, stages_of
 from tests.recompute.test_nested_regions import chains
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from pipecompile.api.compare import comparison_of, comparison_text, run_page, run_trace
-from pipecompile.api.compile import pipecompile
+from pipecompile.api.comparison import comparison_of, comparison_text, run_page, run_trace
+from pipecompile.api.compilation import pipecompile
 from pipecompile.api.device_correction import corrected_device
 from pipecompile.cost_models.device import load_device
 from pipecompile.errors import InputError

@@ -10,7 +10,7 @@ from examples import models
 from pipecompile.api.options import options_for
 from pipecompile.api.plan import make_plan
 from pipecompile.api.soundness import findings
-from pipecompile.api.verify import verify
+from pipecompile.api.verification import verify
 from pipecompile.frontend.target import Target
 from pipecompile.frontend.target_capture import capture_target
 from pipecompile.ir.plan import Plan

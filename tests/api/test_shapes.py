@@ -15,7 +15,7 @@ from torch.nn import functional
 from zoo import same
 
 from pipecompile import CaptureError, InputError, Pipeline, pipecompile
-from pipecompile.api.verify import Reference, reference_for
+from pipecompile.api.verification import Reference, reference_for
 from pipecompile.frontend.signature import arguments_of
 from pipecompile.frontend.target import Target
 from pipecompile.ir.size import size_text

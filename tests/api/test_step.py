@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from zoo import example, first, same
 
 from pipecompile import InputError, Pipeline, StalePlanError, pipecompile
-from pipecompile.api.verify import reference_for, verify
+from pipecompile.api.verification import reference_for, verify
 from pipecompile.frontend.target import Target
 from pipecompile.ir.serialization import encode, write
 from tests.sweeps import sweep

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from examples import models
-from pipecompile.api.compile import pipecompile
-from pipecompile.api.verify import verify
+from pipecompile.api.compilation import pipecompile
+from pipecompile.api.verification import verify
 from pipecompile.errors import (
     CaptureError,
     InfeasibleError,

@@ -15,11 +15,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from examples import models
 from pipecompile.api.choices import requested_options
-from pipecompile.api.compile import pipecompile
+from pipecompile.api.compilation import pipecompile
 from pipecompile.api.options import options_for
 from pipecompile.api.plan import make_plan
 from pipecompile.api.profile import profiled
-from pipecompile.api.verify import verify
+from pipecompile.api.verification import verify
 from pipecompile.errors import InputError
 from pipecompile.frontend.signature import Arguments
 from pipecompile.frontend.target import Target

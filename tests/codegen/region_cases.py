@@ -23,7 +23,7 @@ from pipecompile.graph.recomputability import RecomputeLimits, recompute_limits
 from pipecompile.ir.schedule import Action
 from pipecompile.passes.contract import apply_passes
 from pipecompile.passes.group import Group
-from pipecompile.runtime.local import step
+from pipecompile.runtime.one_process import step
 from pipecompile.runtime.rank_step import Minibatch
 from pipecompile.runtime.stage import EagerStage
 from tests.codegen.test_footprint import MODELS as SMALL

@@ -12,7 +12,7 @@ import torch
 from msgspec.structs import replace
 from torch import Tensor, fx, nn
 
-from pipecompile.api.compile import pipecompile
+from pipecompile.api.compilation import pipecompile
 from pipecompile.api.costs import comparable, cost_graph, cost_model
 from pipecompile.api.options import options_for
 from pipecompile.api.plan import make_plan

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pipecompile.errors import InputError
-from tests.distributed.materialise_jobs import Tied, on_meta, tokens_of
+from tests.distributed.materialisation_jobs import Tied, on_meta, tokens_of
 from tests.distributed.training_jobs import MICROBATCH, Run, run_of, token_loss
 from tests.unequal_batches import gradients_of, largest_difference, sizes_of, unsplit_step
 

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from pipecompile.api.verify import verify
+from pipecompile.api.verification import verify
 from pipecompile.errors import InputError
 from pipecompile.frontend.signature import arguments_of
 from pipecompile.frontend.target import Target

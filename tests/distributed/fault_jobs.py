@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from pipecompile.api.compile import pipecompile
+from pipecompile.api.compilation import pipecompile
 from pipecompile.ir.schedule import Action
 from pipecompile.runtime.rank_step import RankStep
 from pipecompile.training.pipeline import Pipeline

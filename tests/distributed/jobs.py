@@ -14,9 +14,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from benchmarks.gpipe_models import Transformer, token_loss
 from benchmarks.memory_prediction import PlanSetting, measure
 from examples import models
-from pipecompile.api.compile import pipecompile
+from pipecompile.api.compilation import pipecompile
 from pipecompile.api.links import probe_links
-from pipecompile.api.verify import Comparison, compare, reference_for, verify
+from pipecompile.api.verification import Comparison, compare, reference_for, verify
 from pipecompile.errors import PipecompileError
 from pipecompile.frontend.signature import arguments_of
 from pipecompile.frontend.target import Target

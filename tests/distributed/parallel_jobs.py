@@ -22,14 +22,14 @@ from torch.distributed.tensor.parallel import (
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
-from pipecompile.api.compile import pipecompile
+from pipecompile.api.compilation import pipecompile
 from pipecompile.errors import InputError
 from pipecompile.frontend.signature import arguments_of
 from pipecompile.frontend.target import Target
 from pipecompile.runtime.rank_step import RankStep
 from pipecompile.runtime.shards import local_part, whole
 from pipecompile.training.pipeline import Pipeline
-from tests.distributed.materialise_jobs import Tied, tokens_of
+from tests.distributed.materialisation_jobs import Tied, tokens_of
 from tests.distributed.training_jobs import Run, mixture, run_of, run_on, token_loss
 
 Parallelize = Callable[[nn.Module, DeviceMesh], object]

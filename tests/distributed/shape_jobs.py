@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pipecompile.api.compile import pipecompile
-from pipecompile.api.verify import Reference, reference_for
+from pipecompile.api.compilation import pipecompile
+from pipecompile.api.verification import Reference, reference_for
 from pipecompile.errors import InputError
 from pipecompile.frontend.signature import arguments_of
 from pipecompile.frontend.target import Target

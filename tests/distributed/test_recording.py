@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from pipecompile.api.compare import comparison_of, comparison_text
+from pipecompile.api.comparison import comparison_of, comparison_text
 from pipecompile.ir.plan import Plan
 from pipecompile.ir.recorded_run import RecordedAction, RecordedRun, RecordedStep
 from pipecompile.ir.schedule import Action, Kind

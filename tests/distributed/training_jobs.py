@@ -15,8 +15,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional
 from torch.utils._pytree import tree_map_only
 
-from pipecompile.api.compile import pipecompile
-from pipecompile.api.verify import Reference, reference_for
+from pipecompile.api.compilation import pipecompile
+from pipecompile.api.verification import Reference, reference_for
 from pipecompile.errors import InputError
 from pipecompile.frontend.signature import arguments_of
 from pipecompile.frontend.target import Target

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from zoo import called, captured, same
 from zoo.exact import exact
 
-from pipecompile.api.compile import pipecompile
-from pipecompile.api.verify import reference_for
+from pipecompile.api.compilation import pipecompile
+from pipecompile.api.verification import reference_for
 from pipecompile.errors import CaptureError
 from pipecompile.frontend.capture import capture
 from pipecompile.frontend.signature import Arguments

@@ -15,8 +15,8 @@ from traps import CALL, WIDTH, Two, X, refused
 from zoo import called
 from zoo.exact import exact
 
-from pipecompile.api.compile import pipecompile
-from pipecompile.api.verify import reference_for
+from pipecompile.api.compilation import pipecompile
+from pipecompile.api.verification import reference_for
 from pipecompile.frontend.target import Target, sum_of_squares
 
 

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from pipecompile.ir.counted import counted
+from pipecompile.ir.plurals import counted
 
 
 def test_only_one_is_singular() -> None:

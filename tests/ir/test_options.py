@@ -19,7 +19,7 @@ from pipecompile.ir.options import (
 )
 from pipecompile.ir.plan import Options
 from pipecompile.memory_model.optimizer import OPTIMIZERS
-from pipecompile.schedule.named import ASYNCHRONOUS, NAMES
+from pipecompile.schedule.named_orders import ASYNCHRONOUS, NAMES
 from pipecompile.schedule.placement import SHAPES
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "reference" / "options.md"

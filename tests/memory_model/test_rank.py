@@ -27,7 +27,7 @@ from pipecompile.memory_model.rank import (
 )
 from pipecompile.memory_model.snapshots import _all_snapshots, peak_snapshots
 from pipecompile.memory_model.stage import footprint_of
-from pipecompile.schedule.named import ASYNCHRONOUS, fitting_names, generate
+from pipecompile.schedule.named_orders import ASYNCHRONOUS, fitting_names, generate
 from pipecompile.schedule.placement import place
 from pipecompile.schedule.receives import add_earliest_receives
 from tests.ir.cost_graphs import cost_graphs, encoded_runs_of, regions_of, stages_of
@@ -258,7 +258,7 @@ def test_the_floors_of_nodes_are_never_above_the_bound_of_their_stage(
 def test_there_is_never_less_room_than_said(
     graph: CostGraph, optimizer: str | None, data: st.DataObject
 ) -> None:
-    """Every order that keeps no more than `available_for_activations` fits the budget."""
+    """Every order that keeps no more than `available_for_activations` fits the cap."""
     cut = data.draw(stages_of(graph))
     schedule = data.draw(_schedules(len(cut)))
     footprints = _footprints(graph, cut, optimizer)

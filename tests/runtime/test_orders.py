@@ -9,7 +9,7 @@ from orders import BACKWARDS, PipelineOrder, compared, pipeline_under
 from zoo import example, same
 
 from pipecompile import InputError
-from pipecompile.api.verify import reference_for
+from pipecompile.api.verification import reference_for
 from pipecompile.frontend.signature import Arguments
 from pipecompile.training.pipeline import Pipeline
 from tests.sweeps import one_in, sweep

@@ -20,7 +20,7 @@ from pipecompile.ir.schedule import Action, Schedule
 from pipecompile.passes.contract import apply_passes
 from pipecompile.passes.group import Group
 from pipecompile.runtime.agreement import Agreement
-from pipecompile.runtime.distributed import DistributedPipeline
+from pipecompile.runtime.distributed_pipeline import DistributedPipeline
 from pipecompile.runtime.gradients import divide_gradients
 from pipecompile.runtime.messages import BoundaryShape
 from pipecompile.runtime.rank_step import Minibatch

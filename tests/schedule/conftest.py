@@ -5,7 +5,7 @@ from collections.abc import Callable
 import pytest
 
 from pipecompile.ir.schedule import Schedule
-from pipecompile.schedule.named import generate
+from pipecompile.schedule.named_orders import generate
 from pipecompile.schedule.transfers import add_transfers
 from tests.schedule.cases import equal
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from pipecompile.ir.schedule import Action, Kind, Schedule, WeightVersions
 from pipecompile.schedule.check import check_schedule
-from pipecompile.schedule.named import generate
+from pipecompile.schedule.named_orders import generate
 from pipecompile.schedule.problem import StageCosts
 from pipecompile.schedule.simulator import simulate
 from pipecompile.schedule.transfers import add_transfers

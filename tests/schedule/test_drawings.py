@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from pipecompile.schedule import asynchronous, flush, v_shaped, zero_bubble
-from pipecompile.schedule.named import NAMES, generate
+from pipecompile.schedule import asynchronous_versions, flush, v_shaped_orders, zero_bubble
+from pipecompile.schedule.named_orders import NAMES, generate
 from pipecompile.schedule.placement import place
 from pipecompile.schedule.simulator import simulate
 from tests.schedule.cases import equal
@@ -23,13 +23,13 @@ DRAWINGS: dict[str, tuple[Any, int, tuple[str, int, int], int]] = {
     "interleaved-1f1b": (flush.interleaved, 0, ("loop", 3, 2), 3),
     "zb-h1": (zero_bubble.zb_h1, 0, ("linear", 3, 1), 4),
     "zb-h2": (zero_bubble.zb_h2, 0, ("linear", 3, 1), 5),
-    "zb-v": (v_shaped.zb_v, 0, ("v", 3, 2), 3),
-    "v-half": (v_shaped.v_half, 0, ("v", 3, 2), 2),
-    "v-min": (v_shaped.v_min, 0, ("v", 3, 2), 2),
-    "dualpipe-v": (v_shaped.dualpipe_v, 0, ("v", 2, 2), 4),
-    "pipedream": (asynchronous, 0, ("linear", 3, 1), 4),
-    "pipedream-vertical-sync": (asynchronous, 0, ("linear", 3, 1), 4),
-    "pipedream-2bw": (asynchronous, 0, ("linear", 3, 1), 4),
+    "zb-v": (v_shaped_orders.zb_v, 0, ("v", 3, 2), 3),
+    "v-half": (v_shaped_orders.v_half, 0, ("v", 3, 2), 2),
+    "v-min": (v_shaped_orders.v_min, 0, ("v", 3, 2), 2),
+    "dualpipe-v": (v_shaped_orders.dualpipe_v, 0, ("v", 2, 2), 4),
+    "pipedream": (asynchronous_versions, 0, ("linear", 3, 1), 4),
+    "pipedream-vertical-sync": (asynchronous_versions, 0, ("linear", 3, 1), 4),
+    "pipedream-2bw": (asynchronous_versions, 0, ("linear", 3, 1), 4),
 }
 
 

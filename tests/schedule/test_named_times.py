@@ -17,7 +17,7 @@ import pytest
 from torch.distributed.pipelining import schedules as torch_schedules  # noqa: TID251
 
 from pipecompile.ir.schedule import Action, Kind, Schedule
-from pipecompile.schedule.named import NAMES, generate, required_placement
+from pipecompile.schedule.named_orders import NAMES, generate, required_placement
 from pipecompile.schedule.placement import place
 
 F, I, W, B, R = (Kind(letter) for letter in "FIWBR")  # noqa: E741

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipecompile.ir.schedule import BACKWARDS, Action, Kind, Schedule
-from pipecompile.schedule.named import ASYNCHRONOUS, fitting_names, generate
+from pipecompile.schedule.named_orders import ASYNCHRONOUS, fitting_names, generate
 from pipecompile.schedule.placement import place
 from pipecompile.schedule.problem import StageCosts
 from pipecompile.schedule.receives import add_earliest_receives

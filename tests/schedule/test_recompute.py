@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipecompile.ir.schedule import Action, Kind, Schedule
-from pipecompile.schedule.named import generate
+from pipecompile.schedule.named_orders import generate
 from pipecompile.schedule.problem import PlacedProblem, StageCosts
 from pipecompile.schedule.recompute import move_recomputes
 from pipecompile.schedule.simulator import simulate

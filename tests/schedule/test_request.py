@@ -15,7 +15,7 @@ from pipecompile.errors import InfeasibleError, InputError, ScheduleError
 from pipecompile.ir.schedule import Schedule
 from pipecompile.ir.schedule_problem import Order, ScheduleProblem
 from pipecompile.ir.serialization import decode, encode, read
-from pipecompile.schedule.named import ASYNCHRONOUS, NAMES, generate, required_placement
+from pipecompile.schedule.named_orders import ASYNCHRONOUS, NAMES, generate, required_placement
 from pipecompile.schedule.placement import SHAPES, place
 from pipecompile.schedule.problem import placed_problem
 from pipecompile.schedule.request import ScheduleRequest, answer_for_file

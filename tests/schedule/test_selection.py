@@ -22,7 +22,7 @@ from pipecompile.ir.serialization import encode
 from pipecompile.ir.size import size_text
 from pipecompile.schedule import selection as ordering
 from pipecompile.schedule.check import check_schedule
-from pipecompile.schedule.named import ASYNCHRONOUS, NAMES, SPLIT
+from pipecompile.schedule.named_orders import ASYNCHRONOUS, NAMES, SPLIT
 from pipecompile.schedule.robustness import is_gain_robust
 from pipecompile.schedule.selection import placements
 from pipecompile.schedule.simulator import simulate_plan
@@ -217,7 +217,7 @@ def test_stages_that_share_a_rank_fit_together_or_the_plan_is_refused() -> None:
 
 
 @pytest.mark.parametrize(("name", "each"), [("1f1b", 1), ("search", 1), ("zb-v", 2)])
-def test_each_rank_has_a_budget_of_its_own(name: str, each: int) -> None:
+def test_each_rank_has_a_cap_of_its_own(name: str, each: int) -> None:
     asked: dict[str, Any] = {"schedule": name, "k": 4 * each}
     free = planned(EVEN, **asked)
     needed = [memory.total.bound for memory in free.prediction.memory]

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from pipecompile.errors import InputError, ScheduleError
 from pipecompile.ir.schedule import Action, Event, Kind, Schedule, Timeline
-from pipecompile.schedule.named import generate
+from pipecompile.schedule.named_orders import generate
 from pipecompile.schedule.problem import Network, PlacedProblem, Skip, StageCosts
 from pipecompile.schedule.simulator import simulate
 from pipecompile.schedule.transfers import add_transfers

@@ -13,7 +13,7 @@ from pipecompile.ir.links import Link, Links
 from pipecompile.ir.plan import Boundary, ReplicaSum, Stage
 from pipecompile.memory_model.allocator import ALLOCATORS
 from pipecompile.memory_model.rank import activation_curve
-from pipecompile.schedule.named import generate
+from pipecompile.schedule.named_orders import generate
 from pipecompile.schedule.simulator import simulate
 from pipecompile.schedule.stages import activation_caps, problem_of_stages
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from pipecompile.errors import InputError
 from pipecompile.ir.schedule import Kind, Schedule
-from pipecompile.schedule.named import generate
+from pipecompile.schedule.named_orders import generate
 from pipecompile.schedule.torch_csv import read_csv, write_csv
 from tests.schedule.cases import order
 from tests.schedule.strategies import orders, problems

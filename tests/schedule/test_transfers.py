@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from pipecompile.errors import InputError
 from pipecompile.ir.schedule import Schedule
 from pipecompile.schedule.check import check_schedule
-from pipecompile.schedule.named import generate
+from pipecompile.schedule.named_orders import generate
 from pipecompile.schedule.problem import Skip, StageCosts
 from pipecompile.schedule.transfers import add_transfers
 from tests.schedule.cases import equal, order

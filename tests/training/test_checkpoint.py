@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.distributed.checkpoint.stateful import Stateful
 
-from pipecompile.api.compile import pipecompile
+from pipecompile.api.compilation import pipecompile
 from pipecompile.errors import FormatError, InputError, PipecompileError
 from pipecompile.training import safetensors_file
 from pipecompile.training.checkpoint import Checkpoint

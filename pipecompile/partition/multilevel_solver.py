@@ -20,7 +20,7 @@ import msgspec
 from pipecompile.errors import InfeasibleError
 from pipecompile.partition.budget import CUT_UNITS_PER_SECOND
 from pipecompile.partition.coarsening import coarse_groups, finer_groups
-from pipecompile.partition.flat import solve_flat
+from pipecompile.partition.flat_solver import solve_flat
 from pipecompile.partition.min_cut_bound import min_cut_bound
 from pipecompile.partition.objective import lower_bound
 from pipecompile.partition.problem import PartitionProblem

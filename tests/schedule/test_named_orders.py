@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from pipecompile.errors import InputError
 from pipecompile.ir.schedule import BACKWARDS, Kind
-from pipecompile.schedule.named import (
+from pipecompile.schedule.named_orders import (
     ASYNCHRONOUS,
     NAMES,
     SPLIT,

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pipecompile.errors import InputError
 from pipecompile.ir.options import known_name
 from pipecompile.ir.schedule import Action, Kind, Schedule
-from pipecompile.schedule.asynchronous import (
+from pipecompile.schedule.asynchronous_versions import (
     DOUBLE_BUFFERED,
     STASHED,
     VERTICAL_SYNC,
@@ -26,7 +26,7 @@ from pipecompile.schedule.flush import forward_only, gpipe, interleaved, one_f_o
 from pipecompile.schedule.placement import place, shapes_of
 from pipecompile.schedule.recompute import insert_recomputes
 from pipecompile.schedule.tasks import Layout, Task, layout_of, numbered
-from pipecompile.schedule.v_shaped import dualpipe_v, v_half, v_min, zb_v
+from pipecompile.schedule.v_shaped_orders import dualpipe_v, v_half, v_min, zb_v
 from pipecompile.schedule.zero_bubble import zb_h1, zb_h2
 
 __all__ = [

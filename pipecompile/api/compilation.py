@@ -31,7 +31,7 @@ from pipecompile.ir.serialization import decode, encode, read
 from pipecompile.runtime import world
 from pipecompile.runtime.place import check_world, running_replicas
 from pipecompile.schedule.selection import placements
-from pipecompile.training.materialise import lacks_values, on_meta
+from pipecompile.training.materialisation import lacks_values, on_meta
 from pipecompile.training.parallel_stages import Parallelize
 from pipecompile.training.pipeline import Pipeline
 

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 
-from pipecompile.api.compile import pipecompile
-from pipecompile.api.verify import reference_for
+from pipecompile.api.compilation import pipecompile
+from pipecompile.api.verification import reference_for
 from pipecompile.frontend.signature import arguments_of
 from pipecompile.frontend.target import Target
 from pipecompile.training.pipeline import Pipeline

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from pipecompile.recompute.choice import RegionChoice
     from pipecompile.recompute.encoding_offers import EncodingOffer
 
-__all__ = ["StageBudget"]
+__all__ = ["CappedStage"]
 
 REFINING_SECONDS = 1.0  # of deterministic work on the regions of one stage
 TRIES = 12  # each allows less memory, where the rank's peak is above that of the problem
@@ -48,7 +48,7 @@ class _Room(NamedTuple):
 
 
 @dataclass(frozen=True)
-class StageBudget:
+class CappedStage:
     """A cap of `bytes` for a rank whose only stage is `piece`.
 
     When the cut is `settled`, regions are worth a longer search than while cuts are compared.

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pipecompile.api.compile import pipecompile
+from pipecompile.api.compilation import pipecompile
 from pipecompile.errors import InputError
 from pipecompile.frontend.microbatch import split
 from pipecompile.frontend.target import LossFunction, Target, sum_of_squares

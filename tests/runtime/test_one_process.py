@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from pipecompile.ir.schedule import Action
-from pipecompile.runtime.local import evaluate, step
+from pipecompile.runtime.one_process import evaluate, step
 from pipecompile.runtime.rank_step import Minibatch
 from pipecompile.runtime.stage import EagerStage
 

@@ -8,7 +8,7 @@ from hypothesis import given
 from module_trees import SECONDS, in_modules, level_problems, solved_at
 
 from pipecompile.errors import InfeasibleError
-from pipecompile.partition.multilevel import (
+from pipecompile.partition.multilevel_solver import (
     TOLERANCE,
     groups_at_stage_ends,
     solve_multilevel,

@@ -6,7 +6,7 @@ from itertools import product
 import pytest
 
 from pipecompile.ir.schedule import Action, Kind
-from pipecompile.schedule.named import ASYNCHRONOUS, generate
+from pipecompile.schedule.named_orders import ASYNCHRONOUS, generate
 
 NAMES = sorted(ASYNCHRONOUS)
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from tests.distributed import materialise_jobs as jobs
+from tests.distributed import materialisation_jobs as jobs
 from tests.distributed.training_jobs import mixture
 from tests.distributed.workers import Workers
 

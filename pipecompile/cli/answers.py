@@ -61,6 +61,10 @@ class AnswerGroup(click.Group):
             code = _complain(str(error), NO)
         except PipecompileError as error:
             code = _complain(str(error), ERROR)
+        except click.exceptions.NoArgsIsHelpError:
+            raise
+        except click.UsageError as error:
+            code = _complain(_misuse(error), ERROR)
         except (click.exceptions.ClickException, click.exceptions.Exit, click.exceptions.Abort):
             raise
         except Exception as error:
@@ -71,6 +75,12 @@ class AnswerGroup(click.Group):
             code = _complain(_unexpected(error), ERROR)
         sys.stdout.flush()
         raise SystemExit(code)
+
+
+def _misuse(error: click.UsageError) -> str:
+    command = "pipecompile" if error.ctx is None else error.ctx.command_path
+    message = error.format_message().rstrip(".")
+    return f"{message}{' See' if message.endswith('?') else '; see'} {command} --help"
 
 
 def _unexpected(error: Exception) -> str:

@@ -98,9 +98,11 @@ def check(path: str, target: str | None, form: str, memory: str | None, **limits
 
     factory = None if target is None else Factory.of(target)
     plan = read(path, Plan)
-    caps = None if memory is None else parse_caps(memory)
-    checks = check_limits(plan, memory_bytes=caps, **limits)
     faults = findings(plan)
+    # Its own caps are shown as other limits are; a plan that breaks them has a fault that says so.
+    own_caps = None if faults else plan.options.memory_bytes
+    caps = own_caps if memory is None else parse_caps(memory)
+    checks = check_limits(plan, memory_bytes=caps, **limits)
     sound = Finding(
         code="schedule", passed=True, message="sound: schedule, stages and prediction agree"
     )

@@ -364,7 +364,8 @@ nearest.
 
 def _values(option: Option) -> str:
     if option.choices:
-        return ", ".join(f"`{name}`" for name in option.choices)
+        names = ", ".join(f"`{name}`" for name in option.choices)
+        return f"several of {names}" if option.form == "list" else names
     if option.metavar is not None:
         return f"`{option.metavar}`"
     return {bool: "yes or no", str: "name"}.get(option.type, "whole number")

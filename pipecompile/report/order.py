@@ -108,7 +108,7 @@ def _named(order: Order, draw: DrawTable, time_unit: TimeUnit) -> Iterator[str]:
     if order.named:
         # The step is what plans call the makespan.
         time = "step" if order.objective == "makespan" else order.objective
-        rows = [["named", "placed", time, "gap", "activations"]]
+        rows = [["named", "placed", time, "gap", "activations ≤"]]
         for other in order.named:
             value = time_text(other.value_ns, time_unit)
             rows.append([other.name, other.placement_shape, value, *_gap_and_memory(other, order)])
@@ -129,7 +129,7 @@ def _ranks(order: Order, draw: DrawTable) -> Iterator[str]:
     # than these: parameters, gradients and the optimizer's state have their share.
     caps = order.memory_bytes
     left = ["left for activations"] * (caps is not None)
-    rows = [["rank", "idle", *IDLE_CAUSES, "activations", *left]]
+    rows = [["rank", "idle", *IDLE_CAUSES, "activations ≤", *left]]
     for rank, (idle, peak) in enumerate(zip(order.idle, order.peak_bytes, strict=True)):
         sizes = [peak] if caps is None else [peak, caps[rank]]
         rows.append([str(rank), *idle_shares(idle, order.makespan_ns), *map(size_text, sizes)])

@@ -52,9 +52,9 @@ def test_the_figures_of_a_searched_order() -> None:
     ]
     assert "gpipe linear 380 ns - 4.0 KiB, 2.0 KiB over" in lines
     assert "1f1b linear 500 ns 36.00% 8 B, fits" in lines
-    assert "named placed step gap activations" in lines
+    assert "named placed step gap activations ≤" in lines
     idle = "rank idle dependency transfer memory imbalance"
-    assert f"{idle} activations left for activations" in lines
+    assert f"{idle} activations ≤ left for activations" in lines
     assert "0 25.0% 2.5% 5.0% 7.5% 10.0% 8 B 2.0 KiB" in lines
     assert "0 0F0 0B0" in lines
     assert order_title(ORDER) == "search: 1 stage on 1 rank, 1 microbatch"

@@ -46,14 +46,18 @@ def small_pipeline(schedule: str, ranks: int, **options: object) -> tuple[Pipeli
     return pipeline, batch
 
 
-def drill(ranks: int, schedule: str, recompute: str, action: str, fault: str) -> Seen:
-    """A step that goes well, and one or two in which `fault` happens in `action`."""
+def drill(
+    ranks: int, schedule: str, recompute: str, action: str, fault: str, culprit: int | None = None
+) -> Seen:
+    """A step that goes well, and one or two in which `fault` happens in `action`: on the rank that
+    has it, or of several replicas on the global rank `culprit`.
+    """
     pipeline, batch = small_pipeline(schedule, ranks, recompute=recompute, step_timeout=TIMEOUT)
     pipeline.step(batch)
     perform = RankStep._perform
 
     def planted(rank_step: RankStep, current: Action) -> None:
-        if str(current) == action:
+        if str(current) == action and culprit in (None, dist.get_rank()):
             _happen(fault)
         perform(rank_step, current)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+from itertools import product
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from tests.sweeps import one_in
 WITHIN = jobs.TIMEOUT + 2.5  # two seconds to find out, and something for a busy machine
 
 # By schedule and recompute, an action of every kind on every rank that has it. A reduction is not
-# among them: nobody waits for a rank that fails there, unless it has replicas or ties.
+# among them: nobody waits for a rank that fails there, unless it has replicas.
 PLACES = [
     *(("1f1b", "stage", f"{stage}{kind}1") for stage in range(3) for kind in ("F", "B", "R")),
     *(("zb-h1", "none", f"{stage}{kind}1") for stage in range(3) for kind in ("I", "W")),
@@ -45,12 +46,34 @@ def test_every_rank_names_the_rank_at_fault(
         assert seconds < WITHIN + (2 if fault == "hang" and rank == culprit else 0)
 
 
-@pytest.mark.parametrize("action", ["0F1", "1B1", "2F2"])
-def test_a_rank_that_dies_is_named(tmp_path: Path, action: str) -> None:
+@pytest.mark.parametrize(
+    ("action", "fault"),
+    [*one_in(5, product(("1REDUCE_GRAD", "0F1", "1B1", "0REDUCE_GRAD"), ("raise", "hang")))],
+)
+def test_all_ranks_name_the_rank_at_fault_in_a_replica(
+    workers: Workers, tmp_path: Path, action: str, fault: str
+) -> None:
+    culprit = 2 + int(action[0])  # of the second replica
+    seen = workers.run(
+        4, jobs.drill, 2, "1f1b", "none", action, fault, culprit, folder=str(tmp_path)
+    )
+    for rank, (error, text, seconds) in enumerate(seen):
+        own = fault == "raise" and rank == culprit
+        assert error == ("ValueError" if own else "RankFaultError")
+        assert f"rank {culprit} {'failed' if fault == 'raise' else 'hangs'} in {action} (" in text
+        assert seconds < WITHIN + (2 if fault == "hang" and rank == culprit else 0)
+
+
+@pytest.mark.parametrize(("schedule", "recompute", "action"), [*one_in(8, PLACES)])
+def test_a_rank_that_dies_is_named(
+    tmp_path: Path, schedule: str, recompute: str, action: str
+) -> None:
     culprit, context = int(action[0]), multiprocessing.get_context("spawn")
     pipes = [context.Pipe() for _ in range(3)]
     processes = [
-        context.Process(target=_die, args=(rank, action, str(tmp_path / "store"), theirs))
+        context.Process(
+            target=_die, args=(rank, schedule, recompute, action, str(tmp_path / "store"), theirs)
+        )
         for rank, (_, theirs) in enumerate(pipes)
     ]
     for process in processes:
@@ -65,13 +88,15 @@ def test_a_rank_that_dies_is_named(tmp_path: Path, action: str) -> None:
         process.join(timeout=20)
 
 
-def _die(rank: int, action: str, store: str, pipe: Connection) -> None:
+def _die(
+    rank: int, schedule: str, recompute: str, action: str, store: str, pipe: Connection
+) -> None:
     import torch
     import torch.distributed as dist
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.FileStore(store, 3), rank=rank, world_size=3)
-    pipe.send(jobs.drill(3, "1f1b", "none", action, "kill"))
+    pipe.send(jobs.drill(3, schedule, recompute, action, "kill"))
 
 
 def test_a_rank_that_hangs_in_an_evaluation_is_named(workers: Workers, tmp_path: Path) -> None:

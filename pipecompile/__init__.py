@@ -27,12 +27,13 @@ if TYPE_CHECKING:
     from pipecompile.api.compilation import pipecompile
     from pipecompile.ir.encodings import Encoding
     from pipecompile.ir.options import Objective, OptimizerName, PlacementShape, ScheduleName
-    from pipecompile.ir.plan import Granularity, Plan, Recompute
+    from pipecompile.ir.plan import BatchNormUpdate, Granularity, Plan, Recompute
     from pipecompile.ir.recorded_run import RecordedRun
     from pipecompile.training.checkpoint import Checkpoint
     from pipecompile.training.pipeline import Pipeline
 
 __all__ = [
+    "BatchNormUpdate",
     "CaptureError",
     "Checkpoint",
     "Choices",
@@ -63,6 +64,7 @@ __version__ = "0.1.0.dev0"
 # Each public name with the module that it comes from, which is imported when the name is first
 # used.
 _HOMES = {
+    "BatchNormUpdate": "pipecompile.ir.plan",
     "Checkpoint": "pipecompile.training.checkpoint",
     "Choices": "pipecompile.api.choices",
     "Granularity": "pipecompile.ir.plan",

@@ -212,8 +212,10 @@ def _check_encodings(options: Options, placement: Sequence[int]) -> None:
 def _names(what: str, given: Iterable[str]) -> tuple[str, ...]:
     # A text is iterable too: leaf="Block" would become B, l, o, c and k.
     names = () if isinstance(given, str) else tuple(given)
-    if isinstance(given, str) or not all(isinstance(name, str) for name in names):
-        raise InputError(f"{what}={given!r} is not a list of names")
+    if isinstance(given, str):
+        raise InputError(f"{what}={given!r} is not a list of names; write {what}=[{given!r}]")
+    if not all(isinstance(name, str) for name in names):
+        raise InputError(f"{what}={given!r} is not a list of names; give texts")
     return names
 
 

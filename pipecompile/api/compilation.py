@@ -221,4 +221,4 @@ def _planned(target: Target, options: Options, captured: Captured, links: Links)
 def _check_sound(plan: Plan) -> None:
     faults = findings(plan)
     if faults:
-        raise ScheduleError(f"the plan is not sound: {faults[0].message}")
+        raise ScheduleError(f"the plan is not sound: {faults[0].message}; plan again")

@@ -29,5 +29,5 @@ def corrected_device(comparison: RunComparison) -> Device:
         )
     ratio = comparison.compute.ratio
     if not ratio:
-        raise InputError("the plan predicts no time, or the run took none: there is no ratio")
+        raise InputError("the plan predicts no time, or the run took none; record whole steps")
     return slowed(load_device(name), ratio, f"× {ratio:.3f} in time, by a recorded run")

@@ -8,11 +8,12 @@ import importlib
 import importlib.util
 import sys
 from dataclasses import dataclass
+from inspect import isfunction
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from pipecompile.errors import InputError
+from pipecompile.errors import InputError, unknown
 
 __all__ = ["Factory"]
 
@@ -50,10 +51,10 @@ class Factory:
         module = self._module()
         function = getattr(module, self.name, None)
         if not callable(function):
-            raise InputError(
-                f"{self.text}: there is no factory {self.name!r}; {self.place} defines "
-                f"{_functions_of(module)}"
-            )
+            names = _functions_of(module)
+            if not names:
+                raise InputError(f"{self.text}: {self.place} defines no function")
+            raise InputError(f"{self.text}: {unknown('factory', self.name, names)}")
         try:
             return function()
         except Exception as error:
@@ -91,11 +92,13 @@ def _check_package(place: str, text: str) -> None:
         )
 
 
-def _functions_of(module: ModuleType) -> str:
-    names = [
-        name for name, value in vars(module).items() if callable(value) and not name.startswith("_")
+def _functions_of(module: ModuleType) -> list[str]:
+    """Return the public functions that the module defines itself."""
+    return [
+        name
+        for name, value in vars(module).items()
+        if isfunction(value) and value.__module__ == module.__name__ and not name.startswith("_")
     ]
-    return ", ".join(names) or "nothing"
 
 
 def _of_name(place: str) -> ModuleType:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from pipecompile.errors import InputError
 from pipecompile.ir.finding import Finding
 from pipecompile.ir.plan import Plan
 from pipecompile.ir.size import caps_by_rank, size_text
@@ -22,7 +23,8 @@ def check_limits(
     """Return one finding for each limit that is given, passed or not; for memory one for each rank.
 
     `memory_bytes` is the cap of every rank, or one for each: InputError if there are other
-    ranks. `recompute` is the policy by which the plan was to be made.
+    ranks. `recompute` is the policy by which the plan was to be made. `max_bubble` is a share of
+    the step: InputError unless it is between 0 and 1.
     """
     findings = []
     if max_imbalance is not None:
@@ -52,6 +54,8 @@ def _imbalance(plan: Plan, limit: float) -> Finding:
 
 
 def _bubble(plan: Plan, limit: float) -> Finding:
+    if not 0 <= limit <= 1:
+        raise InputError(f"the limit of the bubble is {limit}, but a share of the step from 0 to 1")
     bubble = plan.prediction.bubble
     passed = bubble <= limit
     # With equal stages GPipe and 1F1B idle for (k − 1) / (M + k − 1) of a step: for k = 4 that is
@@ -59,7 +63,7 @@ def _bubble(plan: Plan, limit: float) -> Finding:
     advice = "" if passed else "; more microbatches make it smaller"
     return Finding(
         code="bubble",
-        message=f"bubble {bubble:.3f} is {'within' if passed else 'over'} {limit}{advice}",
+        message=f"bubble {bubble:.1%} is {'within' if passed else 'over'} {limit:.1%}{advice}",
         passed=passed,
         value=bubble,
         limit=limit,

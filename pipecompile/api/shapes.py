@@ -74,7 +74,8 @@ def _target_with(
     ):
         if tensor.dtype != planned.dtype:
             raise InputError(
-                f"{name} is of type {tensor.dtype}, but that of sample_input is {planned.dtype}"
+                f"{name} is of type {tensor.dtype}, but that of sample_input is {planned.dtype}; "
+                "convert it: shapes differ in sizes only"
             )
     if any(_sizes(tensors) == _sizes(inputs.flatten(each.call)) for each in known):
         raise InputError(

@@ -21,6 +21,7 @@ from typing import Any
 from torch import Tensor, fx
 from torch.utils._pytree import tree_leaves
 
+from pipecompile.codegen.stage_passes import STAGE_PASSES
 from pipecompile.graph.autograd_context import EnteredContext
 from pipecompile.graph.encoded_run import EncodedRun
 from pipecompile.graph.recomputability import (
@@ -34,11 +35,7 @@ from pipecompile.graph.saved_tensors import EncodedStorages
 from pipecompile.graph.stages import origin_of
 from pipecompile.graph.storages import storage_key
 from pipecompile.ir.encodings import Encoding
-from pipecompile.passes.autograd_context import EnterContexts
-from pipecompile.passes.batch_norm import DeferStatistics
 from pipecompile.passes.contract import apply_passes
-from pipecompile.passes.data_dependence import GuardDataDependence
-from pipecompile.passes.seed import Seed
 
 __all__ = ["replace_regions"]
 
@@ -53,8 +50,7 @@ def replace_regions(
 ) -> None:
     """Replace each region by a call of a `RecomputedRegion`, each run by one of an `EncodedRun`.
 
-    Requires the graph of a stage to which the passes `GuardDataDependence`, `Seed` and
-    `EnterContexts` have not been applied yet. They are applied to the bodies here.
+    Requires the graph of a stage without `STAGE_PASSES`, which are applied to the bodies here.
     """
     storages, resident = EncodedStorages(), _resident_storages(graph)
     for number, (nodes, encodings) in enumerate(encoded_runs):
@@ -225,7 +221,7 @@ def _body_graph(
         copies[node] = graph.node_copy(node, copies.__getitem__)
     output = graph.output(tuple(copies[node] for node in results))
     output.meta.update(_NO_EFFECTS, val=None)
-    apply_passes(graph, [GuardDataDependence(), Seed(), EnterContexts(), DeferStatistics()])
+    apply_passes(graph, STAGE_PASSES)
     for node in graph.find_nodes(op="call_function", target=EnteredContext):
         node.target, node.args = enter_context, (entered, *node.args)
     _call_module_arguments(

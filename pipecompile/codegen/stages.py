@@ -19,19 +19,17 @@ from torch import Tensor, fx
 
 from pipecompile.codegen.region_replacement import replace_regions
 from pipecompile.codegen.regions import EncodedRuns, Regions, check_regions
+from pipecompile.codegen.stage_passes import STAGE_PASSES
 from pipecompile.graph.autograd_context import current_context
 from pipecompile.graph.layout import dense_order, is_dense, strides_with_gaps
 from pipecompile.graph.stages import origin_of, relay, stage_of
 from pipecompile.graph.storages import storage_key
 from pipecompile.ir.encodings import Encoding
 from pipecompile.ir.plan import BatchNormUpdate
-from pipecompile.passes.autograd_context import EnterContexts
-from pipecompile.passes.batch_norm import DeferStatistics, MarkBatchNorms
+from pipecompile.passes.batch_norm import MarkBatchNorms
 from pipecompile.passes.contract import apply_passes
-from pipecompile.passes.data_dependence import GuardDataDependence
 from pipecompile.passes.place import Place
 from pipecompile.passes.relay import Relay
-from pipecompile.passes.seed import Seed
 
 __all__ = ["BoundaryTensor", "StageModule", "emit"]
 
@@ -157,7 +155,7 @@ def _stage(
         [([copy_by_name[name] for name in names], encodings) for names, encodings in encoded_runs],
     )
     # These passes come last: the bodies of regions have had them already.
-    apply_passes(graph, [GuardDataDependence(), Seed(), EnterContexts(), DeferStatistics()])
+    apply_passes(graph, STAGE_PASSES)
     placeholders = graph.find_nodes(op="placeholder")
     return StageModule(
         index=index,

@@ -212,8 +212,8 @@ class Prediction(Value, frozen=True, kw_only=True):
 
     step_ns: NonNegative
     span_ns: NonNegative
-    # Of one microbatch, on average over the step: with `except-last` the last one takes less.
     bubble: float
+    # Of one microbatch, on average over the step: with `except-last` the last one takes less.
     loads_ns: tuple[NonNegative, ...]
     idle: tuple[Idle, ...]
     memory: tuple[RankMemory, ...]

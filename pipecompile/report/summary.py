@@ -10,6 +10,7 @@ from pipecompile.ir.encodings import ENCODINGS
 from pipecompile.ir.links import Link
 from pipecompile.ir.plan import Plan, Stage
 from pipecompile.ir.plurals import counted
+from pipecompile.ir.schedule import Kind
 from pipecompile.ir.size import size_text
 from pipecompile.report.links import links_text, overhead_texts
 from pipecompile.report.memory import (
@@ -174,7 +175,8 @@ def _objective(plan: Plan) -> str:
 def _all_objectives(plan: Plan) -> Iterator[str]:
     """What the cut is worth by each objective, and another objective if its cut is faster.
 
-    The objectives add transfers to loads; the table of ranks does not.
+    The objectives add transfers to loads, and do not know that an order splits backwards; the table
+    of ranks has the loads of the order.
     """
     values, unit = plan.search.values, plan.time_unit
     costs = []
@@ -184,6 +186,8 @@ def _all_objectives(plan: Plan) -> Iterator[str]:
         costs.append(f"Σ² {objective_text('variance', values['sum_of_squares_ns2'], unit)}")
     # Where transfers are free they add nothing, and the shorter name says the same.
     load = "load" if plan.links.one == Link() else "load + transfers"
+    kinds = {action.kind for row in plan.schedule.compute for action in row}
+    load += ", backwards whole" if Kind.BACKWARD_INPUT in kinds else ""
     texts = [f"{load}: {', '.join(costs)}"] if costs else []
     if "step_ns" in values:
         texts.append(f"simulated step {time_with_unit(values['step_ns'], unit)}")

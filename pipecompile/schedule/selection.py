@@ -14,6 +14,7 @@ from pipecompile.ir.links import Links
 from pipecompile.ir.options import known_name
 from pipecompile.ir.plan import Options, Ordering, Stage
 from pipecompile.ir.schedule import Schedule
+from pipecompile.ir.size import size_text
 from pipecompile.memory_model.snapshots import Snapshot, peak_snapshots
 from pipecompile.schedule.check import check_schedule
 from pipecompile.schedule.named_orders import (
@@ -47,6 +48,7 @@ __all__ = [
     "snapshots_of",
 ]
 
+RELIEF = "give more memory, more ranks, smaller microbatches, or recompute auto"
 SEARCH_SECONDS = 3.0  # the budget of one search
 SEARCHES = 4  # tried while the caps are lowered
 Excess = Callable[[Schedule], Sequence[int]]
@@ -196,9 +198,12 @@ def named_schedule_within(name: str, problem: PlacedProblem, excess: Excess) -> 
     for schedule in (named_schedule(name, problem), late):
         if not any(excess(schedule)):
             return schedule
+    over = ", ".join(
+        f"rank {rank} by {size_text(size)}" for rank, size in enumerate(excess(late)) if size
+    )
     raise InfeasibleError(
-        f"no cut was found whose ranks fit their memory under {name!r}; "
-        "whether there is one is not proven"
+        f"no cut was found whose ranks fit their memory under {name!r}; whether there is one is "
+        f"not proven. The last one tried is over its cap on {over}; {RELIEF}"
     )
 
 
@@ -232,8 +237,8 @@ def _preferred(
     if named is None:
         if result is None:
             raise InfeasibleError(
-                "no order was found whose ranks fit their memory; "
-                "whether there is one is not proven"
+                "no order was found whose ranks fit their memory; whether there is one is not "
+                f"proven; {RELIEF}"
             )
         return result
     if result is None or result.value_ns >= named.value_ns:

@@ -55,7 +55,8 @@ class BatchReader:
         for name, tensor, planned in zip(names, tensors, self._declared[0].inputs, strict=True):
             if tensor.dtype != planned[1]:
                 raise InputError(
-                    f"{name} is of type {tensor.dtype}, but the plan was made for {planned[1]}"
+                    f"{name} is of type {tensor.dtype}, but the plan was made for {planned[1]}; "
+                    "convert it, or plan again with such a sample_input"
                 )
         rows = sizes.split([self._runner.at_stage(0, tensor) for tensor in tensors])
         return CutBatch(shape, sizes, rows)

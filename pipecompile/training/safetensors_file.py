@@ -105,5 +105,6 @@ def _file_in(folder: Path) -> Path:
         if (folder / name).is_file():
             return folder / name
     raise InputError(
-        f"the folder {folder} has neither model.safetensors nor model.safetensors.index.json"
+        f"the folder {folder} has neither model.safetensors nor model.safetensors.index.json; "
+        "give the path of the file"
     )

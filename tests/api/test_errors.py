@@ -262,7 +262,7 @@ FACTORIES: dict[str, tuple[str, str]] = {
         r"no.such.place cannot be imported: there is no module .no.",
     ),
     "no file": ("nowhere.py:model", r"there is no file nowhere.py"),
-    "no factory": (f"{MODELS}:gpt17", r"there is no factory 'gpt17'; .* defines .*gpt2"),
+    "no factory": (f"{MODELS}:gpt17", r"unknown factory 'gpt17'; did you mean 'gpt2_small'?"),
     "broken file": ("broken.py:model", r"broken.py cannot be imported: SyntaxError"),
     "failing": ("made.py:failing", r"the factory failed: ZeroDivisionError"),
     "no mapping": (

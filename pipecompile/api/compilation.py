@@ -45,6 +45,7 @@ def pipecompile(
     *,
     loss_fn: LossFunction | None = None,
     sample_target: Any = None,
+    target_batch_dims: Any = None,
     costs: str | CostFunction = "measured",
     links: LinksInput = None,
     self_check: bool = True,
@@ -67,6 +68,10 @@ def pipecompile(
     loss_fn         `loss_fn(output, target)` is the scalar to train; without it the model's own
                     `loss` output is.
     sample_target   One minibatch of targets; with it the costs include the loss.
+    target_batch_dims
+                    Where targets have the batch: a dimension, or None for what every microbatch is
+                    given whole, or a tree of these like the target's. Without it each tensor has
+                    the batch first.
     costs           A cost model (docs/design/cost-models.md), or a function from a node and its
                     call to nanoseconds.
     links           A file that `pipecompile links` wrote, or its content; without it transfers take
@@ -101,7 +106,15 @@ def pipecompile(
     world.join()
     function = costs if callable(costs) else None
     arguments = arguments_of(model, sample_input)
-    target = Target(model, arguments, loss_fn, sample_target, costs=function, autocast=autocast)
+    target = Target(
+        model,
+        arguments,
+        loss_fn,
+        sample_target,
+        costs=function,
+        autocast=autocast,
+        target_batch_dims=target_batch_dims,
+    )
     _check_weights(target, weights)
     with target.precision(), on_meta(model):
         if plan is None:

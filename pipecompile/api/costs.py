@@ -25,7 +25,6 @@ from pipecompile.cost_models.roofline import Roofline
 from pipecompile.cost_models.table import CostFunction, Function, Table
 from pipecompile.errors import FormatError, InputError
 from pipecompile.frontend.captured_graph import Capture
-from pipecompile.frontend.microbatch import split
 from pipecompile.frontend.target import Target
 from pipecompile.frontend.target_capture import Captured
 from pipecompile.graph.recomputability import copied_bytes, recompute_limits
@@ -198,7 +197,7 @@ def loss_of(
     """
     if target.loss_fn is None or target.targets is None:
         return None, []
-    leaves, spec = torch.utils._pytree.tree_flatten(split(target.targets, microbatches)[0])
+    leaves, spec = torch.utils._pytree.tree_flatten(target.cut_targets(microbatches)[0])
 
     def loss(outputs: Sequence[Any], given: Sequence[Tensor]) -> Tensor:
         # What is no tensor among the targets, such as a flag, keeps its place in the tree.

@@ -10,7 +10,6 @@ import torch
 from pipecompile import __version__
 from pipecompile.cost_models.clock import device_name
 from pipecompile.cost_models.measured import VERSION, Measured
-from pipecompile.frontend.microbatch import split
 from pipecompile.frontend.settings import describe, qualified_name
 from pipecompile.frontend.target import Target
 from pipecompile.frontend.target_capture import Captured
@@ -65,7 +64,7 @@ def _described_loss(target: Target, microbatches: int) -> str:
 
     if target.loss_fn is None or target.targets is None:
         return ""
-    return describe((target.loss_fn, split(target.targets, microbatches)[0]), refuse, code=True)
+    return describe((target.loss_fn, target.cut_targets(microbatches)[0]), refuse, code=True)
 
 
 def _backends() -> dict[str, object]:

@@ -120,7 +120,7 @@ class Reference:
         losses = []
         with minibatch_statistics():
             for index, ((args, kwargs), wanted) in enumerate(
-                zip(rows, split(target.targets, microbatches), strict=True)
+                zip(rows, target.cut_targets(microbatches), strict=True)
             ):
                 loss = self._loss_fn(self._run(StreamKey(seed, step, index), args, kwargs), wanted)
                 loss.backward()
@@ -137,7 +137,7 @@ def reference_for(target: Target, plan: Plan) -> Reference:
     these seeds.
     """
     model = copied_model(target.model)
-    twin = Target(model, target.call, target.loss_fn, target.targets)
+    twin = replace(target, model=model, costs=None, autocast=None)
     captured = capture_target(twin, plan.options, verify=False)
     if not any(node.meta["random"] for node in captured.module.graph.nodes):
 
@@ -270,7 +270,12 @@ def compared(target: Target, **options: Any) -> tuple[Plan, Comparison]:
     model's modes.
     """
     pipeline = pipecompile(
-        target.model, target.call, loss_fn=target.loss_fn, sample_target=target.targets, **options
+        target.model,
+        target.call,
+        loss_fn=target.loss_fn,
+        sample_target=target.targets,
+        target_batch_dims=target.target_batch_dims,
+        **options,
     )
     reference = reference_for(target, pipeline.plan)
     wanted = reference.step(target, pipeline.plan.microbatches, seed=pipeline.seed)

@@ -168,6 +168,7 @@ def _capture_by(
         assigned_attributes=frozenset(forward.attribute_path(*attribute) for attribute in changed),
         training={path: module.training for path, module in model.named_modules()},
         recapture=recapture,
+        asks_layout=forward.recorder.asks_layout,
     )
 
 

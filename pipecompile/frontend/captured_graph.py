@@ -46,7 +46,8 @@ class Capture:
     model was captured; `notes` tell what is special about it: modules that became one node, and
     attributes that are no longer set. `training` tells, by path, in which mode each module was.
     `assigned_attributes` are the attributes that the forward sets for itself. `recapture` captures
-    the same model for another call.
+    the same model for another call. `asks_layout` is where the forward asks how a tensor lies in
+    memory, "" if it does not: then inputs may lie in any way.
     """
 
     model: nn.Module
@@ -61,6 +62,7 @@ class Capture:
     training: dict[str, bool]
     assigned_attributes: frozenset[str]
     recapture: Callable[[Arguments], Capture]
+    asks_layout: str = ""
 
     @property
     def first_names(self) -> dict[str, str]:

@@ -64,6 +64,10 @@ __all__ = ["ForwardRecorder", "RecordingOptions"]
 
 # Attributes of a tensor that belong to autograd and are no values of the forward.
 AUTOGRAD_ATTRIBUTES = ("grad", "grad_fn", "_base")
+# Their answers depend on how a tensor lies in memory.
+LAYOUT_QUESTIONS = frozenset(
+    {"is_contiguous", "stride", "storage_offset", "as_strided", "dim_order", "data_ptr"}
+)
 
 
 @dataclass(frozen=True)
@@ -87,7 +91,8 @@ class ForwardRecorder(TorchFunctionMode):
     `recording` grows as it runs. `data_dependent` maps the path of each module that became one node
     because it branches on data to the line that does so. `hooked` are the modules that are recorded
     inside and whose forward hooks ran. `assignments` maps (module, attribute) to the line that set
-    the attribute. `failed_in` is the innermost module that raised.
+    the attribute. `failed_in` is the innermost module that raised. `asks_layout` is the first line
+    that asks how a tensor lies in memory, "" without one.
     """
 
     def __init__(
@@ -103,6 +108,7 @@ class ForwardRecorder(TorchFunctionMode):
         self.options = options
         self.recording = Recording(root, state)
         self.failed_in: str | None = None
+        self.asks_layout = ""
         self.data_dependent: dict[str, str] = {}
         self.hooked: set[str] = set()
         self.assignments: dict[tuple[nn.Module, str], str] = {}
@@ -186,6 +192,8 @@ class ForwardRecorder(TorchFunctionMode):
         """Run a function or method; record it if it returns a tensor or has a side effect."""
         call = RecordedCall(self.recording, self._tracker, args, kwargs)
         result = call.run(lambda: func(*args, **kwargs))
+        if name in LAYOUT_QUESTIONS:
+            self.asks_layout = self.asks_layout or self.recording.where()
         self._refuse_data(result, name)
         # Plain results, such as sizes, need no node: the guards say when they hold.
         if contains_tensor(result) or call.mutates:
@@ -335,7 +343,7 @@ class ForwardRecorder(TorchFunctionMode):
         call = RecordedCall(self.recording, self._tracker, args, kwargs, state=state)
         with _pop_mode_temporarily(), replay_answers(self._answers(call_number)):
             result = call.run(lambda: original(module, *args, **kwargs))
-        self._refuse_data(result, type(module).__name__)
+            self._refuse_data(result, type(module).__name__)
         self._record("call_module", self._paths[module], call, result, call_number=call_number)
         return result
 

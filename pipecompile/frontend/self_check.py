@@ -33,7 +33,13 @@ from pipecompile.graph.pytrees import tensor_leaves
 from pipecompile.passes.autograd_context import EnterContexts
 from pipecompile.passes.contract import apply_passes
 
-__all__ = ["Proof", "check_capture", "proven_capture", "with_autograd_contexts"]
+__all__ = [
+    "Proof",
+    "check_capture",
+    "proven_capture",
+    "restored_state",
+    "with_autograd_contexts",
+]
 
 SEED = 602_214_076
 """Of all steps that are compared; no forward is likely to seed itself with it."""
@@ -212,7 +218,7 @@ def _where(
 ) -> str:
     """Return, as part of a sentence, the module and the line where the difference is first seen."""
     if kind == "outputs":
-        with _restored_state(capture.model):
+        with restored_state(capture.model):
             inputs = capture.inputs.flatten(call)
             node = first_deviating_call(capture.model, module, inputs, call, _is_same, SEED)
     else:
@@ -301,7 +307,7 @@ def _training_steps(
     """
     steps: list[_TrainingStep] = []
     trainable = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-    with _restored_state(model) as before:
+    with restored_state(model) as before:
         waiting: list[Sequence[Tensor]] = []
         for index in range(count):
             # Graph and model draw in the same order, so one global seed gives both the same.
@@ -353,7 +359,7 @@ def _gradients(outputs: Sequence[Tensor], parameters: Sequence[Tensor]) -> Seque
 
 
 @contextmanager
-def _restored_state(model: nn.Module) -> Iterator[Mapping[Tensor, Tensor]]:
+def restored_state(model: nn.Module) -> Iterator[Mapping[Tensor, Tensor]]:
     """Restore parameters, buffers, attributes and the random state after the block.
 
     Yield what each parameter and buffer was before.

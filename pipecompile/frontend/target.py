@@ -17,12 +17,21 @@ from torch._subclasses.fake_tensor import FakeTensor
 from pipecompile.cost_models.table import CostFunction
 from pipecompile.errors import InputError
 from pipecompile.frontend.signature import Arguments, arguments_of
+from pipecompile.frontend.target_cut import cut_targets
 from pipecompile.graph.model_state import has_values, without_values
 
 __all__ = ["LossFunction", "Target", "model_loss", "sum_of_squares"]
 
 LossFunction = Callable[[Any, Any], Tensor]
-FIELDS = ("model", "sample_input", "sample_kwargs", "loss_fn", "targets", "optimizer")
+FIELDS = (
+    "model",
+    "sample_input",
+    "sample_kwargs",
+    "loss_fn",
+    "targets",
+    "target_batch_dims",
+    "optimizer",
+)
 
 
 @dataclass(frozen=True)
@@ -33,6 +42,7 @@ class Target:
     `costs` is a user's function that prices nodes, for the costs called "function". `optimizer`
     names the one whose state is counted, see `memory_model/optimizer.py`. `autocast` is the type to
     which operators of forwards and of the loss cast; None leaves it to the code around.
+    `target_batch_dims` says along which dimensions targets are cut, see `cut_targets`.
     """
 
     model: nn.Module
@@ -42,6 +52,15 @@ class Target:
     costs: CostFunction | None = None
     optimizer: str | None = None
     autocast: torch.dtype | None = None
+    target_batch_dims: Any = None
+
+    def cut_targets(self, microbatches: int) -> list[Any]:
+        """Return the targets of each of so many equal microbatches."""
+        tensors = [tensor for tensor in _tensors(self.call.args, self.call.kwargs) if tensor.dim()]
+        if self.targets is None or not tensors:
+            return [self.targets] * microbatches
+        sizes = (tensors[0].shape[0] // microbatches,) * microbatches
+        return cut_targets(self.targets, sizes, self.target_batch_dims)
 
     def precision(self) -> AbstractContextManager[Any]:
         """Enter the autocast under which forwards run."""
@@ -106,7 +125,14 @@ class Target:
             )
         call = arguments_of(model, value["sample_input"], value.get("sample_kwargs"))
         optimizer = _optimizer_name(value.get("optimizer"), model, origin)
-        return Target(model, call, value.get("loss_fn"), value.get("targets"), optimizer=optimizer)
+        return Target(
+            model,
+            call,
+            value.get("loss_fn"),
+            value.get("targets"),
+            optimizer=optimizer,
+            target_batch_dims=value.get("target_batch_dims"),
+        )
 
 
 def _optimizer_name(value: Any, model: nn.Module, origin: str) -> str | None:

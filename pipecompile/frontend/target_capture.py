@@ -17,6 +17,7 @@ from pipecompile.frontend.captured_graph import Capture
 from pipecompile.frontend.digest import digest
 from pipecompile.frontend.microbatch import split
 from pipecompile.frontend.refusals import UnsupportedError
+from pipecompile.frontend.row_independence import refuse_dependent_rows
 from pipecompile.frontend.self_check import Proof, check_capture, proven_capture
 from pipecompile.frontend.signature import Arguments
 from pipecompile.frontend.target import Target
@@ -72,9 +73,11 @@ def capture_target(
     # Before the capture, whose forward would wait for ranks that run something else.
     _refuse_synchronised_norms(target.model)
     _refuse_irregular_state(target.model)
-    sample = _first_microbatch(target, options)
+    sample = _microbatch(target, options, 0)
     if verify and target.has_values:
         captured, module, proof = proven_capture(target.model, sample, options.leaf)
+        if options.microbatches > 1:
+            refuse_dependent_rows(target.model, sample, _microbatch(target, options, 1))
         _log(chain(_remarks(captured), [_proof_text(proof)]))
     else:
         proof = None
@@ -102,7 +105,7 @@ def capture_for_remainder(
     That is `capture`; or if the forward takes another branch at this size from a new one,
     which `verify` proves. InputError if there is none, as for a capture that holds for one size.
     """
-    sample = _first_microbatch(target, options)
+    sample = _microbatch(target, options, 0)
     call = Arguments(
         *pytree.tree_map_only(Tensor, partial(_first, samples), (sample.args, sample.kwargs))
     )
@@ -133,9 +136,9 @@ def _first(samples: int, tensor: Tensor) -> Tensor:
     return tensor[:samples] if tensor.dim() else tensor
 
 
-def _first_microbatch(target: Target, options: Options) -> Arguments:
-    """The first microbatch of the sample, which stands for all."""
-    call = split((target.call.args, target.call.kwargs), options.microbatches)[0]
+def _microbatch(target: Target, options: Options, index: int) -> Arguments:
+    """One microbatch of the sample, of which the first stands for all."""
+    call = split((target.call.args, target.call.kwargs), options.microbatches)[index]
     if not target.has_values:
         # No operator mixes tensors with values and without: all get the device of the model.
         call = pytree.tree_map_only(Tensor, target.on_device, call)

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from pipecompile.errors import InputError
+from pipecompile.graph.autograd_nodes import autograd_nodes_since
 from pipecompile.graph.batch_statistics import record_forward
 from pipecompile.graph.model_state import swapped_state
 from pipecompile.graph.random_streams import StreamKey, use_stream
@@ -99,6 +100,7 @@ class EagerStage:
         self._random = random
         self.tied_to_earlier = frozenset(tied_to_earlier)
         self.tied_to_later = frozenset(tied_to_later)
+        self._knows_loss = False
         self._has_regions = has_recomputed_regions(module)
 
     def forward(
@@ -225,7 +227,11 @@ class EagerStage:
     def _outputs_or_loss(self, saved: SavedForward) -> tuple[Tensor, ...]:
         outputs = self._outputs(saved.inputs, saved.stream_key)
         if self.loss is not None:
+            before = torch._C._autograd._get_sequence_nr()
             loss, saved.extras = _loss_and_extras(self.loss(outputs, saved.target))
+            if not self._knows_loss:
+                _refuse_trained_by_loss(loss, before, outputs)
+                self._knows_loss = True
             if torch.is_grad_enabled() and not loss.requires_grad:
                 raise InputError(
                     "the loss carries no gradient: no trainable parameter leads to it, or loss_fn "
@@ -265,6 +271,21 @@ def _loss_and_extras(returned: Any) -> tuple[Tensor, Any]:
         loss, extras = returned
         return _checked_scalar(loss), tree_map_only(Tensor, Tensor.detach, extras)
     return _checked_scalar(returned), None
+
+
+def _refuse_trained_by_loss(loss: Tensor, number: int, outputs: Sequence[Tensor]) -> None:
+    """Raise InputError if a loss that was computed since autograd's sequence number `number` trains
+    anything beside the outputs: it is on no stage, and nobody would sum or save it.
+    """
+    roots = [] if loss.grad_fn is None else [loss.grad_fn]
+    for node in autograd_nodes_since(number, roots):
+        variable = getattr(node, "variable", None)  # of a node that accumulates a gradient
+        if variable is not None and all(variable is not output for output in outputs):
+            raise InputError(
+                f"loss_fn trains a tensor of shape {tuple(variable.shape)} that is no output of "
+                "the model: a layer of its own, or a penalty on parameters. No stage has it; "
+                "compute that in the model's forward and return it, or freeze it"
+            )
 
 
 def _checked_scalar(loss: Any) -> Tensor:

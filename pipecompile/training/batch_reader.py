@@ -10,7 +10,7 @@ from torch.utils._pytree import tree_map_only
 from pipecompile.errors import InputError
 from pipecompile.frontend.microbatch import MicrobatchSizes, shape_of
 from pipecompile.frontend.signature import arguments_of, call_of
-from pipecompile.graph.pytrees import register_dataclasses
+from pipecompile.frontend.target_cut import cut_targets
 from pipecompile.ir.plan import Plan
 from pipecompile.training.program import Programs
 from pipecompile.training.runner import Runner
@@ -31,10 +31,16 @@ class CutBatch(NamedTuple):
 
 
 class BatchReader:
-    """Reads batches for the first stage, and targets for the last one, where these run."""
+    """Reads batches for the first stage, and targets for the last one, where these run.
 
-    def __init__(self, plan: Plan, programs: Programs, runner: Runner) -> None:
+    `target_batch_dims` says along which dimensions targets are cut, see `cut_targets`.
+    """
+
+    def __init__(
+        self, plan: Plan, programs: Programs, runner: Runner, target_batch_dims: Any = None
+    ) -> None:
         self._plan = plan
+        self._target_batch_dims = target_batch_dims
         self._declared = programs.declared
         self._runner = runner
 
@@ -58,6 +64,7 @@ class BatchReader:
                     f"{name} is of type {tensor.dtype}, but the plan was made for {planned[1]}; "
                     "convert it, or plan again with such a sample_input"
                 )
+        self._declared[shape].check_layouts(names, tensors)
         rows = sizes.split([self._runner.at_stage(0, tensor) for tensor in tensors])
         return CutBatch(shape, sizes, rows)
 
@@ -73,9 +80,7 @@ class BatchReader:
         return cut
 
     def targets(self, sizes: MicrobatchSizes, target: Any) -> list[Any]:
-        """Return the target of each microbatch."""
+        """Return the target of each microbatch; InputError if it cannot be cut like the batch."""
         last = self._plan.k - 1
-        register_dataclasses(target)
-        return sizes.split(
-            tree_map_only(Tensor, lambda value: self._runner.at_stage(last, value), target)
-        )
+        parts = cut_targets(target, sizes.sizes, self._target_batch_dims)
+        return tree_map_only(Tensor, lambda value: self._runner.at_stage(last, value), parts)

@@ -92,7 +92,7 @@ class Pipeline(HeldModel):
         # Now that the stages are on the devices where they stay.
         for shape in shapes:
             self._programs.declare(shape)
-        self._data = BatchReader(plan, self._programs, self._runner)
+        self._data = BatchReader(plan, self._programs, self._runner, target.target_batch_dims)
         self._recorders: list[ActionRecorder] = []
         self._gradients = StepGradients()
         self._batch_norms = MinibatchStatistics(self._share.place.replica_group)

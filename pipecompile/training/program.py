@@ -73,11 +73,9 @@ class Program:
             module, assignment, regions, encoded_runs, batch_norm
         )
         self.ties: dict[str, Tie] = ties_of(module, module.graph, captured.first_names)
-        self.inputs = [
-            BoundaryShape((tuple(node.meta["val"].shape), node.meta["val"].dtype, False))
-            for node in module.graph.nodes
-            if node.op == "placeholder"
-        ]
+        values = [node.meta["val"] for node in module.graph.nodes if node.op == "placeholder"]
+        self.inputs = [BoundaryShape((tuple(value.shape), value.dtype, False)) for value in values]
+        self._input_strides = [value.stride() for value in values]
 
     @property
     def input_shapes(self) -> InputShapes:
@@ -97,6 +95,22 @@ class Program:
     def boundary_shapes(self) -> list[list[BoundaryShape]]:
         """The tensors that enter each stage."""
         return [self.inputs, *(list(map(_shape, stage.inputs)) for stage in self.stages[1:])]
+
+    def check_layouts(self, names: Sequence[str], tensors: Sequence[Tensor]) -> None:
+        """Raise InputError if an input lies in memory in another way than that of the sample, and
+        the forward asks for that.
+        """
+        if not self.captured.asks_layout:
+            return
+        for name, tensor, planned in zip(names, tensors, self._input_strides, strict=True):
+            own = tensor.stride()
+            # The stride of a dimension of size 1 is never used.
+            if any(size > 1 and own[i] != planned[i] for i, size in enumerate(tensor.shape)):
+                raise InputError(
+                    f"{name} has strides {own}, but that of sample_input {planned}, and "
+                    f"{self.captured.asks_layout} asks for them; give tensors that lie in memory "
+                    "alike, for example by .contiguous()"
+                )
 
     def remember(self) -> None:
         """Remember the model as it is now: `check_unchanged` compares it, except for tensors and
@@ -128,6 +142,27 @@ class Program:
                 f"requires_grad of {changed[0]} changed since the model was compiled; compile it "
                 "again"
             )
+        self._refuse_hooks()
+
+    def _refuse_hooks(self) -> None:
+        """Raise InputError for hooks on parameters that would run too often, or on parts of a sum.
+
+        A post-accumulate hook runs after each microbatch, while later backwards need the weights;
+        a hook on a tied parameter would see the gradient of one stage.
+        """
+        for name, parameter in self._named_parameters:
+            if parameter._post_accumulate_grad_hooks:
+                raise InputError(
+                    f"{name} has a post-accumulate hook, which would run after each microbatch and "
+                    "not once a step; remove it, and act after `step`"
+                )
+            tie = self.ties.get(name)
+            if parameter._backward_hooks and tie is not None and len(tie.stages) > 1:
+                raise InputError(
+                    f"{name} has a hook on its gradient, but is tied over stages "
+                    f"{list(tie.stages)}, each of which has a part of it; remove the hook, and "
+                    "change the gradient after `step`"
+                )
 
     def _check_settings(self) -> None:
         """Raise InputError if a setting has another value."""

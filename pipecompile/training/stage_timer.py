@@ -133,7 +133,7 @@ class StageTimer:
         times = []
         for _ in range(OVERHEAD_REPEATS):
             start = time.perf_counter_ns()
-            split(self.target.targets, plan.microbatches)
+            self.target.cut_targets(plan.microbatches)
             split((self.target.call.args, self.target.call.kwargs), plan.microbatches)
             with program.mode(), fresh_gradients(self.target.model.parameters()):
                 pass
@@ -194,10 +194,9 @@ class StageTimer:
         return tuple(tensor.to(self.device) for tensor in tensors)
 
     def _targets(self, plan: Plan) -> list[Any]:
-        moved = torch.utils._pytree.tree_map_only(
-            Tensor, lambda value: value.to(self.device), self.target.targets
+        return torch.utils._pytree.tree_map_only(
+            Tensor, lambda value: value.to(self.device), self.target.cut_targets(plan.microbatches)
         )
-        return split(moved, plan.microbatches)
 
     def _loss(self, program: Program, outputs: Sequence[Tensor]) -> Loss | None:
         """The loss of the last stage; None if there is none, or if it needs a target that is not

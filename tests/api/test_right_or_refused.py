@@ -110,3 +110,154 @@ def test_so_is_one_without_gradients_around_it(without: Callable[[], Any]) -> No
     with without(), pytest.raises(InputError, match="gradients are switched off around it"):
         pipeline.step(X, X)
     pipeline.step(X, X)
+
+
+# -- losses and hooks
+
+
+def run_with(model: nn.Module, loss_fn: Callable[[Any, Any], Tensor], **options: Any) -> None:
+    """Two steps of a pipeline of two stages."""
+    pipeline = pipecompile(model, X, k=2, costs="flops", loss_fn=loss_fn, **options)
+    pipeline.step(X, X)
+    pipeline.step(X, X)
+
+
+HEAD = nn.Linear(WIDTH, 1)
+TEMPERATURE = nn.Parameter(torch.ones(()))
+
+
+class LossLayer(nn.Module):
+    """A loss with a weight of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, output: Tensor, target: Tensor) -> Tensor:
+        """Two tensors of shape (N, WIDTH) to a scalar."""
+        return (self.scale * (output - target)).square().mean()
+
+
+MODEL = between(nn.Tanh())
+TRAINING_LOSSES: dict[str, Callable[[Any, Any], Tensor]] = {
+    "a layer": lambda output, _: HEAD(output).square().mean(),
+    "a module": LossLayer(),
+    "a parameter": lambda output, target: ((output - target) * TEMPERATURE).square().mean(),
+    "a penalty on the model": lambda output, _: (
+        output.square().mean() + sum(p.square().sum() for p in MODEL.parameters())
+    ),
+    "a weight of the model": lambda output, _: (output @ MODEL[0].weight).square().mean(),
+    "beside metrics": lambda output, _: (HEAD(output).square().mean(), output),
+}
+
+
+@pytest.mark.parametrize("name", TRAINING_LOSSES)
+def test_a_loss_that_trains_something_else_is_refused(name: str) -> None:
+    with pytest.raises(InputError, match=r"loss_fn trains a tensor of shape .* that is no output"):
+        run_with(MODEL, TRAINING_LOSSES[name])
+    assert all(parameter.grad is None for parameter in (*HEAD.parameters(), TEMPERATURE))
+
+
+def test_a_loss_with_frozen_layers_trains() -> None:
+    torch.manual_seed(0)
+    frozen = nn.Linear(WIDTH, 1).requires_grad_(False)
+    steps_alike(between(nn.Tanh()), BATCHES, loss_fn=lambda output, _: frozen(output).abs().mean())
+
+
+class TwiceRead(nn.Module):
+    """A weight that the first and the last stage read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.last.weight = self.first.weight
+
+    def forward(self, value: Tensor) -> Tensor:
+        """A value of shape (N, WIDTH) to the same shape."""
+        return self.last(torch.tanh(self.first(value)))
+
+
+def test_hooks_on_gradients_run_on_whole_gradients_or_are_refused() -> None:
+    torch.manual_seed(0)
+    tied = TwiceRead()
+    tied.first.weight.register_hook(lambda gradient: gradient.clamp(-0.1, 0.1))
+    with pytest.raises(InputError, match=r"first.weight has a hook on its gradient, but is tied"):
+        run_with(tied, nn.functional.mse_loss)
+    late = between(nn.Tanh())
+    late[0].weight.register_post_accumulate_grad_hook(lambda parameter: None)
+    with pytest.raises(InputError, match=r"0.weight has a post-accumulate hook"):
+        run_with(late, nn.functional.mse_loss)
+    added = TwiceRead()
+    pipeline = pipecompile(added, X, k=2, costs="flops", loss_fn=nn.functional.mse_loss)
+    pipeline.step(X, X)
+    handle = added.last.weight.register_hook(lambda gradient: 2 * gradient)
+    with pytest.raises(InputError, match="is tied over stages"):
+        pipeline.step(X, X)
+    handle.remove()
+    pipeline.step(X, X)
+
+
+class Asking(nn.Module):
+    """Does something else for another layout."""
+
+    def __init__(self, ask: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.layer, self.ask = nn.Linear(WIDTH, WIDTH), ask
+
+    def forward(self, value: Tensor) -> Tensor:
+        """A value of shape (N, WIDTH) to the same shape."""
+        answer = self.ask(value)
+        return self.layer(answer if isinstance(answer, Tensor) else value * (1 + bool(answer)))
+
+
+LAYOUTS: dict[str, Callable[[Tensor], Any]] = {
+    "is_contiguous": lambda value: value.is_contiguous(),
+    "stride": lambda value: value.stride(0) == 1,
+    "strides": lambda value: value.stride() == (1, WIDTH),
+    "as_strided": lambda value: value.as_strided(value.shape, value.stride()),
+    "torch.as_strided": lambda value: torch.as_strided(value, value.shape, (WIDTH, 1)),
+    "of a view": lambda value: value[:, 1:].is_contiguous(),
+}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_another_layout_of_an_input_is_refused_where_the_forward_asks(name: str) -> None:
+    model = Asking(LAYOUTS[name])
+    pipeline = pipecompile(model, X, k=1, microbatches=2, costs="flops")
+    pipeline.evaluate(X)
+    for other in (X.mT, torch.cat([X, X], 1)[:, ::2]):
+        with pytest.raises(InputError, match=r"value has strides .* asks for them; give tensors"):
+            pipeline.evaluate(other)
+    pipeline.evaluate(X[:5])
+
+
+def test_another_layout_is_taken_where_nobody_asks() -> None:
+    torch.manual_seed(0)
+    steps_alike(between(nn.Tanh()), [X, X.mT, torch.cat([X, X], 1)[:, ::2]])
+
+
+def test_targets_are_cut_as_they_are_told() -> None:
+    torch.manual_seed(0)
+    labels, weights = torch.rand(8, WIDTH), torch.rand(WIDTH)
+    model = between(nn.Tanh())
+    unsplit = between(nn.Tanh())
+    unsplit.load_state_dict(model.state_dict())
+
+    def loss_fn(output: Tensor, target: tuple[Tensor, Tensor]) -> Tensor:
+        return ((output - target[0].mT).square() * target[1]).mean()
+
+    pipeline = pipecompile(
+        model, X, k=2, microbatches=2, costs="flops", loss_fn=loss_fn, target_batch_dims=(1, None)
+    )
+    loss = pipeline.step(X, (labels.mT, weights))
+    parts = zip(X.chunk(2), labels.chunk(2), strict=True)
+    losses = [loss_fn(unsplit(x), (y.mT, weights)) for x, y in parts]
+    torch.stack(losses).mean().backward()
+    assert torch.equal(loss, torch.stack(losses).mean())
+    for own, other in zip(model.parameters(), unsplit.parameters(), strict=True):
+        assert torch.equal(own.grad, other.grad)
+    assert torch.equal(
+        pipeline.evaluate(X, (labels.mT, weights)), pipeline.evaluate(X, (labels.mT, weights))
+    )
+    with pytest.raises(InputError, match="target_batch_dims"):
+        run_with(between(nn.Tanh()), lambda output, _: output.mean(), sample_target=torch.ones(2))

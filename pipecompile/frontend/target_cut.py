@@ -1,0 +1,89 @@
+"""The targets of a minibatch cut into those of its microbatches.
+
+Which dimension of a target counts the samples is known only where it is as long as the batch:
+
+    batch of 8      target (8, 5)   cut along dimension 0
+                    target ()       given to every microbatch
+                    target (2,)     weights of two tasks? InputError, unless `dims` says what it is
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
+from typing import Any
+
+import torch.utils._pytree as pytree
+from torch import Tensor
+
+from pipecompile.errors import InputError
+from pipecompile.graph.pytrees import register_dataclasses
+
+__all__ = ["cut_targets"]
+
+REMEDY = (
+    "say with target_batch_dims= which dimension of it is cut, or None to give all of it to every "
+    "microbatch; for a tuple or dict of targets, one of these for each"
+)
+
+
+def cut_targets(targets: Any, sizes: Sequence[int], dims: Any = None) -> list[Any]:
+    """Return `targets` once for each microbatch of so many samples.
+
+    `dims` is a dimension, or a tree of dimensions and None that begins like that of the targets. A
+    dimension that it names may have several rows for each sample: 30 rows for sizes 4, 4, 2 are 12,
+    12 and 6. InputError if it is not known how a tensor is cut, or if it cannot be cut so.
+    """
+    register_dataclasses(targets)
+    samples = sum(sizes)
+    if dims is None and isinstance(targets, list) and len(targets) == samples > 1:
+        raise InputError(
+            f"the target is a list of {samples}, as many as there are samples; stack it to one "
+            f"tensor if these are the samples, or {REMEDY}"
+        )
+    paths, spec = pytree.tree_flatten_with_path(targets)
+    if dims is None:
+        chosen = [_batch_dimension(pytree.keystr(path), leaf, samples) for path, leaf in paths]
+    else:
+        chosen = _given_dimensions(dims, spec)
+    parts = [_cut(leaf, dim, sizes) for (_, leaf), dim in zip(paths, chosen, strict=True)]
+    return [
+        pytree.tree_unflatten([each[index] for each in parts], spec) for index in range(len(sizes))
+    ]
+
+
+def _batch_dimension(path: str, leaf: Any, samples: int) -> int | None:
+    """Return 0 if that is the batch's, None for what has no dimensions; else InputError."""
+    if not isinstance(leaf, Tensor) or not leaf.dim():
+        return None
+    if leaf.shape[0] == samples:
+        return 0
+    raise InputError(
+        f"the target{path} is of shape {tuple(leaf.shape)}, but the batch has {samples} samples; "
+        f"{REMEDY}"
+    )
+
+
+def _given_dimensions(dims: Any, spec: pytree.TreeSpec) -> list[int | None]:
+    chosen = pytree._broadcast_to_and_flatten(dims, spec)
+    if chosen is None or not all(dim is None or isinstance(dim, int) for dim in chosen):
+        raise InputError(
+            f"target_batch_dims={dims!r} does not fit the target; give a dimension or None, or a "
+            "tree of these like the target's"
+        )
+    return chosen
+
+
+def _cut(leaf: Any, dim: int | None, sizes: Sequence[int]) -> Sequence[Any]:
+    """Return the parts of a leaf along `dim`, in proportion to `sizes`."""
+    if dim is None or not isinstance(leaf, Tensor):
+        return [leaf] * len(sizes)
+    samples = sum(sizes)
+    rows = leaf.shape[dim] if -leaf.dim() <= dim < leaf.dim() else 0
+    if not rows or rows % samples:
+        raise InputError(
+            f"a target of shape {tuple(leaf.shape)} cannot be cut along dimension {dim} into "
+            f"microbatches of {list(sizes)} samples; its size there must be a multiple of {samples}"
+        )
+    ends = accumulate((rows * size // samples for size in sizes), initial=0)
+    return [leaf.narrow(dim, begin, end - begin) for begin, end in pairwise(ends)]

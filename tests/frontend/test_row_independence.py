@@ -1,0 +1,90 @@
+"""Rows that know of each other are refused: dimension 0 may not be the batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from pipecompile.errors import InputError
+from pipecompile.frontend.row_independence import refuse_dependent_rows
+from pipecompile.frontend.signature import Arguments
+
+
+class Mixed(nn.Module):
+    """A layer, and a function of its output."""
+
+    def __init__(self, function: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 6)
+        self.function = function
+
+    def forward(self, value: Tensor) -> Any:
+        return self.function(self.layer(value))
+
+
+class Counting(nn.Module):
+    """Divides by a running mean, which it updates in eval mode too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.ones(6))
+
+    def forward(self, value: Tensor) -> Tensor:
+        self.mean.lerp_(value.abs().mean(0), 0.1)
+        return value / self.mean
+
+
+def ask(model: nn.Module, *shape: int) -> None:
+    torch.manual_seed(0)
+    first, second = (Arguments((torch.randn(4, *shape),), {}) for _ in range(2))
+    refuse_dependent_rows(model, first, second)
+
+
+DEPENDENT = {
+    "lstm over time": (nn.LSTM(6, 6), (5, 6)),
+    "bidirectional gru": (nn.GRU(6, 6, bidirectional=True), (5, 6)),
+    "attention over rows": (Mixed(lambda v: torch.softmax(v @ v.mT, -1) @ v), (6,)),
+    "centred": (Mixed(lambda v: v - v.mean(0)), (6,)),
+    "cumulative": (Mixed(lambda v: v.cumsum(0)), (6,)),
+    "sorted": (Mixed(lambda v: v.sort(0).values), (6,)),
+    "convolved": (Mixed(lambda v: functional.avg_pool1d(v.mT, 3, 1, 1).mT), (6,)),
+    "in a dictionary": (Mixed(lambda v: {"a": v, "b": v.flip(0)}), (6,)),
+}
+INDEPENDENT = {
+    "linear": (Mixed(torch.tanh), (6,)),
+    "batch norm": (nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6)), (6,)),
+    "dropout": (nn.Dropout(), (6,)),
+    "lstm, batch first, with its states": (nn.LSTM(6, 6, 2, batch_first=True), (5, 6)),
+    "noise in eval mode": (Mixed(lambda v: v + torch.randn_like(v)), (6,)),
+    "a running mean": (Counting(), (6,)),
+    "a scalar": (Mixed(lambda v: (v, v.mean())), (6,)),
+    "what fails in eval mode": (Mixed(lambda v: v.no_such_method()), (6,)),
+    "indices": (Mixed(lambda v: v.argmax(0)), (6,)),
+}
+
+
+@pytest.mark.parametrize("name", DEPENDENT)
+def test_dependent_rows_are_refused(name: str) -> None:
+    model, shape = DEPENDENT[name]
+    with pytest.raises(InputError, match="rows along dimension 0 are not independent"):
+        ask(model, *shape)
+
+
+@pytest.mark.parametrize("name", INDEPENDENT)
+def test_independent_rows_are_not(name: str) -> None:
+    model, shape = INDEPENDENT[name]
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    random = torch.get_rng_state()
+    torch.manual_seed(0)
+    seeded = torch.get_rng_state()
+    torch.set_rng_state(random)
+    ask(model, *shape)
+    assert model.training and all(module.training for module in model.modules())
+    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+    torch.manual_seed(0)
+    assert torch.equal(torch.get_rng_state(), seeded)

@@ -1,0 +1,71 @@
+"""Targets are cut where they have the batch, as they are told, or refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from pipecompile.errors import InputError
+from pipecompile.frontend.target_cut import cut_targets
+
+
+def rows(count: int, *rest: int) -> Tensor:
+    return torch.arange(count * max(1, sum(rest))).reshape(count, *rest)
+
+
+@given(
+    sizes=st.lists(st.integers(1, 5), min_size=1, max_size=4),
+    dim=st.integers(-2, 2),
+    each=st.integers(1, 3),
+)
+def test_parts_are_the_target_in_order(sizes: list[int], dim: int, each: int) -> None:
+    shape = [2, 2, 2]
+    shape[dim] = sum(sizes) * each
+    target = torch.arange(torch.Size(shape).numel()).reshape(shape)
+    parts = cut_targets(target, sizes, dim)
+    assert [part.shape[dim] for part in parts] == [size * each for size in sizes]
+    assert torch.equal(torch.cat(parts, dim), target)
+
+
+def test_the_batch_is_known_by_its_size() -> None:
+    target = {"labels": rows(6, 2), "scale": torch.tensor(2.0), "name": "a", "none": None}
+    first, second = cut_targets(target, (4, 2))
+    assert torch.equal(first["labels"], rows(6, 2)[:4])
+    assert torch.equal(second["labels"], rows(6, 2)[4:])
+    for part in (first, second):
+        assert (part["scale"], part["name"], part["none"]) == (2.0, "a", None)
+    assert cut_targets(None, (4, 2)) == [None, None]
+
+
+def test_a_tree_says_how_each_target_is_cut() -> None:
+    labels, weights = rows(2, 8), torch.ones(2)
+    parts = cut_targets((labels, [weights, weights]), (4, 4), (1, None))
+    assert [tuple(part[0].shape) for part in parts] == [(2, 4), (2, 4)]
+    assert all(part[1][0] is weights for part in parts)
+    # A list of as many tensors as there are samples is what the tree says.
+    assert len(cut_targets([weights] * 8, (4, 4), [None] * 8)[0]) == 8
+
+
+@pytest.mark.parametrize(
+    ("target", "dims", "words"),
+    [
+        (torch.ones(2), None, r"the target is of shape \(2,\), but the batch has 8 samples; say"),
+        (rows(4, 3), None, r"\(4, 3\), but the batch has 8"),
+        (rows(16, 3), None, r"\(16, 3\), but the batch has 8"),
+        ({"y": rows(8), "w": torch.ones(10)}, None, r"the target\['w'\] is of shape \(10,\)"),
+        ((rows(8), (rows(1, 8),)), None, r"the target\[1\]\[0\] is of shape \(1, 8\)"),
+        ([rows(8)] * 8, None, "a list of 8, as many as there are samples; stack it"),
+        (rows(8), (0, None), "does not fit the target"),
+        (rows(8), "0", "does not fit the target"),
+        (rows(6, 8), 0, r"cannot be cut along dimension 0 into microbatches of \[4, 4\]"),
+        (rows(8), 1, "cannot be cut along dimension 1"),
+    ],
+)
+def test_what_is_ambiguous_is_refused(target: Any, dims: Any, words: str) -> None:
+    with pytest.raises(InputError, match=words):
+        cut_targets(target, (4, 4), dims)

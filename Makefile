@@ -3,8 +3,11 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
 COPY := build/check
+NEWEST := .venv-newest
+# What touches torch most: captures, stages and steps in one process, and a step over ranks.
+FAST_TESTS := tests/frontend tests/graph tests/passes tests/codegen tests/runtime tests/training tests/distributed/test_training.py tests/test_package.py
 
-.PHONY: demo test check bench docs clean
+.PHONY: demo test check bench newest docs clean
 .DEFAULT_GOAL := test
 
 demo: $(READY)
@@ -28,13 +31,25 @@ check: $(READY)
 	cd $(COPY) && ../../$(BIN)/mypy --config-file ../../pyproject.toml --cache-dir ../../.mypy_cache
 	cd $(COPY) && ../../$(BIN)/lint-imports --config ../../pyproject.toml
 
+# The fast tests on the newest torch that pip finds, in an environment of its own, whatever range pyproject.toml names.
+newest:
+	test -x $(NEWEST)/bin/pip || $(PYTHON) -m venv $(NEWEST) || \
+	  { $(PYTHON) -m venv --without-pip $(NEWEST) && $(PYTHON) -m pip --python $(NEWEST)/bin/python install --quiet pip; }
+	$(NEWEST)/bin/python -m pip install --quiet --disable-pip-version-check --upgrade torch
+	grep -v '^torch==' constraints.txt > $(NEWEST)/constraints.txt
+	$(NEWEST)/bin/python -c 'import tomllib; project = tomllib.load(open("pyproject.toml", "rb"))["project"]; print(*(each for each in project["dependencies"] + project["optional-dependencies"]["dev"] if not each.startswith("torch")), sep="\n")' > $(NEWEST)/requirements.txt
+	$(NEWEST)/bin/python -m pip install --quiet --disable-pip-version-check --constraint $(NEWEST)/constraints.txt --requirement $(NEWEST)/requirements.txt
+	$(NEWEST)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
+	OMP_NUM_THREADS=1 PIPECOMPILE_ANY_TORCH=1 $(NEWEST)/bin/python -m pytest -n 2 --dist loadfile $(FAST_TESTS)
+	$(NEWEST)/bin/python -c 'import sys, torch; print("torch", torch.__version__, "on Python", sys.version.split()[0])'
+
 # The site, in build/docs: a broken link or an unknown option is an error.
 docs: $(READY)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[docs]'
 	$(BIN)/python -m sphinx -b html -W --keep-going -d build/doctrees docs build/docs
 
 clean:
-	rm -rf build demo .venv *.egg-info .mypy_cache .ruff_cache .import_linter_cache .pytest_cache .hypothesis
+	rm -rf build demo .venv $(NEWEST) *.egg-info .mypy_cache .ruff_cache .import_linter_cache .pytest_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # Debian's python3 may lack ensurepip; then the machine's own pip fills the environment.

@@ -21,6 +21,7 @@ from pipecompile.errors import (
     StalePlanError,
     StaleProfileError,
 )
+from pipecompile.torch_versions import check_torch
 
 if TYPE_CHECKING:
     from pipecompile.api.choices import Choices
@@ -60,6 +61,8 @@ __all__ = [
 ]
 
 __version__ = "0.1.0.dev0"
+
+check_torch()
 
 # Each public name with the module that it comes from, which is imported when the name is first
 # used.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import os
+import re
 import subprocess
 import sys
 import tomllib
@@ -14,12 +15,15 @@ import networkx as nx
 import pytest
 
 import pipecompile
+from pipecompile import torch_versions
+from pipecompile.torch_versions import NEWEST, OLDEST, check_torch
 
 ROOT = Path(__file__).resolve().parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 SETUPTOOLS = PROJECT["tool"]["setuptools"]
 
 PUBLIC = """
+    BatchNormUpdate
     CaptureError
     Checkpoint
     Choices
@@ -184,3 +188,29 @@ def test_class_names_are_unique() -> None:
                 if isinstance(node, ast.ClassDef):
                     homes.setdefault(node.name.lstrip("_"), []).append(str(file.relative_to(ROOT)))
     assert {name: files for name, files in homes.items() if len(files) > 1} == {}
+
+
+def test_the_range_of_torch_is_the_same_everywhere() -> None:
+    (requirement,) = (r for r in PROJECT["project"]["dependencies"] if r.startswith("torch"))
+    (major, minor), (_, last) = OLDEST, NEWEST
+    assert requirement == f"torch>={major}.{minor},<{major}.{last + 1}"
+
+
+@pytest.mark.parametrize("installed", ["2.10.1", "2.16.0", "3.0.0+cu130", "1.13.1"])
+def test_a_version_of_torch_that_nobody_tried_is_refused(
+    monkeypatch: pytest.MonkeyPatch, installed: str
+) -> None:
+    monkeypatch.setattr(torch_versions, "version", lambda _: installed)
+    words = rf"works with torch 2.11 to 2.15, but {re.escape(installed)} is installed; pip install"
+    with pytest.raises(ImportError, match=words):
+        check_torch()
+    monkeypatch.setenv("PIPECOMPILE_ANY_TORCH", "1")
+    check_torch()
+
+
+@pytest.mark.parametrize("installed", ["2.11.0", "2.13.0+cpu", "2.15.2", "2.14.0a0+git1"])
+def test_a_version_of_torch_that_was_tried_is_taken(
+    monkeypatch: pytest.MonkeyPatch, installed: str
+) -> None:
+    monkeypatch.setattr(torch_versions, "version", lambda _: installed)
+    check_torch()

@@ -83,4 +83,7 @@ class BatchReader:
         """Return the target of each microbatch; InputError if it cannot be cut like the batch."""
         last = self._plan.k - 1
         parts = cut_targets(target, sizes.sizes, self._target_batch_dims)
-        return tree_map_only(Tensor, lambda value: self._runner.at_stage(last, value), parts)
+        return [
+            tree_map_only(Tensor, lambda value: self._runner.at_stage(last, value), part)
+            for part in parts
+        ]

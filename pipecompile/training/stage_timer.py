@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from pipecompile.codegen.stages import StageModule
 from pipecompile.cost_models.device_transfer import moved_to
@@ -194,9 +195,10 @@ class StageTimer:
         return tuple(tensor.to(self.device) for tensor in tensors)
 
     def _targets(self, plan: Plan) -> list[Any]:
-        return torch.utils._pytree.tree_map_only(
-            Tensor, lambda value: value.to(self.device), self.target.cut_targets(plan.microbatches)
-        )
+        return [
+            tree_map_only(Tensor, lambda value: value.to(self.device), part)
+            for part in self.target.cut_targets(plan.microbatches)
+        ]
 
     def _loss(self, program: Program, outputs: Sequence[Tensor]) -> Loss | None:
         """The loss of the last stage; None if there is none, or if it needs a target that is not

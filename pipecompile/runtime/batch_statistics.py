@@ -38,6 +38,7 @@ from pipecompile.graph.batch_statistics import (
     record_statistics,
 )
 from pipecompile.graph.random_streams import StreamKey
+from pipecompile.runtime.watch import Deadline
 
 __all__ = ["MinibatchStatistics", "minibatch_statistics"]
 
@@ -55,8 +56,11 @@ class MinibatchStatistics:
         self._put_aside = StepStatistics()
 
     @contextmanager
-    def of_step(self, *, accumulate: bool = False) -> Iterator[None]:
-        """Record the training step in the block, and update the averages at its end.
+    def of_step(
+        self, *, accumulate: bool = False, deadline: Deadline | None = None
+    ) -> Iterator[None]:
+        """Record the training step in the block, and update the averages at its end, for which
+        replicas wait until the `deadline`.
 
         With `accumulate` its statistics are put aside, for the step that ends the minibatch. A step
         that fails leaves the averages, and what was put aside, as they were.
@@ -69,6 +73,7 @@ class MinibatchStatistics:
         minibatch, self._put_aside = self._put_aside, StepStatistics()
         calls = list(minibatch.recorded)
         if self._group is not None:
+            (deadline or Deadline()).wait_for(self._group)
             calls = _common_calls(minibatch, self._group)
         if calls:
             with torch.no_grad():

@@ -345,7 +345,8 @@ class Pipeline(HeldModel):
     def _statistics(self, accumulate: bool) -> AbstractContextManager[None]:
         """Where the step leaves the statistics of batch norms that follow the minibatch."""
         if self.plan.options.batch_norm == "minibatch":
-            return self._batch_norms.of_step(accumulate=accumulate)
+            deadline = self._runner.deadline
+            return self._batch_norms.of_step(accumulate=accumulate, deadline=deadline)
         return nullcontext()
 
     def _minibatch(self, cut: CutBatch, target: Any, scaler: GradScaler | None) -> Minibatch:

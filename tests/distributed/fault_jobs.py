@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 from pipecompile.api.compilation import pipecompile
+from pipecompile.graph.batch_statistics import StepStatistics
 from pipecompile.ir.schedule import Action
 from pipecompile.runtime.rank_step import RankStep
 from pipecompile.training.pipeline import Pipeline
@@ -120,6 +121,37 @@ def late_for_exchange(what: str) -> Seen:
         elif what == "the clipping":
             pipeline.clip_grad_norm_(1.0)
         else:
+            pipeline.step(batch)
+    except Exception as error:
+        return Seen(type(error).__name__, str(error), time.monotonic() - start)
+    finally:
+        dist.destroy_process_group()
+    return Seen("", "", time.monotonic() - start)
+
+
+def late_for_averages() -> Seen:
+    """What the first of two replicas sees if the other does not come to the averages of norms."""
+    model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8))
+    batch = torch.randn(8, 8)
+    pipeline = pipecompile(
+        model,
+        batch,
+        ranks=1,
+        costs="flops",
+        batch_norm="minibatch",
+        loss_fn=lambda output, _: output.square().mean(),
+        step_timeout=TIMEOUT,
+    )
+    pipeline.step(batch)
+    add_all = StepStatistics.add_all
+
+    def late(*arguments: StepStatistics) -> None:
+        time.sleep(TIMEOUT + 1 if dist.get_rank() else 0)
+        add_all(*arguments)
+
+    start = time.monotonic()
+    try:
+        with patch.object(StepStatistics, "add_all", late):
             pipeline.step(batch)
     except Exception as error:
         return Seen(type(error).__name__, str(error), time.monotonic() - start)

@@ -121,6 +121,13 @@ def test_a_rank_that_does_not_come_to_an_exchange(
     assert seen.seconds < WITHIN
 
 
+def test_a_replica_that_does_not_come_to_the_averages(workers: Workers, tmp_path: Path) -> None:
+    seen, _ = workers.run(2, jobs.late_for_averages, folder=str(tmp_path))
+    assert seen.error == "RankFaultError"
+    assert "rank 0 waited in the exchanges at the end of step 1" in seen.text
+    assert seen.seconds < WITHIN
+
+
 def test_ranks_that_begin_different_steps_are_told(workers: Workers, tmp_path: Path) -> None:
     for text in workers.run(3, jobs.different_batches, folder=str(tmp_path)):
         assert text.startswith("InputError: ranks must step alike, but the number of samples is ")

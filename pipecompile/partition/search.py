@@ -138,7 +138,7 @@ class PartitionSearch:
     # The course of the search
 
     def run(self) -> None:
-        """Runs all methods in turn, until a cut is proven best or near enough to the bound."""
+        """Run all methods in turn, until a cut is proven best or near enough to the bound."""
         self.bound = lower_bound(self.problem)
         if self.problem.ranks != self.problem.k:
             self._try_shared_ranks()
@@ -164,7 +164,10 @@ class PartitionSearch:
                     method(share)
 
     def result(self, explained: bool) -> Partition:
-        """The best cut, scored from the graph alone; InfeasibleError without one."""
+        """Return the best cut, scored from the graph alone.
+
+        Raise InfeasibleError if there is none.
+        """
         if self.best is None:
             reason = "no cut was found"
             if explained:
@@ -183,14 +186,14 @@ class PartitionSearch:
         )
 
     def _is_close(self) -> bool:
-        """Whether the best cut is so near the bound that a better one does not matter."""
+        """Return whether the best cut is so near the bound that a better one does not matter."""
         if self.best is None:
             return False
         value = self.best.value[0]
         return (value - self.bound) * CLOSE_PARTS <= value
 
     def _check_if_proven(self) -> bool:
-        """Whether the search is over, now that the best cut or the bound may have changed."""
+        """Return whether the search is over, after the best cut or the bound may have changed."""
         meets_bound = self.best is not None and self.best.value[0] == self.bound
         self.is_proven = self.is_proven or (meets_bound and self.pricing.is_complete)
         return self.is_proven
@@ -198,7 +201,7 @@ class PartitionSearch:
     # Keeping cuts
 
     def _take(self, chains: Chains, chain: Chain, method: str) -> None:
-        """Keeps the cut of a chain if it is better than the best so far."""
+        """Keep the cut of a chain if it is better than the best so far."""
         replicas = None if self.problem.replica_ranks is None else chain.replicas
         extra_ns = self.pricing.extra_ns(chains.family, chain)
         self._keep(_stages_of(chains, chain), replicas, extra_ns, method)
@@ -216,7 +219,7 @@ class PartitionSearch:
             self.best = _ScoredCut(stages, value, replicas, extra_ns, method)
 
     def _value(self, loads: Sequence[int]) -> tuple[int, int]:
-        """The value of the loads of stages by the objective, then by the other one."""
+        """Return the value of the loads of stages by the objective, then by the other one."""
         values = measures(rank_loads(self.problem, loads))
         squares, most = values["sum_of_squares_ns2"], values["max_load_ns"]
         return (squares, most) if self.problem.objective == "variance" else (most, squares)
@@ -224,7 +227,7 @@ class PartitionSearch:
     # 1: topological orders
 
     def _try_orders(self) -> None:
-        """Cuts several orders; a graph that has only one order is solved by it."""
+        """Cut several orders; a graph that has only one order is solved by it."""
         for order in topological_orders(self.unit_graph):
             self._try_order(order)
             if self._check_if_proven() or self.spent > self.seconds / 2:
@@ -238,7 +241,7 @@ class PartitionSearch:
             self._take(Chains(prefixes), chain, "linear-dp")
 
     def _try_between_blocks(self) -> None:
-        """Where too few stages can be priced: the best cut between blocks.
+        """Keep the best cut between blocks, where too few stages can be priced.
 
         Later methods then move its boundaries by single units. Without a cut, orders are tried.
         """
@@ -257,7 +260,7 @@ class PartitionSearch:
     # 2: all ideals
 
     def _try_every_ideal(self, share: float) -> None:
-        """Finds the best of all cuts, if all ideals fit into memory and a share of the budget."""
+        """Find the best of all cuts, if all ideals fit into memory and a share of the budget."""
         if self.limit == self.too_many_within:
             return
         chains = every_cut(self.unit_graph, self.limit, min(1.0, self.seconds / SECONDS))
@@ -274,7 +277,7 @@ class PartitionSearch:
             self.best = replace(self.best, method="ideal-dp")
 
     def _raise_bound_by_charges(self, chains: Chains) -> None:
-        """Raises the bound where not all prices are known.
+        """Raise the bound where not all prices are known.
 
         No cut is better than the best chain with the lower bounds that its stages were charged.
         """
@@ -289,7 +292,7 @@ class PartitionSearch:
     # 3: ideals near the best cut
 
     def _try_nearby_cuts(self, share: float) -> None:
-        """Shuffles the order inside the stages and searches all ideals near the best cut."""
+        """Shuffle the order inside the stages and search all ideals near the best cut."""
         random, reach = np.random.default_rng(int(1000 * share)), REACH
         until = self.spent + share * self.seconds
         while (
@@ -314,7 +317,7 @@ class PartitionSearch:
     # 4: minimum cuts
 
     def _raise_bound(self, _: float) -> None:
-        """Raises the bound by what must cross each boundary, which leaves fewer ideals as well."""
+        """Raise the bound by what must cross each boundary, which leaves fewer ideals as well."""
         if self.best is None or self.problem.communication != "relay":
             return
         if self.crossing_value == self.best.value[0]:
@@ -334,7 +337,7 @@ class PartitionSearch:
     # 5: the integer program
 
     def _try_integer_program(self, share: float) -> None:
-        """Gives the whole graph to CP-SAT: for a bound, and perhaps a better cut."""
+        """Give the whole graph to CP-SAT: for a bound, and perhaps a better cut."""
         memory, size = self.problem.memory, self.unit_graph.count * self.problem.k
         if memory is not None and memory.freeable:
             return  # it knows less of memory than the dynamic program
@@ -359,7 +362,10 @@ class PartitionSearch:
         self._check_if_proven()
 
     def _is_allowed(self, stages: Sequence[int]) -> bool:
-        """Whether a cut meets all constraints; False if stages are priced, which takes long."""
+        """Return whether a cut meets all constraints.
+
+        It is False if stages are priced, since that takes long.
+        """
         memory = self.problem.memory
         if memory is not None and memory.price is not None:
             return False
@@ -368,7 +374,7 @@ class PartitionSearch:
     # Ranks with several stages
 
     def _try_shared_ranks(self) -> None:
-        """Starts from a cut into stages alone on their ranks, climbs, and tries CP-SAT."""
+        """Start from a cut into stages alone on their ranks, climb, and try CP-SAT."""
         alone = replace(self.problem, placement=None, speeds=None, memory=None, links=FREE)
         # Without memory, since caps are for ranks and not for stages.
         search = PartitionSearch(UnitGraph(alone, self.unit_graph.units), self.seconds / 4)
@@ -393,7 +399,7 @@ class PartitionSearch:
 
 
 def _stages_of(chains: Chains, chain: Chain) -> tuple[int, ...]:
-    """The stage of each unit: the number of boundaries 1 … k − 1 that it lies behind."""
+    """Return the stage of each unit: how many of the boundaries 1 … k − 1 it lies behind."""
     stages = np.zeros(chains.family.unit_graph.count, np.intp)
     for row in chain.rows[1:]:
         stages += ~chains.family.members(row)

@@ -230,7 +230,7 @@ def _step_bound(problem: PartitionProblem, total: int) -> int:
     then Σ load = T·(1 − (1 − 1/M)^k).
 
     Ranks with several stages, and schedules that split backwards, are only bounded by M times their
-    compute: while a microbatch travels they have other work, as the gradients of weights. Both
+    compute: while a microbatch travels they have other work, such as weight backwards. Both
     halves of a split backward may take less than the whole.
     """
     m, fastest = problem.microbatches, max(problem.speed(s) for s in range(problem.k))

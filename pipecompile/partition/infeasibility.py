@@ -16,7 +16,7 @@ from pipecompile.partition.coarsening import coarse_groups
 from pipecompile.partition.orders import topological_orders
 from pipecompile.partition.prefix_cuts import cut_order
 from pipecompile.partition.prefixes import Prefixes
-from pipecompile.partition.pricing import Pricing
+from pipecompile.partition.priced_search import PricedSearch
 from pipecompile.partition.problem import MemoryConstraint, PartitionProblem
 from pipecompile.partition.unit_graph import UnitGraph
 from pipecompile.partition.windows import Limit
@@ -71,8 +71,8 @@ def _first_cut(unit_graph: UnitGraph, problem: PartitionProblem) -> Chain | None
     plain = UnitGraph(problem, unit_graph.units)
     prefixes = Prefixes(plain, next(iter(topological_orders(plain))))
     prices = 4 * problem.k + NODES_PRICED * problem.k // len(problem.graph.nodes)
-    pricing = Pricing(problem, min(PRICES_MAX, prices), pairs_limit=PAIRS_MAX)
-    return cut_order(prefixes, Limit(), pricing.best)
+    priced_search = PricedSearch(problem, min(PRICES_MAX, prices), pairs_limit=PAIRS_MAX)
+    return cut_order(prefixes, Limit(), priced_search.best)
 
 
 def _shared_memory_reason(unit_graph: UnitGraph, memory: MemoryConstraint) -> str:

@@ -1,9 +1,9 @@
 """What the stages of a family pay to fit their memory: a known price, a lower bound, or a guess.
 
-`chains` adds payments to the loads of stages, and `pricing` asks for the prices of those stages
-that the best chain has. A price may need the whole memory model, and a family has millions of
-stages; so stages without a price are charged a lower bound: a fractional knapsack. For a stage that
-holds 100 bytes over its cap with everything kept:
+`chains` adds payments to the loads of stages, and `priced_search` asks for the prices of those that
+the best chain has. A price may need the whole memory model, and a family has millions of stages; so
+stages without a price are charged a lower bound: a fractional knapsack. For a stage that holds 100
+bytes over its cap with everything kept:
 
     freeable class   bytes in the stage   ns per byte   freed   ns
     cheapest                 60               0           60     0

@@ -22,7 +22,7 @@ __all__ = ["PAIRS_MAX", "cut_order"]
 
 PAIRS_MAX = 5_000_000  # pairs of prefixes per dynamic program: about a second
 
-BestChain = Callable[[Chains, Limit], Chain | None]  # as `Pricing.best`
+BestChain = Callable[[Chains, Limit], Chain | None]  # as `PricedSearch.best`
 
 
 def cut_order(

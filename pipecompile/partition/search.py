@@ -44,7 +44,7 @@ from pipecompile.partition.objective import lower_bound, measures, rank_loads, s
 from pipecompile.partition.orders import shuffled_order, topological_orders
 from pipecompile.partition.prefix_cuts import cut_order
 from pipecompile.partition.prefixes import Prefixes
-from pipecompile.partition.pricing import Pricing
+from pipecompile.partition.priced_search import PricedSearch
 from pipecompile.partition.problem import PartitionProblem
 from pipecompile.partition.result import Partition
 from pipecompile.partition.unit_graph import UnitGraph
@@ -107,11 +107,11 @@ class PartitionSearch:
         return self.unit_graph.problem
 
     @cached_property
-    def pricing(self) -> Pricing:
+    def priced_search(self) -> PricedSearch:
         """The search over chains with priced stages, and its budget."""
         pairs = int(self.seconds * PAIRS_PER_SECOND)
         prices = int(self.seconds / self._price_seconds)
-        return Pricing(self.problem, prices + 4 * self.problem.k, pairs_limit=pairs)
+        return PricedSearch(self.problem, prices + 4 * self.problem.k, pairs_limit=pairs)
 
     @property
     def _price_seconds(self) -> float:
@@ -122,8 +122,8 @@ class PartitionSearch:
     @property
     def spent(self) -> float:
         """Seconds of work so far."""
-        prices = len(self.pricing.prices) * self._price_seconds
-        return self.other_work + self.pricing.pairs / PAIRS_PER_SECOND + prices
+        prices = len(self.priced_search.prices) * self._price_seconds
+        return self.other_work + self.priced_search.pairs / PAIRS_PER_SECOND + prices
 
     @property
     def limit(self) -> Limit:
@@ -143,7 +143,7 @@ class PartitionSearch:
         if self.problem.ranks != self.problem.k:
             self._try_shared_ranks()
             return
-        if self.pricing.limit < self.unit_graph.count and self.problem.memory is not None:
+        if self.priced_search.limit < self.unit_graph.count and self.problem.memory is not None:
             self._try_between_blocks()
         else:
             self._try_orders()
@@ -195,7 +195,7 @@ class PartitionSearch:
     def _check_if_proven(self) -> bool:
         """Return whether the search is over, after the best cut or the bound may have changed."""
         meets_bound = self.best is not None and self.best.value[0] == self.bound
-        self.is_proven = self.is_proven or (meets_bound and self.pricing.is_complete)
+        self.is_proven = self.is_proven or (meets_bound and self.priced_search.is_complete)
         return self.is_proven
 
     # Keeping cuts
@@ -203,7 +203,7 @@ class PartitionSearch:
     def _take(self, chains: Chains, chain: Chain, method: str) -> None:
         """Keep the cut of a chain if it is better than the best so far."""
         replicas = None if self.problem.replica_ranks is None else chain.replicas
-        extra_ns = self.pricing.extra_ns(chains.family, chain)
+        extra_ns = self.priced_search.extra_ns(chains.family, chain)
         self._keep(_stages_of(chains, chain), replicas, extra_ns, method)
 
     def _keep(
@@ -235,7 +235,7 @@ class PartitionSearch:
 
     def _try_order(self, order: Sequence[int]) -> None:
         prefixes = Prefixes(self.unit_graph, order)
-        chain = cut_order(prefixes, self.limit, self.pricing.best)
+        chain = cut_order(prefixes, self.limit, self.priced_search.best)
         self.other_work += ROUND_SECONDS + len(order) / UNITS_PER_SECOND
         if chain is not None:
             self._take(Chains(prefixes), chain, "linear-dp")
@@ -267,10 +267,10 @@ class PartitionSearch:
         self.too_many_within = self.limit if chains is None else None
         if chains is None or chains.pairs(self.limit) > share * self.seconds * PAIRS_PER_SECOND:
             return
-        chain = self.pricing.best(chains, self.limit)
+        chain = self.priced_search.best(chains, self.limit)
         if chain is not None:
             self._take(chains, chain, "ideal-dp")
-        self.is_proven = self.pricing.is_complete
+        self.is_proven = self.priced_search.is_complete
         self._raise_bound_by_charges(chains)
         if self.is_proven and self.best is not None:
             # The method that proved the cut, whichever found it.
@@ -281,9 +281,9 @@ class PartitionSearch:
 
         No cut is better than the best chain with the lower bounds that its stages were charged.
         """
-        if self.pricing.lower_chain is None or self.best is None:
+        if self.priced_search.lower_chain is None or self.best is None:
             return
-        chain, charges = self.pricing.lower_chain
+        chain, charges = self.priced_search.lower_chain
         assignment = self.unit_graph.assignment(_stages_of(chains, chain))
         loads = stage_loads(self.problem, assignment)
         value = self._value([load + charges[stage] for stage, load in enumerate(loads)])[0]
@@ -299,7 +299,7 @@ class PartitionSearch:
             self.best is not None
             and self.spent < until
             and not self._check_if_proven()
-            and not self.pricing.is_spent
+            and not self.priced_search.is_spent
         ):
             order = shuffled_order(self.unit_graph, self.best.stages, random)
             sizes = np.bincount(self.best.stages, minlength=self.problem.k)
@@ -310,7 +310,7 @@ class PartitionSearch:
                 reach = max(1, reach // 2)
                 continue
             self.other_work += len(chains.family) / IDEALS_PER_SECOND
-            chain = self.pricing.best(chains, self.limit)
+            chain = self.priced_search.best(chains, self.limit)
             if chain is not None:
                 self._take(chains, chain, "linear-dp")
 

@@ -7,7 +7,7 @@
 
 `backward_input` and `backward_weight` are a split backward: together they do what `backward` does.
 The runtime in one process (one_process.py), that under torchrun (distributed_pipeline.py) and the
-timing of stages (timing.py) use the same stages.
+timing of stages (stage_times.py) use the same stages.
 """
 
 from __future__ import annotations

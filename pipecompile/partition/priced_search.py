@@ -26,7 +26,7 @@ from pipecompile.partition.payments import StageKey
 from pipecompile.partition.problem import PartitionProblem, Price, StageCandidate
 from pipecompile.partition.windows import Limit
 
-__all__ = ["Pricing"]
+__all__ = ["PricedSearch"]
 
 # A family is searched without guesses for 1 / 16 of all prices, and with them for 1 / 3.
 PARTS_WITHOUT_GUESSES = 16
@@ -36,7 +36,7 @@ UnitsKey = tuple[int, bytes, bytes]  # a stage by number and by the units before
 
 
 @dataclass
-class Pricing:
+class PricedSearch:
     """The search for the best chain with its stages priced, over one family after another.
 
     `limit` is about the most prices that are asked for, and `pairs_limit` the most pairs that

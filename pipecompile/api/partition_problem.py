@@ -198,8 +198,8 @@ def _price(planner: RecomputePlanner, one_in_flight: bool) -> Callable[[StageCan
 
     def price(candidate: StageCandidate) -> Price:
         """Return the extra time that a stage needs to fit its cap, with its lower bound."""
-        piece = StageSlice(candidate.stage, candidate.before, candidate.nodes)
-        recompute = planner.of(piece, candidate.cap)
+        stage_slice = StageSlice(candidate.stage, candidate.before, candidate.nodes)
+        recompute = planner.of(stage_slice, candidate.cap)
         if recompute is None:
             # The planner's search is no proof that nothing fits.
             return Price(None, 0 if may_find_none else None)

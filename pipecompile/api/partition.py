@@ -1,6 +1,6 @@
 """The cut of a plan: composes the partitioner with recompute, the memory model and the schedule.
 
-`api.plan` imports it when it drafts a plan, and not before: solvers need numpy and networkx, which
+`api.draft` imports it when it drafts a plan, and not before: solvers need numpy and networkx, which
 reading a plan does not. Needs no PyTorch.
 """
 

@@ -1,6 +1,7 @@
 """Solves a problem at one granularity, for any objective.
 
-"Flat" is the opposite of `multilevel`, which solves several of these problems one after the other.
+"Flat" is the opposite of multilevel: `multilevel_solver` solves several of these problems one after
+the other.
 
 Variance and max-load are sums and maxima over stages, so that dynamic programs can add stage by
 stage. The simulated step is neither. Its search starts from the cuts of the other objectives, and

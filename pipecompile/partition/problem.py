@@ -138,7 +138,7 @@ class PartitionProblem:
     first node lies in no later stage than the second. With `parameters_everywhere` each stage has a
     node with parameters. `granularity` is the level of the module tree at which the graph is cut:
     "modules" and "blocks" keep their nodes in one stage (see `coarsening`); "auto" allows the cuts
-    of "operators", and its search starts from blocks (see `multilevel`).
+    of "operators", and its search starts from blocks (see `multilevel_solver`).
 
     InputError says what does not fit.
     """

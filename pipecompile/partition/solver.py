@@ -2,7 +2,8 @@
 
 `api` calls `solve`. Below it, imports go one way:
 
-    solver ─▶ multilevel ─▶ flat ─▶ search ─▶ prefix_cuts, lattice, min_cut_bound, cpsat
+    solver ─▶ multilevel_solver ─▶ flat_solver ─▶ search
+    search ─▶ prefix_cuts, lattice, min_cut_bound, cpsat
 """
 
 from __future__ import annotations

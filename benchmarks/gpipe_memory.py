@@ -9,11 +9,12 @@ in the paper, and in bfloat16 with fused attention. A parameter takes 12 bytes i
 gradient, 4 each for the float32 copy and the mean. (While it steps, `torch.optim` needs 4 and 8
 more on a GPU.)
 
-Three layers are captured on the meta device and tiled to any depth (tiling.py). For each stage the
-most layers are found whose bound fits, by the memory model that the partitioner asks; it counts the
-allocator and NCCL too. Stages differ only in being first or last and in how many microbatches they
-have in flight, so no cut between layers holds more. The whole model with these stages is then
-planned. For up to 8 accelerators the partitioner also has to find a cut of as many layers itself.
+Three layers are captured on the meta device and tiled to any depth (tiled_graphs.py). For each
+stage the most layers are found whose bound fits, by the memory model that the partitioner asks; it
+counts the allocator and NCCL too. Stages differ only in being first or last and in how many
+microbatches they have in flight, so no cut between layers holds more. The whole model with these
+stages is then planned. For up to 8 accelerators the partitioner also has to find a cut of as many
+layers itself.
 
 AmoebaNet-D on one accelerator of 8 GiB, as in the table: (18, 208) without recompute and with 16
 images at once (32 would be too many), and (18, 416), which does not fit in that way: with
@@ -39,9 +40,9 @@ from torch import nn
 
 from benchmarks.amoebanet import AmoebaNet
 from benchmarks.command_line import no_arguments
-from benchmarks.fitting import DeepPlan, Fitting, plan_assignment, plan_layers
+from benchmarks.deep_plans import DeepPlan, LayerCapacity, plan_assignment, plan_layers
 from benchmarks.gpipe_models import TOKENS, FusedLayer, Transformer, TransformerLayer, token_loss
-from benchmarks.tiling import LEAST_LAYERS, tile
+from benchmarks.tiled_graphs import LEAST_LAYERS, tile
 from pipecompile.api.costs import cost_graph
 from pipecompile.api.options import options_for
 from pipecompile.api.partition_problem import problem_of
@@ -176,15 +177,15 @@ def deepest(format: Format, k: int) -> dict[str, Any]:
     Both are under the schedule that allows the largest L with whole stages recomputed.
     """
     print(f"{k:4} {PAPER[k].layers:5}  ", end="", flush=True)
-    fittings = {
-        (order, m): Fitting(format.graph(m), format.options(k, m, order, "stage"))
+    capacities = {
+        (order, m): LayerCapacity(format.graph(m), format.options(k, m, order, "stage"))
         for order, m in SETTINGS
     }
-    layers = {setting: sum(fitting.most_layers) for setting, fitting in fittings.items()}
+    layers = {setting: sum(capacity.most_layers) for setting, capacity in capacities.items()}
     order, m = max(SETTINGS, key=lambda setting: layers[setting])
-    best = fittings[order, m]
+    best = capacities[order, m]
     stages = plan_deepest(best, f"{order}, m = {m:2}")
-    auto = plan_deepest(Fitting(format.graph(m), format.options(k, m, order, "auto")))
+    auto = plan_deepest(LayerCapacity(format.graph(m), format.options(k, m, order, "auto")))
     print()
     by_setting = []
     for (schedule, microbatches), most in layers.items():
@@ -200,16 +201,16 @@ def deepest(format: Format, k: int) -> dict[str, Any]:
     }
 
 
-def plan_deepest(fitting: Fitting, order: str | None = None) -> dict[str, Any]:
+def plan_deepest(capacity: LayerCapacity, order: str | None = None) -> dict[str, Any]:
     """Plan the deepest model that fits; print and return its figures."""
-    layers = sum(fitting.most_layers)
-    plan = plan_layers(fitting.shallow, fitting.options, fitting.most_layers)
-    parameters = parameters_of(fitting.shallow, layers)
+    layers = sum(capacity.most_layers)
+    plan = plan_layers(capacity.shallow, capacity.options, capacity.most_layers)
+    parameters = parameters_of(capacity.shallow, layers)
     print(f"{layers:5} {parameters / 1e9:9.2f}B {plan.peak_bound_bytes / GIB:5.1f} GiB ", end="")
     print(f" {order:17}  " if order else f"{plan.recompute_share:10.0%}", end="", flush=True)
     return {
         "layers": layers,
-        "layers_of_stages": fitting.most_layers,
+        "layers_of_stages": capacity.most_layers,
         "parameters": parameters,
         "peak_bound_bytes": plan.peak_bound_bytes,
         "recompute_share": round(plan.recompute_share, 4),
@@ -221,11 +222,11 @@ def parameters_of(shallow: CostGraph, layers: int) -> int:
     return sum(prod(parameter.shape or ()) for parameter in tile(shallow, layers).parameters)
 
 
-def has_cut(fitting: Fitting) -> bool:
+def has_cut(capacity: LayerCapacity) -> bool:
     """Return whether the partitioner finds a cut of as many layers."""
-    deep = tile(fitting.shallow, sum(fitting.most_layers))
+    deep = tile(capacity.shallow, sum(capacity.most_layers))
     try:
-        solve(problem_of(deep, fitting.options, FREE))
+        solve(problem_of(deep, capacity.options, FREE))
     except InfeasibleError:
         return False
     return True

@@ -3,7 +3,7 @@
     python -m benchmarks.joint [GRAPHS]         (default 20)
 
 This is tests/api/test_joint.py on more and larger graphs: random ones of 8 to 12 nodes with skips,
-views and tied parameters, in two stages, with a budget between the least and the most that any
+views and tied parameters, in two stages, with a cap between the least and the most that any
 stage holds. Brute force finds the best choice.
 
 Prints the outcome of each graph and stops at the first one that differs; writes results/joint.json.

@@ -61,8 +61,8 @@ class PlanSetting(NamedTuple):
     optimizer: str
     recompute: str = "none"
     memory: int | None = None  # bytes of each rank
-    # The budget of a rank is the mean of what it needs with whole stages recomputed and with none.
-    mean_budget: bool = False
+    # The cap of a rank is the mean of what it needs with whole stages recomputed and with none.
+    mean_cap: bool = False
     stages_per_rank: int = 1
     encodings: tuple[str, ...] = ()
     replicas: int = 1
@@ -78,7 +78,7 @@ class PlanSetting(NamedTuple):
         """The name of the plan in the table."""
         words = [self.schedule, f"k={self.k}", f"m={self.microbatches}", self.optimizer]
         words += ["recompute", self.recompute] if self.recompute != "none" else []
-        words += ["half way"] if self.mean_budget else []
+        words += ["half way"] if self.mean_cap else []
         words += [f"replicas={self.replicas}"] if self.replicas > 1 else []
         words += ["sharded"] if self.sharded else []
         return " ".join([*words, *self.encodings])
@@ -98,14 +98,14 @@ SETTINGS = (
     PlanSetting("1f1b", 4, 8, "adam", "block"),
     PlanSetting("gpipe", 2, 8, "sgd", "sqrt"),
     PlanSetting("1f1b", 4, 4, "momentum", "sqrt"),
-    PlanSetting("1f1b", 4, 8, "adamw", "auto", mean_budget=True),
-    PlanSetting("gpipe", 2, 4, "sgd", "auto", mean_budget=True, encodings=("mask", "relu", "pool")),
+    PlanSetting("1f1b", 4, 8, "adamw", "auto", mean_cap=True),
+    PlanSetting("gpipe", 2, 4, "sgd", "auto", mean_cap=True, encodings=("mask", "relu", "pool")),
     PlanSetting("interleaved-1f1b", 8, 8, "adamw", stages_per_rank=2),
-    PlanSetting("interleaved-1f1b", 4, 4, "sgd", "auto", mean_budget=True, stages_per_rank=2),
+    PlanSetting("interleaved-1f1b", 4, 4, "sgd", "auto", mean_cap=True, stages_per_rank=2),
     PlanSetting("looped-bfs", 4, 4, "sgd", "stage", stages_per_rank=2),
     PlanSetting("zb-h1", 4, 8, "adamw"),
     PlanSetting("zb-h1", 2, 4, "sgd", "stage"),
-    PlanSetting("zb-h1", 2, 4, "adam", "auto", mean_budget=True),
+    PlanSetting("zb-h1", 2, 4, "adam", "auto", mean_cap=True),
     PlanSetting("zb-h2", 2, 4, "momentum"),
     PlanSetting("zb-v", 8, 8, "adamw", stages_per_rank=2),
     PlanSetting("zb-v", 4, 4, "sgd", "stage", stages_per_rank=2),
@@ -143,7 +143,7 @@ def measure(target: Target, setting: PlanSetting) -> tuple[int, int, int]:
 
     RuntimeError where `TRIALS` runs do not agree.
     """
-    choices = _mean_budgets(target, setting) if setting.mean_budget else {"memory": setting.memory}
+    choices = _mean_caps(target, setting) if setting.mean_cap else {"memory": setting.memory}
     pipeline = _compiled(target, setting, **choices)
     if setting.recompute not in ("none", "stage", "except-last"):
         stages = pipeline.plan.stages
@@ -182,8 +182,8 @@ def _is_true_anywhere(here: bool) -> bool:
     return bool(flag)
 
 
-def _mean_budgets(target: Target, setting: PlanSetting) -> dict[str, Any]:
-    """Return a plan's cut and budgets, each the mean of two needs of a rank.
+def _mean_caps(target: Target, setting: PlanSetting) -> dict[str, Any]:
+    """Return a plan's cut and caps, each the mean of two needs of a rank.
 
     They are what it needs without recompute and with whole stages recomputed, under the cut that is
     planned without recompute.
@@ -191,10 +191,10 @@ def _mean_budgets(target: Target, setting: PlanSetting) -> dict[str, Any]:
     plain = _compiled(target, setting._replace(recompute="none", encodings=())).plan
     pin = plain.assignment
     recomputing = _compiled(target, setting._replace(recompute="stage", encodings=()), pin=pin).plan
-    budgets = []
+    caps = []
     for most, least in zip(plain.prediction.memory, recomputing.prediction.memory, strict=True):
-        budgets.append((most.total.bound + min(most.total.bound, least.total.bound)) // 2)
-    return {"pin": pin, "memory": budgets}
+        caps.append((most.total.bound + min(most.total.bound, least.total.bound)) // 2)
+    return {"pin": pin, "memory": caps}
 
 
 def _compiled(target: Target, setting: PlanSetting, **choices: Any) -> Pipeline:

@@ -27,7 +27,7 @@ from pipecompile.partition.objective import objective_value, stage_loads
 from pipecompile.partition.orders import shuffled_order, topological_orders
 from pipecompile.partition.prefix_cuts import cut_order
 from pipecompile.partition.prefixes import Prefixes
-from pipecompile.partition.pricing import Pricing
+from pipecompile.partition.priced_search import PricedSearch
 from pipecompile.partition.problem import PartitionProblem
 from pipecompile.partition.solver import solve
 from pipecompile.partition.unit_graph import UnitGraph
@@ -95,7 +95,7 @@ def _best_of_many_orders(unit_graph: UnitGraph, first: Stages) -> int:
 
 
 def _cut(unit_graph: UnitGraph, order: list[int], limit: Limit) -> Stages | None:
-    cut = cut_order(Prefixes(unit_graph, order), limit, Pricing(unit_graph.problem, 0).best)
+    cut = cut_order(Prefixes(unit_graph, order), limit, PricedSearch(unit_graph.problem, 0).best)
     if cut is None:
         return None
     stages = np.zeros(unit_graph.count, np.intp)

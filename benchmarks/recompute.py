@@ -2,7 +2,7 @@
 
     python -m benchmarks.recompute
 
-First a sweep: the budget falls from the peak without recompute to 15 % of it, with 1, 4 and 8
+First a sweep: the cap falls from the peak without recompute to 15 % of it, with 1, 4 and 8
 microbatches in flight. The stages are four blocks of a GPT (2048 channels, 16 heads, one sequence
 of 2048, bfloat16, fused attention) in the middle of more, ResNet-50 (32 images of 224 × 224) and a
 U-Net (8 images of 256 × 256). Costs are those of an H100's roofline; nothing is allocated. Prints
@@ -30,7 +30,7 @@ from benchmarks.recompute_stages import COSTS, STAGES, CostedStage, held_bytes
 
 RESULT = Path(__file__).parent / "results" / "recompute.json"
 IN_FLIGHT = (1, 4, 8)
-BUDGETS = (100, 90, 80, 70, 60, 50, 40, 30, 20, 15)  # % of the peak without recompute
+CAPS = (100, 90, 80, 70, 60, 50, 40, 30, 20, 15)  # % of the peak without recompute
 
 
 def main() -> None:
@@ -56,16 +56,16 @@ def main() -> None:
 
 
 def _sweep(name: str, stage: CostedStage, in_flight: int) -> Iterator[dict[str, Any]]:
-    """Print and yield a row for each budget."""
-    policies = stage.without_budget(in_flight)
+    """Print and yield a row for each cap."""
+    policies = stage.without_cap(in_flight)
     everything, _ = policies["none"]
     print(f"\n{name}, {len(stage.nodes)} nodes, {in_flight} in flight:", end=" ")
     print(f"the peak without recompute is {everything / 2**20:,.0f} MiB;", end=" ")
     print(f"extra compute in % of a forward ({stage.forward_ns / 1e6:.2f} ms)")
     header = "".join(f"{policy:>13}" for policy in (*policies, "ours", "bound"))
-    print(f"{'budget':>7} {'MiB':>8}{header}  regions")
-    for budget in BUDGETS:
-        available = everything * budget // 100
+    print(f"{'cap':>7} {'MiB':>8}{header}  regions")
+    for percent in CAPS:
+        available = everything * percent // 100
         began = time.perf_counter()
         choice, bound = stage.ours(in_flight, available)
         seconds = time.perf_counter() - began
@@ -76,12 +76,12 @@ def _sweep(name: str, stage: CostedStage, in_flight: int) -> Iterator[dict[str, 
         extra = {policy: _percent_of_forward(stage, ns) for policy, ns in spent.items()}
         regions = "" if choice is None else len(choice.regions)
         cells = "".join(map(_cell, extra.values()))
-        print(f"{budget:6} % {available / 2**20:8,.0f}{cells}  {regions}", flush=True)
+        print(f"{percent:6} % {available / 2**20:8,.0f}{cells}  {regions}", flush=True)
         yield {
             "stage": name,
             "in_flight": in_flight,
-            "budget_percent": budget,
-            "budget_bytes": available,
+            "cap_percent": percent,
+            "cap_bytes": available,
             "extra_percent": extra,
             "seconds": round(seconds, 3),
         }
@@ -112,17 +112,17 @@ def _targets(stage: CostedStage) -> Iterator[dict[str, Any]]:
         )
         text = f"{in_flight} in flight, whole-stage recompute's peak: % of its extra compute"
         yield _verdict(text, share, most, least)
-    for budget, most in ((80, 6), (60, 20)):
-        kept = 4 * nothing.kept * budget // 100
-        budgets = {
+    for percent, most in ((80, 6), (60, 20)):
+        kept = 4 * nothing.kept * percent // 100
+        caps = {
             "the activations that saving everything keeps": kept + nothing.peak - nothing.kept,
-            "its peak, with gradients and workspace": held_bytes(nothing, 4) * budget // 100,
+            "its peak, with gradients and workspace": held_bytes(nothing, 4) * percent // 100,
         }
-        for what, available in budgets.items():
+        for what, available in caps.items():
             choice, bound = stage.ours(4, available)
-            text = f"4 in flight, {budget} % of {what}: % of a forward"
-            percent = _percent_of_forward(stage, choice and choice.ns)
-            yield _verdict(text, percent, most, _percent_of_forward(stage, bound))
+            text = f"4 in flight, {percent} % of {what}: % of a forward"
+            extra = _percent_of_forward(stage, choice and choice.ns)
+            yield _verdict(text, extra, most, _percent_of_forward(stage, bound))
 
 
 def _verdict(

@@ -3,10 +3,10 @@
     python -m benchmarks.recompute_gpt2 [TARGET]         (default benchmarks/models.py:gpt2)
 
 `pipecompile plan` makes two plans with costs measured here: one without recompute, and one with
-`--recompute auto` and a budget of 70 % of what the fullest rank of the first one needs. Then four
+`--recompute auto` and a cap of 70 % of what the fullest rank of the first one needs. Then four
 gloo ranks of one thread each run both plans.
 
-Prints what each rank holds, by the allocator's own events, beside plan and budget; whether the
+Prints what each rank holds, by the allocator's own events, beside plan and cap; whether the
 gradients under both plans are equal bit for bit; and the time of a step beside the predicted one.
 Writes results/recompute_gpt2.json, unless there is a TARGET.
 """
@@ -41,7 +41,7 @@ from tests.distributed.workers import Workers
 RESULT = Path(__file__).parent / "results" / "recompute_gpt2.json"
 DEFAULT = str(Path(__file__).parent / "models.py") + ":gpt2"
 RANKS, MICROBATCHES = 4, 8
-BUDGET_PERCENT = 70  # of the bound of the fullest rank without recompute
+CAP_PERCENT = 70  # of the bound of the fullest rank without recompute
 STEPS = 5
 
 
@@ -104,31 +104,31 @@ def main(target: str) -> None:
     with tempfile.TemporaryDirectory() as folder:
         plain = _planned(target, Path(folder) / "plain.json")
         needed = max(rank.total.bound for rank in plain.prediction.memory)
-        budget = needed * BUDGET_PERCENT // 100
-        fitting = _planned(
-            target, Path(folder) / "fitting.json", "--recompute", "auto", "--memory", str(budget)
+        cap = needed * CAP_PERCENT // 100
+        capped = _planned(
+            target, Path(folder) / "capped.json", "--recompute", "auto", "--memory", str(cap)
         )
-        print(f"{target}: {needed:,} bytes needed without recompute, budget {budget:,}")
+        print(f"{target}: {needed:,} bytes needed without recompute, cap {cap:,}")
         workers = Workers(RANKS)
         try:
-            names = ("plain", "fitting")
+            names = ("plain", "capped")
             runs = [
                 workers.run(RANKS, run, target, f"{folder}/{name}.json", folder=folder)
                 for name in names
             ]
         finally:
             workers.close()
-    rows = [*_rows("none", plain, runs[0], None), *_rows("auto", fitting, runs[1], budget)]
+    rows = [*_rows("none", plain, runs[0], None), *_rows("auto", capped, runs[1], cap)]
     plain_gradients, gradients = map(_gradients, runs)
     unequal = [name for name, digests in plain_gradients.items() if digests != gradients[name]]
     equal = "all" if not unequal else f"all except {', '.join(unequal)}"
     print(f"gradients of both plans equal bit for bit: {equal}")
-    steps = [_step_row("none", plain, runs[0]), _step_row("auto", fitting, runs[1])]
+    steps = [_step_row("none", plain, runs[0]), _step_row("auto", capped, runs[1])]
     result = {
         "torch": torch.__version__,
         "target": target.rpartition(":")[2],
         "ranks": RANKS,
-        "budget": budget,
+        "cap": cap,
     }
     result |= {"rows": rows, "unequal_gradients": unequal, "steps": steps}
     if target == DEFAULT:
@@ -149,14 +149,14 @@ def _planned(target: str, path: Path, *options: str) -> Plan:
     return read(path, Plan)
 
 
-def _rows(policy: str, plan: Plan, runs: list[RankRun], budget: int | None) -> list[dict[str, Any]]:
+def _rows(policy: str, plan: Plan, runs: list[RankRun], cap: int | None) -> list[dict[str, Any]]:
     header = ("recompute", "rank", "regions", "expected", "measured", "error", "bound")
-    print("\n{:9} {:>4} {:>7} {:>12} {:>12} {:>7} {:>12} in budget".format(*header))
+    print("\n{:9} {:>4} {:>7} {:>12} {:>12} {:>7} {:>12} in cap".format(*header))
     rows = []
     for rank, (memory, run_of_rank) in enumerate(zip(plan.prediction.memory, runs, strict=True)):
         regions, measured = len(plan.regions.get(rank, ())), run_of_rank.peak_bytes
         expected, bound = memory.total.expected, memory.total.bound
-        fits = "" if budget is None else "yes" if measured <= budget else "NO"
+        fits = "" if cap is None else "yes" if measured <= cap else "NO"
         error = expected / measured - 1
         print(f"{policy:9} {rank:4} {regions:7} {expected:12,} {measured:12,}", end=" ")
         print(f"{error:+7.2%} {bound:12,} {fits}")

@@ -27,7 +27,7 @@ from pipecompile.runtime.stage import EagerStage
 __all__ = ["MODELS", "peaks"]
 
 IN_FLIGHT = (1, 4)
-BUDGETS = (100, 80, 60, 40)  # % of the peak without recompute
+CAPS = (100, 80, 60, 40)  # % of the peak without recompute
 MICROBATCHES = 4
 
 
@@ -52,23 +52,23 @@ MODELS: dict[str, Callable[[], dict[str, Any]]] = {
 
 
 def peaks(name: str) -> Iterator[dict[str, Any]]:
-    """Print and yield the expected and measured peaks of one of `MODELS`, for each budget."""
+    """Print and yield the expected and measured peaks of one of `MODELS`, for each cap."""
     target = Target.of(MODELS[name](), name)
     stage = whole_model(target, "flops", MICROBATCHES)
     print(f"\n{name}, run here, {len(stage.nodes)} nodes:", end=" ")
     print("activations and workspace at the peak, in bytes")
-    print(f"{'in flight':>9} {'budget':>8} {'regions':>7} {'extra':>8} {'expected':>12}", end=" ")
+    print(f"{'in flight':>9} {'cap':>8} {'regions':>7} {'extra':>8} {'expected':>12}", end=" ")
     print(f"{'measured':>12} {'error':>7} {'allowed':>12}")
     for in_flight in IN_FLIGHT:
-        for budget in BUDGETS:
-            available = held_bytes(stage.policies["none"], in_flight) * budget // 100
+        for percent in CAPS:
+            available = held_bytes(stage.policies["none"], in_flight) * percent // 100
             choice, _ = stage.ours(in_flight, available)
             if choice is None:
-                print(f"{in_flight:9} {budget:6} %    does not fit")
+                print(f"{in_flight:9} {percent:6} %    does not fit")
                 continue
             row = _peak(target, stage, in_flight, choice)
-            print(f"{in_flight:9} {budget:6} % {_cells(row)} {available:12,}", flush=True)
-            yield {"model": name, "in_flight": in_flight, "budget_bytes": available, **row}
+            print(f"{in_flight:9} {percent:6} % {_cells(row)} {available:12,}", flush=True)
+            yield {"model": name, "in_flight": in_flight, "cap_bytes": available, **row}
 
 
 def _cells(row: dict[str, Any]) -> str:
@@ -81,7 +81,7 @@ def _peak(
     target: Target, stage: CostedStage, in_flight: int, choice: RegionChoice
 ) -> dict[str, Any]:
     regions = [stage.nodes[start:stop] for start, stop in choice.regions]
-    footprint = footprint_of(stage.lives, stage.before, stage.nodes, regions)
+    footprint = footprint_of(stage.live_ranges, stage.before, stage.nodes, regions)
     kept = footprint.activations.expected
     forward, backward = footprint.forward_peak.expected, footprint.backward_peak.expected
     return {

@@ -2,9 +2,9 @@
 
     python -m benchmarks.recompute_speed
 
-For the stages of `benchmarks.recompute`: the seconds for a first budget, which include the menus of
-all unique blocks, and for other budgets after it. Then the plan of a GPT-2 of 96 layers of width
-2048 in eight stages, under a budget that most of them meet only with recompute. Cut and regions are
+For the stages of `benchmarks.recompute`: the seconds for a first cap, which include the menus of
+all unique blocks, and for other caps after it. Then the plan of a GPT-2 of 96 layers of width
+2048 in eight stages, under a cap that most of them meet only with recompute. Cut and regions are
 chosen together; the time counts from the costs on, without the capture.
 
 Prints each figure with its limit; writes results/recompute_speed.json.
@@ -34,7 +34,7 @@ from pipecompile.frontend.target_capture import capture_target
 from pipecompile.recompute.choice import cheapest
 
 RESULT = Path(__file__).parent / "results" / "recompute_speed.json"
-BUDGETS = range(95, 25, -5)  # % of the peak without recompute
+CAPS = range(95, 25, -5)  # % of the peak without recompute
 LAYERS, RANKS, MICROBATCHES, MEMORY, COSTS = 96, 8, 16, "8GiB", "roofline:h100"
 # Limits. The first one is meant for one block, but all blocks together keep it.
 MENU_SECONDS, QUERY_SECONDS, PLAN_SECONDS = 2.0, 0.02, 60.0
@@ -59,22 +59,22 @@ def _query_times(name: str, stage: CostedStage) -> Iterator[dict[str, Any]]:
     blocks = len(set(stage.blocks))
     everything = held_bytes(stage.policies["none"], 4)
     seconds = []
-    for budget in BUDGETS:
+    for percent in CAPS:
         began = time.perf_counter()
-        cheapest(stage.problem, stage.blocks, 4, everything * budget // 100)
+        cheapest(stage.problem, stage.blocks, 4, everything * percent // 100)
         seconds.append(time.perf_counter() - began)
     first, *others = seconds
     yield _verdict(
-        f"{name}, {blocks} blocks: the first budget, with the menus of all blocks",
+        f"{name}, {blocks} blocks: the first cap, with the menus of all blocks",
         first,
         MENU_SECONDS,
     )
     yield _verdict(
-        f"{name}: a budget after that, median of {len(others)}",
+        f"{name}: a cap after that, median of {len(others)}",
         statistics.median(others),
         QUERY_SECONDS,
     )
-    yield _verdict(f"{name}: a budget after that, longest", max(others), QUERY_SECONDS)
+    yield _verdict(f"{name}: a cap after that, longest", max(others), QUERY_SECONDS)
 
 
 def _loss(output: Any, tokens: Tensor) -> Tensor:

@@ -46,7 +46,7 @@ class CostedStage:
     nodes: tuple[str, ...]
 
     @cached_property
-    def lives(self) -> LiveRanges:
+    def live_ranges(self) -> LiveRanges:
         """The live ranges of the storages of its graph."""
         return LiveRanges(self.graph)
 
@@ -56,7 +56,7 @@ class CostedStage:
 
         In such a backward gradients are already there and are summed into.
         """
-        return recompute_problem_of(self.lives, self.before, self.nodes, summed=True)
+        return recompute_problem_of(self.live_ranges, self.before, self.nodes, summed=True)
 
     @cached_property
     def blocks(self) -> list[str]:
@@ -70,7 +70,7 @@ class CostedStage:
 
     @cached_property
     def policies(self) -> dict[str, RegionChoice]:
-        """The regions of each policy that knows no budget."""
+        """The regions of each policy that knows no cap."""
         regions_of = {
             "none": (),
             "whole stage": whole(self.problem),
@@ -79,7 +79,7 @@ class CostedStage:
         }
         return {name: priced(self.problem, regions) for name, regions in regions_of.items()}
 
-    def without_budget(self, in_flight: int) -> dict[str, tuple[int, int]]:
+    def without_cap(self, in_flight: int) -> dict[str, tuple[int, int]]:
         """Return for each of these policies its peak in bytes and the extra ns of a microbatch.
 
         "except last" is added: whole stages are recomputed for all microbatches of a step but the

@@ -51,7 +51,7 @@ _GATHERS = {"torch.nn.Embedding", "torch.nn.EmbeddingBag", "torch.nn.functional.
 
 @dataclass(frozen=True)
 class Flops:
-    """Prices a call by its FLOPs and the bytes it moves, at 10 TFLOP/s and 1 TB/s.
+    """Says what a call costs by its FLOPs and the bytes it moves, at 10 TFLOP/s and 1 TB/s.
 
     A time is ceil(max(FLOPs / 10 000, bytes / 1 000)) ns. For float32, y = x @ w with shapes
     (1000, 1000) has 2 · 10⁹ FLOPs (200 000 ns) and moves 12 · 10⁶ bytes (12 000 ns): its forward

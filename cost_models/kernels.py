@@ -1,6 +1,6 @@
 """The kernels that a call launches: one for each ATen operator that does more than make views.
 
-The roofline prices them, and a calibration lists them.
+The roofline says what they cost, and a calibration lists them.
 """
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ FREE_CALL = CallCost(0, 0, 0, 0)
 
 
 class CostModel(Protocol):
-    """Prices calls one by one, in the order of the forward."""
+    """Says what calls cost, one by one, in the order of the forward."""
 
     @property
     def name(self) -> str:

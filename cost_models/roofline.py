@@ -20,7 +20,7 @@ __all__ = ["DeviceCostModel", "Roofline", "kernel_ns", "peak_name"]
 
 @dataclass(frozen=True)
 class DeviceCostModel:
-    """Base of cost models that price calls on fake tensors as if these were on `device`."""
+    """Base of cost models that take calls on fake tensors as if these were on `device`."""
 
     device: Device
     real: ClassVar[bool] = False
@@ -40,7 +40,7 @@ class DeviceCostModel:
 
 @dataclass(frozen=True)
 class Roofline(DeviceCostModel):
-    """Prices a call by its kernels on `device`, which run one after the other.
+    """Says what a call costs by its kernels on `device`, which run one after the other.
 
     A kernel takes, in whole nanoseconds rounded up,
 

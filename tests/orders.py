@@ -93,7 +93,7 @@ def _row(
 def _backwards(stage: int, microbatches: int, backwards: str, recomputes: bool) -> Iterator[Action]:
     """Yield the backwards of a stage.
 
-    `behind`: a weight gradient waits for the input gradient of the next microbatch. `mixed`: every
+    `behind`: a weight backward waits for the input backward of the next microbatch. `mixed`: every
     second backward is whole.
     """
     waiting: list[Action] = []

@@ -90,6 +90,18 @@ def modules() -> dict[str, Path]:
     return files
 
 
+def test_docstrings_of_packages_name_modules_that_exist() -> None:
+    rooms = {file.parent for file in modules().values()}
+    for room in rooms:
+        text = ast.get_docstring(ast.parse((room / "__init__.py").read_text())) or ""
+        # A list has the names in its first column, which ends with two spaces.
+        columns = re.findall(r"^    (\S.*?)(?:  |$)", text, re.MULTILINE)
+        named = {name for column in columns for name in column.split(", ")}
+        named |= set(re.findall(r"`([a-z_]+)[./a-z_]*`", text))
+        existing = {file.stem for file in room.glob("*.py")} | {other.name for other in rooms}
+        assert named <= existing, f"{room.name}: {named - existing}"
+
+
 def imports(tree: ast.AST) -> Iterator[str]:
     """The dotted names that a module imports, in functions too; not those for type checkers."""
     if isinstance(tree, ast.Import):

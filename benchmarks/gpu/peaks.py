@@ -49,7 +49,7 @@ def _model_rows(bench: Bench, name: str, factory: Any) -> Iterator[Row]:
 def _plans(subject: Subject) -> Iterator[tuple[str, Plan]]:
     """Yield four plans for two ranks, which save, recompute and go backward in different ways.
 
-    The budgets of the third lie half way between what the ranks of the first two need.
+    The caps of the third lie half way between what the ranks of the first two need.
     """
     options: dict[str, Any] = {"k": 2, "schedule": "1f1b", "optimizer": "adamw"}
     plain = subject.plan(**options)
@@ -57,10 +57,10 @@ def _plans(subject: Subject) -> Iterator[tuple[str, Plan]]:
     options["pin"] = plain.assignment
     whole = subject.plan(**options, recompute="stage")
     yield "stages recomputed", whole
-    budgets = []
+    caps = []
     for most, least in zip(plain.prediction.memory, whole.prediction.memory, strict=True):
-        budgets.append((most.total.bound + min(most.total.bound, least.total.bound)) // 2)
-    yield "regions recomputed", subject.plan(**options, recompute="auto", memory=budgets)
+        caps.append((most.total.bound + min(most.total.bound, least.total.bound)) // 2)
+    yield "regions recomputed", subject.plan(**options, recompute="auto", memory=caps)
     yield "split backward", subject.plan(k=2, schedule="zb-h1", optimizer="adam")
 
 

@@ -28,7 +28,7 @@ from pipecompile.ir.plan import Plan
 from pipecompile.ir.schedule import COMPUTE, Action, Kind
 from pipecompile.runtime.gradients import divide_gradients
 from pipecompile.runtime.stage import BackwardParts, EagerStage, SavedForward
-from pipecompile.runtime.timing import StageWorkload, measure_stages
+from pipecompile.runtime.stage_times import StageWorkload, measure_stages
 
 __all__ = ["OPTIMIZERS", "Messages", "SingleRank", "ranks_of", "record", "resident_bytes"]
 

@@ -78,7 +78,10 @@ def requested_options(**choices: Any) -> Options:
 
 
 def _checked(option: Option, value: Any) -> Any:
-    """`value` as a plan has it; InputError unless it is of the type that `option` asks for."""
+    """Return `value` as a plan has it.
+
+    Raise InputError unless it is of the type that `option` asks for.
+    """
     match option.form:
         case "list":
             return _encodings(value)
@@ -94,8 +97,9 @@ def _checked(option: Option, value: Any) -> Any:
 
 
 def _checked_value(option: Option, value: Any) -> Any:
-    """The one value of `option`: a whole number, one of a few names, a cap, or what is checked
-    elsewhere.
+    """Return the one value of `option`, checked if it is a whole number, a name or a cap.
+
+    Other values are checked elsewhere.
     """
     if value is None and option.default is None:
         return None
@@ -124,7 +128,10 @@ LEAST = {
 
 
 def _stages(given: Mapping[str, Any]) -> int:
-    """The number of stages by `k` or by `ranks`; InputError if both are given and disagree."""
+    """Return the number of stages by `k` or by `ranks`.
+
+    Raise InputError if both are given and disagree.
+    """
     k, ranks = given["k"], given["ranks"]
     if ranks is None:
         return DEFAULT_STAGES if k is None else int(k)
@@ -138,14 +145,20 @@ def _stages(given: Mapping[str, Any]) -> int:
 
 
 def _stages_per_rank(schedule: str, requested: int | None) -> int:
-    """How many stages lie on each rank if `requested` are asked for, as `placements` has it."""
+    """Return how many stages lie on each rank if `requested` are asked for.
+
+    The number is that of `placements`.
+    """
     shape, needed = ("any", None) if schedule == "search" else required_placement(schedule)
     # Around and around with one stage a rank is linear: a loop begins at two.
     return requested or needed or (2 if shape == "loop" else 1)
 
 
 def _check_costs(costs: Any) -> None:
-    """InputError or FormatError unless `costs` names a cost model whose device or file is there."""
+    """Raise InputError or FormatError unless `costs` names a cost model that is there.
+
+    Its device or its file must be there too.
+    """
     kind, _, place = str(costs).partition(":")
     if kind == "roofline" and place:
         load_device(place)
@@ -157,7 +170,7 @@ def _check_costs(costs: Any) -> None:
 
 
 def unknown_costs(costs: object) -> InputError:
-    """The error for costs that are none of `COSTS`."""
+    """Return the error for costs that are none of `COSTS`."""
     error = unknown("costs", costs, COSTS)
     return InputError(f"{error}, or in Python give a function")
 
@@ -220,6 +233,6 @@ def _names(what: str, given: Iterable[str]) -> tuple[str, ...]:
 
 
 def _encodings(given: Iterable[str]) -> tuple[Encoding, ...]:
-    """The encodings in the order in which they are tried."""
+    """Return the encodings in the order in which they are tried."""
     names = [known_name("encoding", name, ENCODINGS) for name in _names("encodings", given)]
     return tuple(encoding for encoding in ENCODINGS if encoding in names)

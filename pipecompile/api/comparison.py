@@ -23,7 +23,7 @@ __all__ = ["comparison_figures", "comparison_of", "comparison_text", "run_page",
 def comparison_of(plan: Plan, run: RecordedRun) -> RunComparison:
     """Return what `plan` predicts against what was recorded.
 
-    InputError if the run is of another plan.
+    Raise InputError if the run is of another plan.
     """
     if run.ranks != plan.ranks:
         raise InputError(

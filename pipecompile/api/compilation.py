@@ -170,7 +170,10 @@ def _shared_options(
     choices: Choices,
     mesh: DeviceMesh | None,
 ) -> Options:
-    """The same options on every rank; only rank 0 needs the files that costs and links name."""
+    """Return the same options on every rank.
+
+    Only rank 0 needs the files that costs and links name.
+    """
 
     def on_first() -> bytes:
         replicas = choices.get("replicas") or _replicas_here(k, choices, mesh)
@@ -182,7 +185,7 @@ def _shared_options(
 
 
 def _replicas_here(k: int | None, choices: Choices, mesh: DeviceMesh | None) -> int:
-    """How many replicas run of a pipeline of these choices."""
+    """Return how many replicas run of a pipeline of these choices."""
     if world.size() == 1:
         return 1
     # Whether shards go with the number of replicas can be said when that is known.
@@ -193,7 +196,7 @@ def _replicas_here(k: int | None, choices: Choices, mesh: DeviceMesh | None) -> 
 def _new(
     target: Target, options: Options, links: LinksInput, *, self_check: bool
 ) -> tuple[Captured, Plan]:
-    """The captured model and a plan for it."""
+    """Return the captured model and a plan for it."""
     # Other ranks get None and go on with free links: only rank 0, which plans, needs them.
     connected = world.run_on_first(lambda: links_for(options, links)) or FREE
     captured = _captured(target, options, self_check=self_check)
@@ -201,7 +204,7 @@ def _new(
 
 
 def _committed(plan: Plan | str | Path, links: LinksInput, choices: Choices) -> Plan:
-    """The plan that a user gives; InputError if there are choices beside it."""
+    """Return the plan that a user gives; raise InputError if there are choices beside it."""
     # They would have no effect, and a user would take the pipeline for one that follows them.
     if choices or links is not None:
         given = ", ".join(sorted(choices)) or "links"
@@ -213,8 +216,9 @@ def _committed(plan: Plan | str | Path, links: LinksInput, choices: Choices) -> 
 
 
 def _captured(target: Target, options: Options, *, self_check: bool) -> Captured:
-    """The same graph on every rank; rank 0 proves it, and the others capture by the method that it
-    used.
+    """Return the same graph on every rank.
+
+    Rank 0 proves it, and the others capture by the method that it used.
     """
     captured = world.run_on_first(lambda: capture_target(target, options, verify=self_check))
     method = world.share_from_first(
@@ -224,7 +228,7 @@ def _captured(target: Target, options: Options, *, self_check: bool) -> Captured
 
 
 def _planned(target: Target, options: Options, captured: Captured, links: Links) -> Plan:
-    """The same plan on every rank; rank 0 makes it."""
+    """Return the same plan on every rank; rank 0 makes it."""
     if world.rank():
         assist(target, options, captured)
     plan = world.share_from_first(lambda: encode(make_plan(target, options, captured, links)))

@@ -62,7 +62,7 @@ def cost_model(
 
 
 def _device(name: str) -> torch.device:
-    """The device to measure on; InputError if there is none of that name."""
+    """Return the device to measure on; raise InputError if there is none of that name."""
     try:
         device = torch.device(name)
     except RuntimeError:
@@ -77,7 +77,10 @@ def _device(name: str) -> torch.device:
 
 
 def measured_on(costs: str, target: Target) -> torch.device | None:
-    """The device on which these costs are measured; None if they are not. Reads no file."""
+    """Return the device on which these costs are measured; None if they are not.
+
+    No file is read.
+    """
     if costs.partition(":")[0] != "measured":
         return None
     model = cost_model(costs, target.costs, target.device)
@@ -85,8 +88,9 @@ def measured_on(costs: str, target: Target) -> torch.device | None:
 
 
 def comparable(costs: str) -> bool:
-    """Whether these costs are the same wherever a plan is checked; those in a file are only where
-    the file is.
+    """Return whether these costs are the same wherever a plan is checked.
+
+    Costs in a file are the same only where the file is.
     """
     try:
         return cost_model(costs).reproducible
@@ -127,7 +131,10 @@ def cost_graph(
 def _measured(
     target: Target, microbatches: int, captured: Captured, model: Measured, *, fresh: bool
 ) -> CostGraph:
-    """The cost graph by measured times: those of the cache, else new ones, which are stored."""
+    """Return the cost graph by measured times: those of the cache, else new ones.
+
+    New ones are stored.
+    """
     conditions = conditions_of(model, target, microbatches, captured)
     known = cached_costs(conditions) if conditions and not fresh else None
     if known is not None:
@@ -174,7 +181,7 @@ def profiled(target: Target, microbatches: int, captured: Captured, model: CostM
 
 
 def _limited(graph: CostGraph, module: fx.GraphModule) -> CostGraph:
-    """The same graph with what may not be recomputed, and what has to be copied if it is."""
+    """Return the same graph with what may not be recomputed, and what is copied if it is."""
     limits, copied = recompute_limits(module), copied_bytes(module)
     nodes = tuple(
         replace(
@@ -211,7 +218,7 @@ def loss_of(
 
 
 def _canonical(costs: CostGraph, captured: Capture) -> CostGraph:
-    """The same graph with every parameter under its first name in the original model."""
+    """Return the same graph with every parameter under its first name in the original model."""
     # A tied parameter has several names, and the recorded graph may read it by any of them.
     first, aliases = captured.first_names, captured.aliases
     parameters = []

@@ -18,7 +18,7 @@ def corrected_device(comparison: RunComparison) -> Device:
     takes as long as in the run.
 
     A roofline has no rates of its own for forwards and backwards, so all rates get one factor.
-    InputError unless the costs of the plan are `roofline:DEVICE`.
+    Raise InputError unless the costs of the plan are `roofline:DEVICE`.
     """
     costs = comparison.plan.options.costs
     kind, _, name = costs.partition(":")

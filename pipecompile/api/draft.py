@@ -88,7 +88,7 @@ def _plan_on_placement(
     origin: _Origin,
     assignment: Mapping[str, int] | None,
 ) -> Plan:
-    """The plan whose stages lie on the ranks of the planner's placement."""
+    """Return the plan whose stages lie on the ranks of the planner's placement."""
     # Imported here: solvers need numpy and networkx, which reading and checking a plan does not.
     from pipecompile.api.partition import cut, with_memory_time
     from pipecompile.api.partition_problem import problem_of
@@ -156,7 +156,7 @@ def scheduled(planner: RecomputePlanner, links: Links, assignment: Mapping[str, 
 
 
 def _while_waiting(planner: RecomputePlanner) -> RecomputePlanner:
-    """The planner for stages that recompute as a whole, while their ranks wait."""
+    """Return the planner for stages that recompute as a whole, while their ranks wait."""
     return replace(planner, waiting=True, known={})
 
 
@@ -171,10 +171,10 @@ def _schedule(planner: RecomputePlanner, links: Links, assignment: Mapping[str, 
 
 
 def _with_step(search: Search, step_ns: int) -> Search:
-    """`search` with the step of the plan: cuts were compared by a named schedule, which it may not
-    have.
+    """Return `search` with the step of the plan.
 
-    The cut of another objective is only named if its step is more than 1 % shorter than that.
+    Cuts were compared by a named schedule, which the plan may not have. The cut of another
+    objective is only named if its step is more than 1 % shorter than the plan's.
     """
     faster = search.faster
     # Against a step of 1,000 ns one of 989 is named, and one of 990 is not.
@@ -207,8 +207,9 @@ def predicted(
 
 
 def costs_digest(graph: CostGraph) -> str:
-    """SHA-256 of the costs; source lines are left out, since they change without the model
-    changing.
+    """Return the SHA-256 of the costs.
+
+    Source lines are left out, since they change without the model changing.
     """
     plain = tuple(msgspec.structs.replace(node, source="") for node in graph.nodes)
     return fingerprint(msgspec.structs.replace(graph, nodes=plain))

@@ -35,8 +35,9 @@ def links_of(given: LinksInput) -> Links:
 
 
 def links_for(options: Options, given: LinksInput) -> Links:
-    """Return the links of a plan with these options; InputError if they are for another number of
-    ranks.
+    """Return the links of a plan with these options.
+
+    Raise InputError if they are for another number of ranks.
     """
     links, ranks = links_of(given), (max(placements(options)[0]) + 1) * options.replicas
     if not links.fits(ranks):
@@ -65,7 +66,7 @@ def link_of(bandwidth: float | None, latency_ns: int) -> Link:
 
 
 def probe_links() -> Links:
-    """Measure bandwidth and latency between all ranks; InputError if there is only one."""
+    """Measure bandwidth and latency between all ranks; raise InputError if there is only one."""
     # Imported here: PyTorch is needed for probing only.
     from pipecompile.runtime import world
 

@@ -53,9 +53,9 @@ def conditions_of(
 
 
 def _described_loss(target: Target, microbatches: int) -> str:
-    """The loss and the targets of a microbatch as text, as far as they are part of the costs.
+    """Return the loss and the targets of a microbatch as text, as far as they change costs.
 
-    LookupError if the loss uses an object whose behaviour has no description.
+    Raise LookupError if the loss uses an object whose behaviour has no description.
     """
 
     # Better no cache than a wrong one: costs of another loss would be taken without a word.
@@ -68,7 +68,7 @@ def _described_loss(target: Target, microbatches: int) -> str:
 
 
 def _backends() -> dict[str, object]:
-    """The switches by which PyTorch chooses kernels."""
+    """Return the switches by which PyTorch chooses kernels."""
     cudnn, mkldnn = torch.backends.cudnn, torch.backends.mkldnn
     return {
         **{name: attrgetter(f"{name}.fp32_precision")(torch.backends) for name in FLOAT32},

@@ -1,6 +1,6 @@
 """The cut of a plan: composes the partitioner with recompute, the memory model and the schedule.
 
-`api.plan` imports it when it drafts a plan, and not before: solvers need numpy and networkx, which
+`api.draft` imports it when it drafts a plan, and not before: solvers need numpy and networkx, which
 reading a plan does not. Needs no PyTorch.
 """
 
@@ -42,11 +42,11 @@ SUGGESTIONS = 2
 def cut(
     planner: RecomputePlanner, links: Links, assignment: Mapping[str, int] | None = None
 ) -> Partition:
-    """The cut of a plan, its values by all objectives, and whether another objective is faster.
+    """Return the cut of a plan, its values by all objectives, and a faster objective if any.
 
     Its stages recompute what `planner` chooses. With `assignment` the cut is that one, and the best
-    cut that is found only bounds it. InfeasibleError says which constraint cannot be met, and what
-    would fit.
+    cut that is found only bounds it. Raise InfeasibleError if a constraint cannot be met; it says
+    which one, and what would fit.
     """
     options = planner.options
     problem, best = _best_cut(planner.graph, options, links, planner.view.placement)
@@ -67,7 +67,9 @@ def cut(
 def _best_cut(
     graph: CostGraph, options: Options, links: Links, placement: Sequence[int]
 ) -> tuple[PartitionProblem, Partition]:
-    """The problem of the options and its cut; InfeasibleError with what would fit, without one.
+    """Return the problem of the options and its cut.
+
+    Raise InfeasibleError, with what would fit, if there is no cut.
 
     A searched schedule may hold fewer microbatches than the named one that represents it. If
     nothing fits by that, a cut will do that has room for one microbatch in each stage.
@@ -86,7 +88,7 @@ def _best_cut(
 def _excess_by_rank(
     planner: RecomputePlanner, one_in_flight: bool, partition: Partition
 ) -> list[int]:
-    """For each rank the bytes that the stages of a cut need over its cap."""
+    """Return, for each rank, the bytes that the stages of a cut need over its cap."""
     placement = planner.view.placement
     footprints: list[dict[int, Footprint]] = [{} for _ in range(max(placement) + 1)]
     recomputed: list[set[int]] = [set() for _ in footprints]
@@ -113,7 +115,7 @@ def with_memory_time(
     assignment: Mapping[str, int],
     partition: Partition,
 ) -> Partition:
-    """This assignment scored with the time that its stages take to fit their ranks.
+    """Return this assignment scored with the time that its stages take to fit their ranks.
 
     Method and bound are those of `partition`.
     """
@@ -129,7 +131,10 @@ def with_memory_time(
 
 
 def _other_objectives(options: Options) -> list[str]:
-    """The objectives that were not asked for; a schedule without backwards has no step-time."""
+    """Return the objectives that were not asked for.
+
+    A schedule without backwards has no step-time.
+    """
     others = [objective for objective in OBJECTIVES if objective != options.objective]
     if options.schedule == "forward-only":
         others.remove("step-time")
@@ -140,7 +145,9 @@ def _other_objectives(options: Options) -> list[str]:
 
 
 def _what_would_fit(graph: CostGraph, options: Options, links: Links) -> str:
-    """The nearest options that can be met, as the end of a sentence; "" where memory is not capped.
+    """Return the nearest options that can be met, as the end of a sentence.
+
+    It is "" where memory is not capped.
 
     Tried are `recompute=auto` and more stages, until two of them fit.
     """
@@ -167,7 +174,7 @@ def _what_would_fit(graph: CostGraph, options: Options, links: Links) -> str:
 
 
 def _is_feasible(graph: CostGraph, options: Options, links: Links) -> bool:
-    """Whether a short search finds a cut.
+    """Return whether a short search finds a cut.
 
     First with lower bounds of what stages hold; only what then fits is priced, which takes longer.
     """

@@ -107,7 +107,7 @@ class CutRequest:
         return tuple(result)
 
     def problem(self, graph: CostGraph) -> PartitionProblem:
-        """The problem for a graph; InputError or InfeasibleError says what does not fit."""
+        """Return the problem for a graph; InputError or InfeasibleError says what does not fit."""
         # Before units are merged, which takes long on large graphs.
         if self.k > len(graph.nodes):
             count = len(graph.nodes)
@@ -152,7 +152,7 @@ class CutRequest:
         return MemoryConstraint.simple(graph, caps, in_flight_counts, factor)
 
     def _per_rank(self, option: str, text: str, parse: Callable[[str], T]) -> list[T]:
-        """The value of an option for each rank."""
+        """Return the value of an option for each rank."""
         values, ranks = [parse(part) for part in text.split(",")], self.k // self.stages_per_rank
         if len(values) not in (1, ranks):
             raise InputError(
@@ -161,7 +161,7 @@ class CutRequest:
         return values * ranks if len(values) == 1 else values
 
     def _step_simulator(self, graph: CostGraph) -> Callable[[Mapping[str, int]], int] | None:
-        """What simulates the step of an assignment in ns; None without a schedule."""
+        """Return what simulates the step of an assignment in ns; None without a schedule."""
         if self.schedule is None:
             return None
         options = Options(
@@ -177,9 +177,10 @@ class CutRequest:
 
 
 def partition(path: str | Path, request: CutRequest, *, seconds: float = 10.0) -> Cut:
-    """The cut of the cost graph in a file, by about `seconds` of work.
+    """Return the cut of the cost graph in a file, by about `seconds` of work.
 
-    InfeasibleError says which constraint cannot be met and how many stages would fit.
+    Raise InfeasibleError if there is none; it says which constraint cannot be met and how many
+    stages would fit.
     """
     if not 0 < seconds < inf:
         raise InputError(f"a time limit of {seconds:g} s: give a positive number")
@@ -195,7 +196,7 @@ def partition(path: str | Path, request: CutRequest, *, seconds: float = 10.0) -
 
 
 def _cut_of(graph: CostGraph, partition: Partition, seconds: float) -> Cut:
-    """The result for people and scripts."""
+    """Return the result for people and scripts."""
     search = partition.search
     return Cut(
         stages=partition.assignment,
@@ -216,7 +217,7 @@ def _cut_of(graph: CostGraph, partition: Partition, seconds: float) -> Cut:
 
 
 def links_from_options(path: str | None, bandwidth: float | None, latency_ns: int) -> Links:
-    """The links in a file, or one link for all ranks; InputError if both are given."""
+    """Return the links in a file, or one link for all ranks; raise InputError if both are given."""
     if path is None:
         return Links.of(link_of(bandwidth, latency_ns))
     if bandwidth is not None or latency_ns:
@@ -227,7 +228,10 @@ def links_from_options(path: str | None, bandwidth: float | None, latency_ns: in
 
 
 def _what_would_fit(graph: CostGraph, request: CutRequest) -> str:
-    """The nearest larger numbers of stages that can be met, as the end of a sentence."""
+    """Return the nearest larger numbers of stages that can be met, as the end of a sentence.
+
+    It is "" if none is found.
+    """
     # Ranks that run several stages need a multiple of them.
     step = request.stages_per_rank
     more = [replace(request, k=k) for k in range(request.k + step, 2 * request.k + 3, step)]

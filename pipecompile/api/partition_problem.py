@@ -69,10 +69,11 @@ def problem_of(
     *,
     one_in_flight: bool = False,
 ) -> PartitionProblem:
-    """The problem of the options, with the stages placed as given or as the schedule has them.
+    """Return the problem of the options.
 
-    Stages hold as many microbatches between forward and backward as the schedule has in flight, or
-    just one if `one_in_flight`. InputError if the objective does not suit the schedule.
+    The stages are placed as given, or as the schedule has them. They hold as many microbatches
+    between forward and backward as the schedule has in flight, or just one if `one_in_flight`.
+    Raise InputError if the objective does not suit the schedule.
     """
     if options.objective == "step-time" and options.schedule == "forward-only":
         raise InputError(
@@ -103,17 +104,20 @@ def problem_of(
 
 
 def has_recompute_in_compute(options: Options) -> bool:
-    """Whether the compute of stages includes what the policy recomputes; prices then do not."""
+    """Return whether the compute of stages includes what the policy recomputes.
+
+    If it does, prices do not.
+    """
     return options.recompute in WHOLE_STAGE
 
 
 def may_pay_for_memory(options: Options) -> bool:
-    """Whether stages may take longer to hold less, by recompute or by encodings."""
+    """Return whether stages may take longer to hold less, by recompute or by encodings."""
     return options.recompute != "none" or bool(options.encodings)
 
 
 def _recomputed_share(options: Options) -> Fraction:
-    """The share of microbatches whose forward the policy recomputes, in all stages but the last."""
+    """Return the share of microbatches whose forward is recomputed in all stages but the last."""
     if options.recompute == "stage":
         return Fraction(1)
     if options.recompute == "except-last":
@@ -126,7 +130,7 @@ def _recomputed_share(options: Options) -> Fraction:
 
 
 def _memory_constraint(planner: RecomputePlanner, one_in_flight: bool) -> MemoryConstraint | None:
-    """The caps of the ranks and what stages hold; None without caps.
+    """Return the caps of the ranks and what stages hold; None without caps.
 
     Stages alone on their ranks are priced by the plan's memory model. For others there are only
     lower bounds, and the cut is corrected afterwards (`partition.cap_correction`).
@@ -163,7 +167,9 @@ def _memory_constraint(planner: RecomputePlanner, one_in_flight: bool) -> Memory
 def _received_counts(
     options: Options, placement: tuple[int, ...], one_in_flight: bool
 ) -> tuple[tuple[int, int], ...]:
-    """By stage the microbatches of which values and gradients are there when most are in flight.
+    """Return, by stage, the numbers of microbatches whose values and gradients have arrived.
+
+    They are counted when most microbatches are in flight. Each stage is alone on its rank.
 
     Each stage is alone on its rank.
     """
@@ -186,14 +192,14 @@ def _received_counts(
 
 
 def _price(planner: RecomputePlanner, one_in_flight: bool) -> Callable[[StageCandidate], Price]:
-    """The price of a stage: the extra time with which it fits, by the plan's memory model."""
+    """Return the price of stages, by the plan's memory model, as a function of a candidate."""
     graph, options, placement = planner.graph, planner.options, planner.view.placement
     may_find_none = options.recompute == "auto" or bool(options.encodings)
 
     def price(candidate: StageCandidate) -> Price:
         """Return the extra time that a stage needs to fit its cap, with its lower bound."""
-        piece = StageSlice(candidate.stage, candidate.before, candidate.nodes)
-        recompute = planner.of(piece, candidate.cap)
+        stage_slice = StageSlice(candidate.stage, candidate.before, candidate.nodes)
+        recompute = planner.of(stage_slice, candidate.cap)
         if recompute is None:
             # The planner's search is no proof that nothing fits.
             return Price(None, 0 if may_find_none else None)
@@ -224,10 +230,11 @@ def rank_excess_bytes(
     *,
     one_in_flight: bool,
 ) -> int:
-    """The bytes that a rank needs over its cap, 0 if it fits; `footprints` are those of its stages.
+    """Return the bytes that a rank needs over its cap, 0 if it fits.
 
-    The stages `recomputed` recompute as a whole. Snapshots are those of the named schedule. If
-    `one_in_flight`, any order will do that has room for one microbatch in each stage.
+    `footprints` are those of its stages. The stages `recomputed` recompute as a whole. Snapshots
+    are those of the named schedule. If `one_in_flight`, any order will do that has room for one
+    microbatch in each stage.
     """
     caps, rank = options.caps(max(placement) + 1), placement[min(footprints)]
     assert caps is not None
@@ -255,7 +262,7 @@ def rank_excess_bytes(
 
 
 def _one_of_each_bytes(footprints: Iterable[Footprint]) -> int:
-    """The activations of a rank whose stages hold one microbatch each, all at the same time."""
+    """Return the activations of a rank whose stages hold one microbatch each at the same time."""
     # No schedule is known yet, so there are no snapshots to count from.
     return sum(
         (footprint.activations + footprint.added_by_input_backward).bound
@@ -269,7 +276,7 @@ def _one_of_each_bytes(footprints: Iterable[Footprint]) -> int:
 def simulated_step_ns(
     graph: CostGraph, assignment: Mapping[str, int], options: Options, links: Links
 ) -> int:
-    """The step of an assignment, in ns, under the schedule of the options.
+    """Return the step of an assignment, in ns, under the schedule of the options.
 
     A searched schedule is represented by a named one.
     """

@@ -82,13 +82,13 @@ def assist(target: Target, options: Options, captured: Captured) -> None:
 
 
 def _stage_timer(target: Target, options: Options, captured: Captured) -> StageTimer | None:
-    """What measures whole stages, None if costs are not measured."""
+    """Return what measures whole stages; None if costs are not measured."""
     device = measured_on(options.costs, target)
     return None if device is None else StageTimer(target, captured, device)
 
 
 def _explain_casts(graph: fx.Graph) -> str:
-    """Why readers of a weight share a stage and what to do, "" unless autocast is the reason.
+    """Return why readers of a weight share a stage, and what to do; "" if not for autocast.
 
     Autocast keeps a weight that it has cast for all readers, so that its gradients are summed as
     cast: in two stages they would be cast first and summed afterwards, which rounds differently.

@@ -18,7 +18,7 @@ __all__ = ["recompute_planner"]
 def recompute_planner(
     graph: CostGraph, options: Options, placement: Sequence[int], *, settled: bool = False
 ) -> RecomputePlanner:
-    """The planner of what the stages of `graph` recompute when they lie on these ranks."""
+    """Return the planner of what the stages of `graph` recompute when they lie on these ranks."""
     return RecomputePlanner(
         graph, options, _schedule_view(options, tuple(placement)), settled=settled
     )

@@ -46,37 +46,37 @@ __all__ = [
 
 
 def timeline_of(plan: Plan) -> Timeline:
-    """When each rank does what in one step of `plan`, simulated."""
+    """Return when each rank does what in one step of `plan`, simulated."""
     return simulate_plan(plan)
 
 
 def text_of(plan: Plan, draw: DrawTable = plain_table) -> str:
-    """The plan for people: stages, loads, memory and timeline."""
+    """Return the plan for people: stages, loads, memory and timeline."""
     return f"{summary(plan, draw)}\n{timeline_text(timeline_of(plan), recompute_shares(plan))}"
 
 
 def page_of(plan: Plan) -> str:
-    """The plan as one HTML page."""
+    """Return the plan as one HTML page."""
     return plan_page(plan, timeline_of(plan))
 
 
 def picture_of(plan: Plan) -> str:
-    """The timeline of one step as SVG."""
+    """Return the timeline of one step as SVG."""
     return timeline_svg(plan, timeline_of(plan))
 
 
 def trace_of(plan: Plan) -> bytes:
-    """The timeline of one step as Chrome JSON, for Perfetto."""
+    """Return the timeline of one step as Chrome JSON, for Perfetto."""
     return trace(plan, timeline_of(plan))
 
 
 def step_text_of(plan: Plan, draw: DrawTable = plain_table) -> str:
-    """One step for people: when ranks wait, and which actions decide how long it takes."""
+    """Return one step for people: when ranks wait, and which actions decide how long it takes."""
     timeline = timeline_of(plan)
     return step_text(plan, timeline, critical_path(problem_of_plan(plan), timeline), draw)
 
 
 def step_figures_of(plan: Plan) -> dict[str, Any]:
-    """The same as figures for JSON."""
+    """Return one step as figures for JSON: when ranks wait, and which actions decide."""
     timeline = timeline_of(plan)
     return step_figures(plan, timeline, critical_path(problem_of_plan(plan), timeline))

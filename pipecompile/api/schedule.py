@@ -40,9 +40,9 @@ def order_for(path: str | Path, **request: Any) -> ScheduleAnswer:
 
 
 def _is_plan(path: str | Path) -> bool:
-    """Whether the file says that it is a plan; a file that cannot be read is none.
+    """Return whether the file says that it is a plan; a file that cannot be read is none.
 
-    FormatError if it says that it is neither a plan nor a schedule problem.
+    Raise FormatError if it says that it is neither a plan nor a schedule problem.
     """
     try:
         data = Path(path).read_bytes()
@@ -56,18 +56,19 @@ def _is_plan(path: str | Path) -> bool:
 
 
 def order_text(answer: ScheduleAnswer, draw: DrawTable = plain_table) -> str:
-    """The order for people."""
+    """Return the order for people."""
     return text_of_order(answer.order, answer.timeline, draw, answer.time_unit)
 
 
 def order_picture(answer: ScheduleAnswer) -> str:
-    """The timeline of the order as SVG."""
+    """Return the timeline of the order as SVG."""
     return picture(order_title(answer.order), answer.timeline, answer.time_unit)
 
 
 def csv_of(answer: ScheduleAnswer) -> str | None:
-    """The order as torch reads it, None if it does not fit; InputError if torch has no words for
-    it.
+    """Return the order as torch reads it; None if it does not fit.
+
+    Raise InputError if torch has no words for it.
     """
     if answer.skips:
         raise InputError(

@@ -46,8 +46,8 @@ def declared_shapes(
 ) -> list[DeclaredShape]:
     """Return the shapes of `samples`, minibatches like the planned one, each with its `capture`.
 
-    InputError if one differs from the planned one in more than sizes, if it is declared twice, or
-    if it may need more memory than a rank has by the plan. Every rank must call this.
+    Raise InputError if one differs from the planned one in more than sizes, if it is declared
+    twice, or if it may need more memory than a rank has by the plan. Every rank must call this.
     """
     shapes: list[DeclaredShape] = []
     for index, sample in enumerate(samples):
@@ -64,7 +64,10 @@ def declared_shapes(
 def _target_with(
     target: Target, inputs: InputStructure, known: Sequence[Target], sample: Any
 ) -> Target:
-    """The target with `sample` as its minibatch; InputError if it is not like the `known` ones."""
+    """Return the target with `sample` as its minibatch.
+
+    Raise InputError if the sample is not like the `known` ones.
+    """
     other = replace(target, call=arguments_of(target.model, sample))
     if not lacks_values(target.model):
         other.check_values("a pipeline")
@@ -90,7 +93,7 @@ def _check_memory(
 ) -> None:
     """Warn if a rank may hold more in a step of another shape than in one of the planned shape.
 
-    InputError if the plan keeps caps: they are proven for the planned shape alone.
+    Raise InputError instead if the plan keeps caps: they are proven for the planned shape alone.
     """
     if not shapes:
         return
@@ -111,7 +114,7 @@ def _check_memory(
 
 
 def _memory_at(plan: Plan, planned: Captured, shape: DeclaredShape) -> Sequence[RankMemory]:
-    """What ranks hold at their peaks where the graph of a shape is cut like the plan."""
+    """Return what ranks hold at their peaks where the graph of a shape is cut like the plan."""
     source, module = planned.capture.graph, shape.captured.module
     holders = {n: p.stages for p in plan.parameters for n in (p.name, *p.aliases)}
     stages = transfer(plan.assignment, source, module, holders)
@@ -151,7 +154,7 @@ def _memory(
 
 
 def _sizes(tensors: Sequence[Tensor]) -> list[tuple[int, tuple[int, ...]]]:
-    """What tells shapes apart: all dimensions but the batch."""
+    """Return what tells shapes apart: all dimensions but the batch."""
     return [(tensor.dim(), tuple(tensor.shape[1:])) for tensor in tensors]
 
 

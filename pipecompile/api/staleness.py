@@ -33,8 +33,9 @@ def check_current(plan: Plan, captured: Captured) -> None:
 
 
 def _misplaced_node(plan: Plan, graph: fx.Graph) -> str | None:
-    """What is wrong with the stages of `plan` for `graph`, None if nothing is: a plan in a file may
-    be edited.
+    """Return what is wrong with the stages of `plan` for `graph`; None if nothing is.
+
+    A plan in a file may be edited.
     """
     stages = plan.assignment
     stage_of_group: dict[str, int] = {}

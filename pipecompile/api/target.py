@@ -17,7 +17,7 @@ def load_target(text: str) -> Target:
 
 
 def target_of(factory: Factory) -> Target:
-    """Call `factory`; InputError unless it returns a target."""
+    """Call `factory`; raise InputError unless it returns a target."""
     return Target.of(factory.call(), factory.text)
 
 

@@ -201,8 +201,9 @@ def compare(
 
 
 def _distance(pipeline: Pipeline, wanted: Mapping[str, Tensor | None]) -> float:
-    """The distance of all gradients of this process, as one vector, divided by its norm; infinite
-    if one is missing.
+    """Return the distance of all gradients of this process, as one vector, divided by its norm.
+
+    It is infinite if one is missing.
     """
     apart = size = 0.0
     for name, parameter in pipeline.named_parameters():
@@ -290,7 +291,7 @@ def compared(target: Target, **options: Any) -> tuple[Plan, Comparison]:
 
 
 def _gathered(own: Comparison) -> Comparison:
-    """The comparisons of all ranks as one comparison."""
+    """Return the comparisons of all ranks as one comparison."""
     parts = world.gather(own)
     # Only ranks with the last stage have a loss of the pipeline; the others repeat the unsplit one.
     losses = next((part.losses for part in parts if part.losses[0] != part.losses[1]), own.losses)

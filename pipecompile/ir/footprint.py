@@ -32,8 +32,7 @@ class SharedParameter(Value, frozen=True, kw_only=True):
 class MessageStorage(Value, frozen=True, kw_only=True):
     """A storage that a stage makes for a neighbour: the tensors `names` lie in it.
 
-    `is_needed_by_weight_backward` tells whether the second half of the stage's own backward needs
-    it.
+    `is_needed_by_weight_backward` tells whether the stage's own weight backward needs it.
     """
 
     names: tuple[str, ...]
@@ -44,9 +43,9 @@ class MessageStorage(Value, frozen=True, kw_only=True):
 class ReceivedTensor(Value, frozen=True, kw_only=True):
     """A value of one microbatch that a stage gets from the stage before, or a gradient from behind.
 
-    `name` is the tensor's producer. `is_needed_by_weight_backward` tells whether the second half of
-    the stage's backward needs it. `relayed_as` are the names under which it is sent on: its own,
-    and those of views that lie in it.
+    `name` is the tensor's producer. `is_needed_by_weight_backward` tells whether the stage's weight
+    backward needs it. `relayed_as` are the names under which it is sent on: its own, and those of
+    views that lie in it.
     """
 
     name: str
@@ -67,16 +66,15 @@ class Footprint(Value, frozen=True, kw_only=True):
 
     For a microbatch: `activations` from its forward to its backward, and `sent_outputs` (part of
     them) until the step ends. So are the gradients of inputs, which a whole backward makes
-    (`sent_by_backward`) or a first half (`sent_by_input_backward`). The first half of a split
-    backward frees `freed_by_input_backward` of the activations and adds
-    `added_by_input_backward`, which the second half frees. `inputs` are what it reads of the
-    minibatch; `received` and `received_gradients` come from its neighbours. `buffer_copies` are
-    copies of buffers that nodes write to: a microbatch of which the whole stage is recomputed keeps
-    them.
+    (`sent_by_backward`) or an input backward (`sent_by_input_backward`). An input backward frees
+    `freed_by_input_backward` of the activations and adds `added_by_input_backward`, which the
+    weight backward frees. `inputs` are what the stage reads of the minibatch; `received` and
+    `received_gradients` come from its neighbours. `buffer_copies` are copies of buffers that nodes
+    write to: a microbatch of which the whole stage is recomputed keeps them.
 
     While it computes: the peaks, above what was held before. The first backward of a step makes
-    the gradients of parameters, later ones add to them. The peaks of a second half are different
-    where it frees the outputs too (`…_freeing_outputs`).
+    the gradients of parameters, later ones add to them. The peaks of a weight backward are
+    different where it frees the outputs too (`…_freeing_outputs`).
 
     With other replicas: `gradient_copies` are held from the last backward of the stage until all
     gradients are summed, `replica_sum_peak` is the most that the sum takes besides, and the rank
@@ -119,7 +117,7 @@ class Footprint(Value, frozen=True, kw_only=True):
 
     @property
     def outputs_freed_by_input_backward(self) -> Amount:
-        """The outputs that a second half does not need: a first half frees recomputed ones."""
+        """The outputs that W does not need: an input backward frees recomputed ones."""
         return total_size(
             storage for storage in self.sent_outputs if not storage.is_needed_by_weight_backward
         )

@@ -39,9 +39,8 @@ class Node(Value, frozen=True, kw_only=True):
     `saved` are the storages (indices into `CostGraph.storages`) that its backward keeps, and
     `uses` what for, by saved tensor, where that is known. `parameters` are the canonical names
     that the node reads; the gradients of `view_gradients` are views, so that a sum with others
-    needs new memory; those of `gradients_by_input_backward` are made by the first half of a split
-    backward if that leads through the node. The halves of the backward are None where they were
-    not measured.
+    needs new memory; those of `gradients_by_input_backward` are made by an input backward if that
+    leads through the node. The halves of the backward are None where they were not measured.
 
     `forward_peak_bytes` and `backward_peak_bytes` are the most that lives while it runs, above
     what lived when it began; `workspace_bytes` is the workspace of its kernels besides, in either
@@ -143,7 +142,7 @@ class GradientStorage(Value, frozen=True, kw_only=True):
     It lives from the backward of `producer` to that of `last`; `readers` are the nodes in between
     whose backwards read it. At the nodes `captured_at`, gradients of parameters branch off from
     it, or gradients of several inputs of which some may lead to parameters alone: a split
-    backward holds it there until its second half. Each of `edges` is a node and a reader: the
+    backward holds it there until its weight backward. Each of `edges` is a node and a reader: the
     gradient that the reader's backward makes for the node lies in this storage.
 
     A storage that `is_sum` is the sum of the gradients of several readers, made when the last of

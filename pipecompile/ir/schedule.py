@@ -4,7 +4,7 @@ An action is written as torch.distributed.pipelining writes it, `<stage><KIND><m
 
     0F2        forward of microbatch 2 in stage 0         1SEND_F2   send its outputs to stage 2
     0B2        its full backward                          1RECV_F2   receive stage 0's outputs
-    0I2, 0W2   input gradient, then weight gradient       1SEND_B2   send input gradients to stage 0
+    0I2, 0W2   input backward, then weight backward       1SEND_B2   send input gradients to stage 0
     0R2        recompute its forward, for the backward    1RECV_B2   receive stage 2's gradients
     0REDUCE_GRAD  finish the gradients of stage 0: sum over the ranks that hold them, divide by M
 

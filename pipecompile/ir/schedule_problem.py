@@ -14,7 +14,7 @@ class StageProblem(Value, frozen=True, kw_only=True):
     """How long one microbatch takes in a stage, and the bytes that the stage holds of it.
 
     A forward takes `activation_bytes`. The input gradient frees all of them except
-    `weight_gradient_bytes`, and the weight gradient frees these. A full backward takes
+    `weight_gradient_bytes`, and the weight backward frees these. A full backward takes
     `backward_ns`, or, where that is null, the time of both halves. A stage with `recompute_ns`
     recomputes its forward before the backward, which takes `recompute_bytes` more; the last stage
     never recomputes, and holds those bytes from its forward on. `rank` is null where the scheduler
@@ -39,7 +39,7 @@ class StageProblem(Value, frozen=True, kw_only=True):
         if self.weight_gradient_bytes > self.activation_bytes + self.recompute_bytes:
             raise ValueError(
                 "weight_gradient_bytes is the part of activation_bytes that is held until the "
-                "weight gradient, so it cannot be larger"
+                "weight backward, so it cannot be larger"
             )
 
 

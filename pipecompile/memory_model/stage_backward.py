@@ -122,7 +122,7 @@ class StageBackward(StageForward):
 
     @cached_property
     def _changes_freeing_outputs(self) -> list[LivenessChange]:
-        """The same where outputs are freed as other activations are."""
+        """What W makes and frees where it frees outputs as it does other activations."""
         return [*self._weight_backward_changes, *self._freed_outputs()]
 
     def _weight_backward_peak(

@@ -17,10 +17,10 @@ __all__ = ["fastest_alternative"]
 def fastest_alternative(
     problem: PartitionProblem, objectives: Iterable[str], *, seconds: float
 ) -> Faster | None:
-    """The objective whose cut has the shortest simulated step, with that step; None without a cut.
+    """Return the objective whose cut has the shortest simulated step; None without a cut.
 
-    Each objective is searched for about `seconds`. That a short search finds no cut does not mean
-    that there is none.
+    The step comes with it. Each objective is searched for about `seconds`. That a short search
+    finds no cut does not mean that there is none.
     """
     assert problem.step_ns is not None
     alternatives = []

@@ -55,7 +55,7 @@ class BoundarySums:
     crossing: Mapping[CrossingKind, Integers]
 
     def mapped(self, change: Callable[[Integers], Integers]) -> BoundarySums:
-        """The sums with `change` applied to each array."""
+        """Return the sums with `change` applied to each array."""
         return BoundarySums(
             compute=change(self.compute),
             resident=change(self.resident),
@@ -67,7 +67,7 @@ class BoundarySums:
 
     @staticmethod
     def concatenated(parts: Sequence[BoundarySums]) -> BoundarySums:
-        """The sums of several lists of ideals, one list after the other."""
+        """Return the sums of several lists of ideals, one list after the other."""
 
         def join(arrays: Sequence[Integers]) -> Integers:
             return np.concatenate(arrays, axis=-1)
@@ -96,39 +96,43 @@ class Boundaries(ABC):
     sums: BoundarySums
 
     def __len__(self) -> int:
-        """The number of ideals."""
+        """Return the number of ideals."""
         return len(self.sums.resident)
 
     @abstractmethod
     def is_subset(self, a: Rows, b: Rows) -> Mask:
-        """(len(a), len(b)): whether ideal a is a strict subset of ideal b."""
+        """Return (len(a), len(b)): whether ideal a is a strict subset of ideal b."""
 
     @abstractmethod
     def crossing_states(self, rows: Rows, flows: Sequence[int]) -> Integers:
-        """(len(rows), len(flows)): 1 + the number of the flow's consumers in the ideal.
+        """Return (len(rows), len(flows)): the crossing state of each flow at each boundary.
 
-        0 where the flow does not cross the boundary.
+        It is 1 + the number of the flow's consumers in the ideal, and 0 where the flow does not
+        cross.
         """
 
     @abstractmethod
     def crossing_flows(self, a: Rows, b: Rows) -> Sequence[int]:
-        """The flows that may cross both the boundary of an ideal of a and that of one of b."""
+        """Return the flows that may cross the boundary of an ideal of a and that of one of b."""
 
     @abstractmethod
     def members(self, row: int) -> Mask:
-        """Per unit whether it is in the ideal."""
+        """Return, per unit, whether it is in the ideal."""
 
     @abstractmethod
     def has_unit(self, unit: int) -> Mask:
-        """Per ideal whether the unit is in it."""
+        """Return, per ideal, whether the unit is in it."""
 
     def crossing(self, hop: Hop | None) -> Integers:
-        """Per ideal the ns of all crossing values and gradients over a hop; 0 without one."""
+        """Return, per ideal, the ns of all crossing values and gradients over a hop.
+
+        It is 0 without a hop.
+        """
         # Without a hop both stages lie on one rank, where nothing is sent.
         return np.zeros(len(self), np.int64) if hop is None else self.sums.crossing[hop]
 
     def relay_surplus(self, a: Rows, b: Rows, hop: Hop | None) -> Integers:
-        """(len(a), len(b)): the time that `relay` charges to a stage and `endpoint` does not.
+        """Return (len(a), len(b)): the time that only `relay` charges to a stage, not `endpoint`.
 
         `relay` charges a stage for each boundary that a flow crosses, `endpoint` once for each flow
         of which it holds some ends but not all. They differ for flows that cross both boundaries:
@@ -155,7 +159,7 @@ class Boundaries(ABC):
         left, right = self.crossing_states(a, flows), self.crossing_states(b, flows)
 
         def total(at_a: Mask, at_b: Mask) -> Integers:
-            """Σ weight of the flows that have the property at a and at b, for all pairs."""
+            """Return, for all pairs, Σ weight of the flows that have the property at a and at b."""
             product: Integers = (at_a * weights).astype(kind) @ at_b.T.astype(kind)
             return product
 

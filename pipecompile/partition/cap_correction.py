@@ -26,11 +26,11 @@ def corrected_cut(
     partition: Partition,
     excess_bytes: Callable[[Partition], Sequence[int]],
 ) -> Partition:
-    """The partition, or another cut that fits if it does not fit.
+    """Return the partition if it fits, else another one that does.
 
     `excess_bytes` says, for each rank, how many bytes a cut really needs over the rank's cap. Each
-    cap is lowered by its excess and the cut searched again, a few times; InfeasibleError if that
-    does not help.
+    cap is lowered by its excess and the cut searched again, a few times. Raise InfeasibleError if
+    that does not help.
     """
     memory = problem.memory
     if memory is None or memory.price is not None:

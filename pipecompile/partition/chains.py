@@ -82,7 +82,9 @@ class Chains:
         return self.ranks - self.problem.k + 1
 
     def best(self, objective: str, limit: Limit) -> Chain | None:
-        """The best chain within the limit, ties broken by the other objective; None without one.
+        """Return the best chain within the limit; None without one.
+
+        The other objective breaks ties.
 
         For the largest load: the least one first, then the least Σ load² among chains that have it.
         """
@@ -94,7 +96,10 @@ class Chains:
     # Which ideals and which pairs are looked at
 
     def bands(self, limit: Limit) -> list[Rows]:
-        """Per boundary 0 … k the rows that may be there; no chain within the limit is lost."""
+        """Return, per boundary 0 … k, the rows that may be there.
+
+        No chain within the limit is lost.
+        """
         everything, nothing = np.array([len(self.family) - 1], np.intp), np.array([0], np.intp)
         return [
             nothing,
@@ -110,7 +115,7 @@ class Chains:
         return rows[limit.allows(below, above, self.problem, boundary)]
 
     def _meets_pins(self, boundary: int) -> Mask:
-        """Per ideal whether its boundary agrees with the pins."""
+        """Return, per ideal, whether its boundary agrees with the pins."""
         low, high = self.family.unit_graph.pin_windows
         meets = np.ones(len(self.family), np.bool_)
         for unit in self.family.unit_graph.restricted:
@@ -121,7 +126,7 @@ class Chains:
         return meets
 
     def _least_times(self, boundary: int, rows: Rows) -> tuple[Integers, Integers]:
-        """Lower bounds of the time of all stages below a boundary, and of all stages above it."""
+        """Return lower bounds of the time of all stages below a boundary and of all above it."""
         sums = self.family.sums
         transfers = np.zeros(len(rows), np.int64)
         if self.problem.speeds is None and self.problem.communication in ("relay", "endpoint"):
@@ -131,7 +136,7 @@ class Chains:
         return below, above
 
     def pairs(self, limit: Limit) -> int:
-        """An upper bound of the work of the search, in pairs of rows that it looks at."""
+        """Return an upper bound of the work of the search, in pairs of rows that it looks at."""
         bands, compute = self.bands(limit), self.family.sums.compute[0]
         total = 0
         for stage in range(self.problem.k):
@@ -150,7 +155,9 @@ class Chains:
         return replica_choices * (1 + self.family.unit_graph.width // 8)
 
     def _blocks(self, a: Rows, b: Rows, stage: int, limit: Limit) -> Iterator[tuple[Rows, Rows]]:
-        """All pairs of a and b in blocks, without most of those with too much or negative compute.
+        """Yield all pairs of a and b in blocks, without most of those that no stage can have.
+
+        Those are pairs with too much or negative compute.
 
         Rows ascend with compute, so the pairs worth looking at lie in a diagonal strip.
         """
@@ -168,7 +175,9 @@ class Chains:
                 yield a[first:stop], part
 
     def _most_compute(self, stage: int, limit: Limit) -> int | None:
-        """The most compute of a stage within the limit; None if it has none, or for the last stage.
+        """Return the most compute of a stage within the limit.
+
+        It is None if the limit bounds no load, and for the last stage.
 
         The compute of the last stage is counted otherwise: it does not recompute.
         """
@@ -179,7 +188,9 @@ class Chains:
     # What a stage costs
 
     def loads(self, a: Rows, b: Rows, stage: int) -> Integers:
-        """(len(a), len(b)): the load in ns of each pair as `stage` on one rank, transfers included.
+        """Return (len(a), len(b)): the load in ns of each pair as `stage` on one rank.
+
+        Transfers are included.
 
         Pairs that are no stage have no meaning.
         """
@@ -202,7 +213,7 @@ class Chains:
         return result
 
     def possible(self, a: Rows, b: Rows, stage: int) -> Mask:
-        """(len(a), len(b)): whether the pair may be `stage`.
+        """Return (len(a), len(b)): whether the pair may be `stage`.
 
         One ideal is a subset of the other, and the stage meets its memory and has the parameters
         that it must have.
@@ -216,7 +227,7 @@ class Chains:
         return fits
 
     def _divided(self, load: Integers, a: Rows, b: Rows, replicas: int) -> Integers:
-        """The load of a stage on `replicas` ranks, with the all-reduce of its gradients."""
+        """Return the load of a stage on `replicas` ranks, with the all-reduce of its gradients."""
         if replicas == 1:
             return load
         parameters = self.family.sums.parameters
@@ -233,7 +244,10 @@ class Chains:
     # The dynamic program
 
     def _least(self, limit: Limit, *, squares: bool) -> Chain | None:
-        """The chain of least Σ load², then least largest load; or of least largest load alone."""
+        """Return the chain of least Σ load² or of least largest load; None without one.
+
+        Of chains with equal Σ load² it is one of least largest load.
+        """
         bands = self.bands(limit)
         cost = _SquaresCost.of(self, limit) if squares else _NoCost()
         layers = [{0: Layer.start(cost.kind)}]  # per boundary: the layer by number of ranks used
@@ -254,7 +268,7 @@ class Chains:
         cost: _SquaresCost | _NoCost,
         limit: Limit,
     ) -> dict[int, Layer]:
-        """The chains of one stage more, by the number of ranks that they use."""
+        """Return the chains of one stage more, by the number of ranks that they use."""
         # Rows that no chain reaches need not be extended.
         reached = np.logical_or.reduce([layer.reached for layer in before.values()])
         live = np.flatnonzero(reached)
@@ -306,7 +320,10 @@ class _SquaresCost:
 
     @staticmethod
     def of(chains: Chains, limit: Limit) -> _SquaresCost:
-        """The cost for the chains within a limit, in numbers that hold the largest sum of it."""
+        """Return the cost for the chains within a limit.
+
+        Its numbers are of a kind that holds the largest sum.
+        """
         problem, sums = chains.problem, chains.family.sums
         speeds = [problem.speed(stage) for stage in range(problem.k)]
         load = limit.load
@@ -327,7 +344,10 @@ class _SquaresCost:
 
 
 def _largest_load(chains: Chains, slowest: Fraction) -> int:
-    """An upper bound of the load of any stage: all compute, transfers, payments and reductions."""
+    """Return an upper bound of the load of any stage.
+
+    It takes all compute, transfers, payments and reductions.
+    """
     problem, sums = chains.problem, chains.family.sums
     hops = chains.family.unit_graph.hops
     crossing = max((int(sums.crossing[hop].max()) for hop in hops), default=0)
@@ -338,7 +358,7 @@ def _largest_load(chains: Chains, slowest: Fraction) -> int:
 
 
 def _chain_back_from(layers: list[dict[int, Layer]], bands: list[Rows], used: int) -> Chain:
-    """The best chain that uses this many ranks, read from its end to its beginning."""
+    """Return the best chain that uses this many ranks, read from its end to its beginning."""
     rows, replicas, at = [int(bands[-1][0])], list[int](), 0
     most = int(layers[-1][used].peak[0])
     for stage in range(len(layers) - 1, 0, -1):

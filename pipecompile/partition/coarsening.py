@@ -38,7 +38,7 @@ class ModuleTree:
 
     @staticmethod
     def of(paths: Iterable[str]) -> ModuleTree:
-        """The tree of the modules that operators lie in, from their `paths`."""
+        """Return the tree of the modules that operators lie in, from their `paths`."""
         with_operators = frozenset(paths)
         parents = frozenset(outer for path in with_operators for outer in _ancestors(path))
         # An inner entry counts only where it lies in a parent: single layers in a list, as
@@ -47,9 +47,9 @@ class ModuleTree:
         return ModuleTree(parents, frozenset(outer_entries - with_operators))
 
     def block(self, path: str) -> str | None:
-        """The outermost entry of a list around `path` that does more than run its own list.
+        """Return the outermost entry of a list around `path` that does more than run its own list.
 
-        None outside of lists. Examples:
+        It is None outside of lists. Examples:
 
             path                                block                  why
             h.3.attn.c_attn                     h.3                    its forward adds residuals
@@ -61,7 +61,9 @@ class ModuleTree:
         return next(entries, None)
 
     def owner(self, path: str) -> str | None:
-        """The module whose forward runs the operators of `path`; None for the model's own forward.
+        """Return the module whose forward runs the operators of `path`.
+
+        It is None for the model's own forward.
 
         A module that holds no others belongs to the module around it, unless it is a block.
         """
@@ -71,7 +73,7 @@ class ModuleTree:
         return path.rpartition(".")[0] or None
 
     def at(self, level: str, path: str) -> str | None:
-        """The module whose operators stay together at a level, "modules" or "blocks".
+        """Return the module whose operators stay together at a level, "modules" or "blocks".
 
         Blocks contain modules. Outside of blocks, the level "blocks" is that of modules.
         """
@@ -80,15 +82,17 @@ class ModuleTree:
 
 
 def coarse_groups(graph: CostGraph, granularity: str) -> tuple[Unit, ...]:
-    """The groups of two nodes or more that a granularity keeps together, in the forward's order.
+    """Return the groups of two nodes or more that a granularity keeps together.
 
-    None for "operators", and none for "auto", whose units are the operators.
+    They come in the order of the forward.
+
+    There are none for "operators", nor for "auto", whose units are the operators.
     """
     return tuple(_runs(graph, granularity)) if granularity in ("modules", "blocks") else ()
 
 
 def finer_groups(graph: CostGraph) -> dict[Unit, tuple[Unit, ...]]:
-    """By block the groups of modules in it; a block of a single module has no entry."""
+    """Return, by block, the groups of modules in it; a block of a single module has no entry."""
     # Outside of blocks both levels have the same groups, so that every module has a block.
     block_of = {name: block for block in coarse_groups(graph, "blocks") for name in block}
     modules: dict[Unit, tuple[Unit, ...]] = {}
@@ -109,11 +113,14 @@ def _runs(graph: CostGraph, level: str) -> Iterator[Unit]:
 
 
 def _ancestors(path: str) -> Iterator[str]:
-    """The modules that hold `path`, from the outermost; `path` and the model itself excluded."""
+    """Return the modules that hold `path`, the outermost first.
+
+    `path` and the model itself are not among them.
+    """
     return accumulate(path.split(".")[:-1], "{}.{}".format)
 
 
 def _list_entries(path: str) -> Iterator[str]:
-    """The entries of lists in `path`, itself included, from the outermost."""
+    """Return the entries of lists in `path`, the outermost first; `path` itself may be one."""
     modules = (*_ancestors(path), path)
     return (module for module in modules if module.rpartition(".")[2].isdigit())

@@ -47,7 +47,7 @@ def solve_integer_program(
     seconds: float,
     time_units: int = COARSE,
 ) -> IntegerSolution:
-    """The best cut within `limit` that is found, for variance or max-load, and a lower bound.
+    """Return the best cut within `limit` that is found, for variance or max-load, and a bound.
 
     `known` are the stages of a cut within the limit. `seconds` is a deterministic budget. If CP-SAT
     says that there is no cut, it is not believed: the bound is then 0.
@@ -101,7 +101,7 @@ class _IntegerProgram:
         return program
 
     def build(self) -> Any:
-        """Adds all constraints; returns the expression that is minimised."""
+        """Add all constraints, and return the expression that is minimised."""
         problem = self.unit_graph.problem
         self._add_units()
         loads = [self._load(stage) for stage in range(self.unit_graph.k)]
@@ -122,7 +122,7 @@ class _IntegerProgram:
         return sum(self._square(load) for load in rank_loads)
 
     def _largest_load(self) -> int:
-        """An upper bound of the load of a rank, in units of time."""
+        """Return an upper bound of the load of a rank, in units of time."""
         problem = self.unit_graph.problem
         if self.limit.load is not None:
             return self.limit.load // self.scale
@@ -134,7 +134,7 @@ class _IntegerProgram:
     # Where units lie
 
     def _add_units(self) -> None:
-        """The variables of all units, and the order that edges demand."""
+        """Add the variables of all units, and the order that edges demand."""
         stages, until = range(self.unit_graph.k), self.until
         for unit in range(self.unit_graph.count):
             for stage in stages:
@@ -164,7 +164,10 @@ class _IntegerProgram:
         return sum(self._is_in(unit, s) for s, rank in enumerate(ranks) if rank == ranks[stage])
 
     def _add_stage_constraints(self) -> None:
-        """Stages are not empty, have parameters if they must, and fit the memory of their ranks."""
+        """Add the constraints of single stages.
+
+        Stages are not empty, have parameters if they must, and fit the memory of their ranks.
+        """
         problem, units = self.unit_graph.problem, range(self.unit_graph.count)
         required = [
             u for u in units if not problem.parameters_everywhere or self.unit_graph.parameters[u]
@@ -184,7 +187,10 @@ class _IntegerProgram:
     # Loads
 
     def _load(self, stage: int) -> Any:
-        """The load of a stage: compute plus transfers, or the longer of them if they overlap."""
+        """Return the load of a stage.
+
+        It is compute plus transfers, or the longer of them if they overlap.
+        """
         compute, transfers = self._compute(stage), sum(self._transfers(stage))
         if self.unit_graph.problem.communication != "overlap":
             return compute + transfers
@@ -194,7 +200,10 @@ class _IntegerProgram:
         return load
 
     def _compute(self, stage: int) -> Any:
-        """The compute of a stage. At another speed than 1, the sum is rounded up, not each unit."""
+        """Return the compute of a stage.
+
+        At another speed than 1, the sum is rounded up, and not each unit.
+        """
         speed = self.unit_graph.problem.speed(stage)
         times = self.unit_graph.compute[int(stage == self.unit_graph.k - 1)].tolist()
         work = sum(
@@ -220,7 +229,10 @@ class _IntegerProgram:
                 yield from self._crossing_transfers(boundary)
 
     def _crossing_transfers(self, boundary: int) -> Iterator[Any]:
-        """What crosses a boundary: flows with the producer before it and a consumer after it."""
+        """Yield the weight of each flow that may cross a boundary, times whether it does.
+
+        A flow crosses with its producer before the boundary and a consumer after it.
+        """
         hop = self.unit_graph.problem.hop(boundary)
         if hop is None:
             return
@@ -236,9 +248,9 @@ class _IntegerProgram:
                 yield weight * crosses
 
     def _endpoint_transfers(self, stage: int) -> Iterator[Any]:
-        """What a rank pays for flows of which it has some ends but not all.
+        """Yield what a rank pays for each flow of which it has some ends but not all.
 
-        Charged with the last stage of the rank.
+        This is charged with the last stage of the rank.
         """
         hop = next(iter(self.unit_graph.hops), None)
         if hop is None:
@@ -255,7 +267,10 @@ class _IntegerProgram:
                 yield weight * pays
 
     def _may_touch(self, flow: Flow, stage: int) -> bool:
-        """Whether the stage is the last of its rank, and an end of the flow may lie on the rank."""
+        """Return whether an end of the flow may lie on the rank of `stage`, its last stage.
+
+        This is false for any stage that is not the last one of its rank.
+        """
         ranks = self.unit_graph.problem.stage_ranks
         stages = [s for s, rank in enumerate(ranks) if rank == ranks[stage]]
         ends = (flow.producer, *flow.consumers)
@@ -274,7 +289,7 @@ class _IntegerProgram:
     # Search and result
 
     def search_early_first(self) -> None:
-        """Gives an order of decisions to the worker that follows one.
+        """Give an order of decisions to the worker that follows one.
 
         Without any, CP-SAT 9.15 sometimes aborts.
         """
@@ -284,18 +299,18 @@ class _IntegerProgram:
         )
 
     def hint(self, known: Sequence[int]) -> None:
-        """Starts the search from the cut with these stages."""
+        """Start the search from the cut with these stages."""
         for (unit, stage), variable in self.until.items():
             if not isinstance(variable, int):
                 self.model.add_hint(variable, known[unit] <= stage)
 
     def stage_of(self, solver: cp_model.CpSolver, unit: int) -> int:
-        """The stage that the solver gave to a unit."""
+        """Return the stage that the solver gave to a unit."""
         stages = range(self.unit_graph.k)
         return next(stage for stage in stages if solver.value(self.until[unit, stage]))
 
     def bound_in_ns(self, bound: float) -> int:
-        """The bound in ns (max-load) or ns² (variance), from one in units of time."""
+        """Return the bound in ns (max-load) or ns² (variance), from one in units of time."""
         is_load = self.unit_graph.problem.objective == "max-load"
         scale = self.scale if is_load else self.scale * self.scale
         return max(0, floor(bound + ROUNDING) * scale)

@@ -1,6 +1,7 @@
 """Solves a problem at one granularity, for any objective.
 
-"Flat" is the opposite of `multilevel`, which solves several of these problems one after the other.
+"Flat" is the opposite of multilevel: `multilevel_solver` solves several of these problems one after
+the other.
 
 Variance and max-load are sums and maxima over stages, so that dynamic programs can add stage by
 stage. The simulated step is neither. Its search starts from the cuts of the other objectives, and
@@ -24,9 +25,10 @@ __all__ = ["solve_flat"]
 
 
 def solve_flat(problem: PartitionProblem, *, seconds: float, explained: bool) -> Partition:
-    """The best cut that is found, with a bound; InfeasibleError, `explained` or not, without one.
+    """Return the best cut that is found, with a bound.
 
-    Granularity "auto" is taken as "operators".
+    Granularity "auto" is taken as "operators". Raise InfeasibleError, `explained` or not, if no cut
+    is found.
     """
     if problem.objective == "step-time":
         return _solve_step_time(problem, seconds, explained)
@@ -36,7 +38,10 @@ def solve_flat(problem: PartitionProblem, *, seconds: float, explained: bool) ->
 
 
 def _solve_step_time(problem: PartitionProblem, seconds: float, explained: bool) -> Partition:
-    """The best of the other objectives' cuts by the simulated step, after hill climbing on it."""
+    """Return the cut of the shortest simulated step that hill climbing finds.
+
+    It starts from the best of the other objectives' cuts.
+    """
     assert problem.step_ns is not None
     step_ns = problem.step_ns
     cuts = [

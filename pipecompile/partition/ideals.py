@@ -110,9 +110,9 @@ class _Addition(NamedTuple):
 def enumerate_ideals(
     unit_graph: UnitGraph, below: Rows, free: Rows, limit: int
 ) -> IdealList | None:
-    """All ideals that have the units `below` and of the others only `free` ones.
+    """Return all ideals that have the units `below` and of the others only `free` ones.
 
-    None if there are more than `limit`. `below` must be an ideal itself.
+    The result is None if there are more than `limit`. `below` must be an ideal itself.
 
     Units are added in topological order. The ideals whose last unit is u are those so far that hold
     all predecessors of u, with u added. So every ideal arises once, from one parent. The diamond
@@ -147,7 +147,7 @@ def enumerate_ideals(
 def _sums(
     unit_graph: UnitGraph, bits: Bits, below: Rows, additions: Sequence[_Addition]
 ) -> BoundarySums:
-    """The sums of each ideal, from those of its parent."""
+    """Return the sums of each ideal, from those of its parent."""
 
     def over_units(values: Integers) -> Integers:
         result = np.zeros((*values.shape[:-1], len(bits)), np.int64)
@@ -171,7 +171,7 @@ def _sums(
 def _crossing_sums(
     unit_graph: UnitGraph, bits: Bits, below: Rows, additions: Sequence[_Addition]
 ) -> dict[CrossingKind, Integers]:
-    """Per ideal the weight of the flows that cross its boundary.
+    """Return, per ideal, the weight of the flows that cross its boundary.
 
     Adding a unit lets the flows that it produces cross, and ends those of which it is the last
     consumer. In the diamond with w(a) = 5 (consumers b, c), w(b) = 2 and w(c) = 3:
@@ -202,7 +202,7 @@ def _crossing_sums(
 def _completions(
     unit_graph: UnitGraph, bits: Bits, additions: Sequence[_Addition]
 ) -> Iterator[list[tuple[int, Mask]]]:
-    """For each addition the flows that its unit consumes.
+    """Yield, for each addition, the flows that its unit consumes.
 
     With each flow comes, per new ideal, whether the unit is the flow's last consumer.
     """
@@ -215,23 +215,26 @@ def _completions(
 
 
 def _flag(unit: int) -> np.uint64:
-    """The bit of a unit in its word."""
+    """Return the bit of a unit in its word."""
     return np.uint64(1 << unit % 64)
 
 
 def _has_bit(row: Bits, unit: int) -> bool:
-    """Whether one row has a unit."""
+    """Return whether one row has a unit."""
     return bool(row[unit // 64] & _flag(unit))
 
 
 def _has_unit(bits: Bits, unit: int) -> Mask:
-    """Per row whether it has a unit."""
+    """Return, per row, whether it has a unit."""
     result: Mask = bits[:, unit // 64] & _flag(unit) != 0
     return result
 
 
 def _has_all(bits: Bits, units: Sequence[int]) -> Mask:
-    """Per row whether it has all of `units`; units of one word are compared together."""
+    """Return, per row, whether it has all of `units`.
+
+    Units of one word are compared together.
+    """
     flags_of_word: dict[int, int] = {}
     for unit in units:
         flags_of_word[unit // 64] = flags_of_word.get(unit // 64, 0) | 1 << unit % 64

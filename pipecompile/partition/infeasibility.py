@@ -16,7 +16,7 @@ from pipecompile.partition.coarsening import coarse_groups
 from pipecompile.partition.orders import topological_orders
 from pipecompile.partition.prefix_cuts import cut_order
 from pipecompile.partition.prefixes import Prefixes
-from pipecompile.partition.pricing import Pricing
+from pipecompile.partition.priced_search import PricedSearch
 from pipecompile.partition.problem import MemoryConstraint, PartitionProblem
 from pipecompile.partition.unit_graph import UnitGraph
 from pipecompile.partition.windows import Limit
@@ -32,7 +32,7 @@ PRECISION_PARTS = 1000  # missing memory is found to this part
 
 
 def why_infeasible(unit_graph: UnitGraph, *, proven: bool) -> str:
-    """One line for an InfeasibleError; `proven` if a search has excluded all cuts."""
+    """Return one line for an InfeasibleError; `proven` if a search has excluded all cuts."""
     return _reason(unit_graph) + ("" if proven else "; that there is no other cut is not proven")
 
 
@@ -61,19 +61,25 @@ def _reason(unit_graph: UnitGraph) -> str:
 
 
 def _first_cut(unit_graph: UnitGraph, problem: PartitionProblem) -> Chain | None:
-    """A cut of one order by `problem`; stages that share ranks are taken as alone on theirs."""
+    """Return a cut of one order by `problem`; None without one.
+
+    Stages that share ranks are taken as alone on theirs.
+    """
     if problem.ranks != problem.k:
         problem = replace(problem, placement=None, speeds=None, links=FREE, memory=None)
     # The same units, so that rows of its prefixes are places in the same order.
     plain = UnitGraph(problem, unit_graph.units)
     prefixes = Prefixes(plain, next(iter(topological_orders(plain))))
     prices = 4 * problem.k + NODES_PRICED * problem.k // len(problem.graph.nodes)
-    pricing = Pricing(problem, min(PRICES_MAX, prices), pairs_limit=PAIRS_MAX)
-    return cut_order(prefixes, Limit(), pricing.best)
+    priced_search = PricedSearch(problem, min(PRICES_MAX, prices), pairs_limit=PAIRS_MAX)
+    return cut_order(prefixes, Limit(), priced_search.best)
 
 
 def _shared_memory_reason(unit_graph: UnitGraph, memory: MemoryConstraint) -> str:
-    """Where stages share ranks, all nodes at their least are compared with all ranks."""
+    """Return the reason where stages share ranks.
+
+    It compares all nodes at their least with all ranks.
+    """
     problem = unit_graph.problem
     in_flight = min(memory.in_flight)
     needed = int((unit_graph.resident + in_flight * unit_graph.saved).sum())
@@ -85,7 +91,10 @@ def _shared_memory_reason(unit_graph: UnitGraph, memory: MemoryConstraint) -> st
 
 
 def _memory_reason(unit_graph: UnitGraph, memory: MemoryConstraint) -> str:
-    """By how much all ranks would need more, by bisection, and the stage that is then tightest."""
+    """Return by how much all ranks would need more, and the stage that is then tightest.
+
+    The amount is found by bisection.
+    """
     unit_graph = _coarser(unit_graph)
     problem = unit_graph.problem
 
@@ -120,7 +129,10 @@ def _memory_reason(unit_graph: UnitGraph, memory: MemoryConstraint) -> str:
 
 
 def _coarser(unit_graph: UnitGraph) -> UnitGraph:
-    """The graph between blocks, if it has too many units for a bisection and blocks have a cut."""
+    """Return the graph between blocks if it has too many units for a bisection, else the graph.
+
+    The graph itself is also returned if there is no cut between blocks.
+    """
     problem = unit_graph.problem
     together = (*problem.together, *coarse_groups(problem.graph, "blocks"))
     coarse = replace(problem, granularity="operators", together=together)
@@ -142,7 +154,7 @@ class _TightestStage(NamedTuple):
 def _tightest_stage(
     unit_graph: UnitGraph, memory: MemoryConstraint, chain: Chain
 ) -> _TightestStage:
-    """The tightest stage of a cut of the graph's own order."""
+    """Return the tightest stage of a cut of the graph's own order."""
     order = next(iter(topological_orders(unit_graph)))
 
     def held(unit: int, stage: int) -> int:

@@ -39,9 +39,9 @@ class _Sides(NamedTuple):
 
 
 def every_cut(unit_graph: UnitGraph, limit: Limit, share: float = 1.0) -> Chains | None:
-    """The chains of a family that has every cut within the limit.
+    """Return the chains of a family that has every cut within the limit.
 
-    None if it does not fit into a `share` of the most memory.
+    It is None if the family does not fit into a `share` of the most memory.
     """
     low, high = windows(unit_graph, limit)
     sides = [
@@ -54,10 +54,10 @@ def every_cut(unit_graph: UnitGraph, limit: Limit, share: float = 1.0) -> Chains
 def nearby_cuts(
     unit_graph: UnitGraph, order: Sequence[int], rows: Sequence[int], reach: int
 ) -> Chains | None:
-    """The chains of ideals near the prefixes of an order that end at `rows` (0 … k).
+    """Return the chains of ideals near the prefixes of an order that end at `rows` (0 … k).
 
-    Units at most `reach` places from a boundary may change its side. None if the ideals are too
-    many.
+    Units at most `reach` places from a boundary may change its side. The result is None if the
+    ideals are too many.
     """
     sides, places = [], np.asarray(order, np.intp)
     for row in rows[1:-1]:
@@ -67,7 +67,10 @@ def nearby_cuts(
 
 
 def _chains_between(unit_graph: UnitGraph, inner: Sequence[_Sides], words: int) -> Chains | None:
-    """The chains whose boundaries 1 … k − 1 have these sides; None if their ideals are too many."""
+    """Return the chains whose boundaries 1 … k − 1 have these sides.
+
+    It is None if their ideals take more than `words`.
+    """
     ideals_left = words // (-(-unit_graph.count // 64) + WORDS_OF_SUMS)
     nothing, everything = np.zeros(0, np.intp), np.arange(unit_graph.count)
     # The first and the last boundary are fixed: nothing before, everything before.

@@ -30,14 +30,14 @@ class Layer:
 
     @staticmethod
     def start(kind: type) -> Layer:
-        """The layer of the empty chain; costs are held in numbers of this `kind`."""
+        """Return the layer of the empty chain; costs are held in numbers of this `kind`."""
         layer = Layer.empty(1, kind)
         layer.reached[0] = True
         return layer
 
     @staticmethod
     def empty(count: int, kind: type) -> Layer:
-        """A layer of `count` rows, none of them reached."""
+        """Return a layer of `count` rows, none of them reached."""
         return Layer(
             total=np.zeros(count, kind),
             peak=np.zeros(count, np.int64),
@@ -56,7 +56,7 @@ class Layer:
         load: Integers,
         fits: Mask,
     ) -> None:
-        """Extends the chains of `before` by one stage, in place, where that is better.
+        """Extend the chains of `before` by one stage, in place, where that is better.
 
         `cost`, `load` and `fits` are of the stages from `rows` of the band before to `columns` of
         this one: (len(rows), len(columns)). A chain is better by its total cost, then by its

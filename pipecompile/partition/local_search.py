@@ -25,7 +25,7 @@ def climb(
     value: Callable[[Stages], Any],
     evaluations: int,
 ) -> Stages:
-    """The stages after moves that lower `value`, with about so many evaluations of it.
+    """Return the stages after moves that lower `value`, with about so many evaluations of it.
 
     `value` is None for stages that are not allowed. Units are laid out in an order that has the
     stages as intervals. Boundaries move in it, alone or with all after them, by steps that halve
@@ -59,13 +59,16 @@ def climb(
 
 
 def _layout(unit_graph: UnitGraph, stages: Stages) -> tuple[Rows, Rows]:
-    """An order that has these stages as intervals, and where stages 1 … k − 1 start in it."""
+    """Return an order with these stages as intervals, and where stages 1 … k − 1 start in it."""
     order = np.array(topological_order(unit_graph, lambda unit: (stages[unit], unit)), np.intp)
     return order, np.searchsorted(np.asarray(stages)[order], np.arange(1, unit_graph.k))
 
 
 def _unit_moves(unit_graph: UnitGraph, stages: Stages) -> Iterator[Stages]:
-    """Each unit one stage later or earlier, as far as its predecessors and successors allow."""
+    """Yield the stages with each unit moved one stage later or earlier.
+
+    A unit moves only as far as its predecessors and successors allow.
+    """
     last = unit_graph.k - 1
     for unit, stage in enumerate(stages):
         latest = min((stages[after] for after in unit_graph.after[unit]), default=last)
@@ -76,7 +79,10 @@ def _unit_moves(unit_graph: UnitGraph, stages: Stages) -> Iterator[Stages]:
 
 
 def _boundary_moves(order: Rows, starts: Rows, step: int) -> Iterator[Stages]:
-    """Each boundary, alone and with all after it, a step either way; no stage becomes empty."""
+    """Yield the stages with each boundary moved a step either way, alone and with all after it.
+
+    No stage becomes empty.
+    """
     for index in range(len(starts)):
         for stop in dict.fromkeys((index + 1, len(starts))):
             for change in (-step, step):

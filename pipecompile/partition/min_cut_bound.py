@@ -32,7 +32,7 @@ UNDECIDED_MAX = 1_000_000  # units that may lie on either side, summed over the 
 
 
 def with_crossing_bounds(unit_graph: UnitGraph, limit: Limit, rounds: int = 3) -> Limit:
-    """The limit with lower bounds of what crosses each boundary in any cut within it.
+    """Return the limit with lower bounds of what crosses each boundary in any cut within it.
 
     They narrow the windows, which raises the bounds, and so on for some rounds. The limit itself is
     returned where loads are no such sums, or where minimum cuts would take too long.
@@ -53,7 +53,7 @@ def with_crossing_bounds(unit_graph: UnitGraph, limit: Limit, rounds: int = 3) -
 
 
 def _loads_are_sums(unit_graph: UnitGraph) -> bool:
-    """Whether the loads sum to all compute and twice what crosses, and something may cross."""
+    """Return whether loads sum to all compute and twice what crosses, and anything may cross."""
     problem = unit_graph.problem
     one_stage_a_rank = problem.ranks == unit_graph.k and problem.replica_ranks is None
     is_sum = problem.communication == "relay" and one_stage_a_rank and problem.speeds is None
@@ -61,7 +61,7 @@ def _loads_are_sums(unit_graph: UnitGraph) -> bool:
 
 
 def min_cut_bound(unit_graph: UnitGraph, limit: Limit, known: int, tests: int) -> int:
-    """A lower bound of the value of all cuts, at least the `known` one.
+    """Return a lower bound of the value of all cuts, at least the `known` one.
 
     There must be a cut within the limit, whose value the limit is. The bound is found by bisection
     between `known` and that value: if every cut of value v or less has a value of b at least, then
@@ -81,7 +81,7 @@ def min_cut_bound(unit_graph: UnitGraph, limit: Limit, known: int, tests: int) -
 
 
 def _least_value(unit_graph: UnitGraph, limit: Limit) -> int:
-    """A lower bound of the value of cuts within the limit: all time, spread evenly."""
+    """Return a lower bound of the value of cuts within the limit: all time, spread evenly."""
     limit = with_crossing_bounds(unit_graph, limit)
     low, high = windows(unit_graph, limit)
     if (low > high).any():
@@ -93,7 +93,7 @@ def _least_value(unit_graph: UnitGraph, limit: Limit) -> int:
 
 
 def _min_cut(unit_graph: UnitGraph, boundary: int, low: Integers, high: Integers) -> int:
-    """The least transfer time over a boundary, of all ideals that the windows allow."""
+    """Return the least transfer time over a boundary, of all ideals that the windows allow."""
     hop = unit_graph.problem.hop(boundary - 1)
     below, above = high < boundary, low >= boundary
     if hop is None or not below.any() or not above.any():
@@ -107,7 +107,7 @@ def _min_cut(unit_graph: UnitGraph, boundary: int, low: Integers, high: Integers
 def _arcs(
     unit_graph: UnitGraph, weights: Integers, below: Mask, above: Mask
 ) -> tuple[Integers, Integers, Integers]:
-    """Tails, heads and capacities of the network's arcs.
+    """Return tails, heads and capacities of the network's arcs.
 
     For each flow: producer → flow with its weight, and without a limit flow → consumer and
     consumer → producer for each consumer. Vertices are the source, the sink, the units, the flows.

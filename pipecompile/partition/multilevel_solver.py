@@ -40,12 +40,12 @@ TESTS = 6  # of values for which minimum cuts bound the transfers
 def solve_multilevel(
     problem: PartitionProblem, seconds: float, *, explained: bool = True
 ) -> tuple[Partition, tuple[Unit, ...]]:
-    """The best cut between blocks or with some of them split, and the groups left whole.
+    """Return the best cut between blocks or with some of them split, and the groups left whole.
 
     A block is split into its modules and those into their operators: all of them while no cut
     exists, then those at the stage ends of the best cut, until its value is near the bound. Bound
-    and proof hold for all cuts between operators. InfeasibleError, `explained` or not, if there is
-    no cut.
+    and proof hold for all cuts between operators. Raise InfeasibleError, `explained` or not, if
+    there is no cut.
     """
     finer = finer_groups(problem.graph)
     groups, best = _coarsest_cut(problem, finer, seconds, explained)
@@ -74,7 +74,7 @@ def _coarsest_cut(
     seconds: float,
     explained: bool,
 ) -> tuple[tuple[Unit, ...], Partition]:
-    """The groups of the coarsest level that has a cut, and that cut."""
+    """Return the groups of the coarsest level that has a cut, and that cut."""
     groups = coarse_groups(problem.graph, "blocks")
     while groups:
         with suppress(InfeasibleError):
@@ -85,14 +85,17 @@ def _coarsest_cut(
 
 
 def with_groups(problem: PartitionProblem, groups: tuple[Unit, ...]) -> PartitionProblem:
-    """The problem in which the nodes of each of `groups` share a stage, besides `together`."""
+    """Return the problem in which the nodes of each group also share a stage."""
     return replace(problem, granularity="operators", together=(*problem.together, *groups))
 
 
 def _split(
     groups: tuple[Unit, ...], chosen: Collection[Unit], finer: Mapping[Unit, tuple[Unit, ...]]
 ) -> tuple[Unit, ...]:
-    """The groups with the `chosen` ones split one level; those of single modules disappear."""
+    """Return the groups with the `chosen` ones split one level.
+
+    Groups of single modules disappear.
+    """
     remaining: list[Unit] = []
     for group in groups:
         remaining += finer.get(group, ()) if group in chosen else (group,)
@@ -100,7 +103,7 @@ def _split(
 
 
 def _rank_of_cut(partition: Partition) -> tuple[int, int, int]:
-    """A sort key: the value of the objective, then of the others."""
+    """Return a sort key: the value of the objective, then those of the others."""
     values = partition.search.values
     return partition.search.value, values["max_load_ns"], values["sum_of_squares_ns2"]
 
@@ -108,7 +111,7 @@ def _rank_of_cut(partition: Partition) -> tuple[int, int, int]:
 def _bound_between_operators(
     problem: PartitionProblem, partition: Partition, groups: tuple[Unit, ...], seconds: float
 ) -> int:
-    """A lower bound of all cuts between operators, given that `partition` is one of them."""
+    """Return a lower bound of all cuts between operators, of which `partition` is one."""
     if not groups:
         return partition.search.bound
     bound, value = lower_bound(problem), partition.search.value
@@ -127,7 +130,9 @@ def _bound_between_operators(
 def groups_at_stage_ends(
     problem: PartitionProblem, assignment: Mapping[str, int], groups: Collection[Unit]
 ) -> set[Unit]:
-    """The groups at an end of their stage: nothing there feeds them, or they feed nothing there.
+    """Return the groups at an end of their stage.
+
+    Nothing in the stage feeds such a group, or it feeds nothing there.
 
     Order would let such a group move to the stage before, or after. The first stage has no end on
     the left and the last stage none on the right.

@@ -29,7 +29,9 @@ __all__ = [
 def stage_loads(
     problem: PartitionProblem, assignment: Mapping[str, int], replicas: Sequence[int] | None = None
 ) -> tuple[int, ...]:
-    """Per stage its compute and its transfers for one microbatch, in ns at the speed of its rank.
+    """Return, per stage, its compute and its transfers for one microbatch.
+
+    Both are in ns at the speed of the stage's rank.
 
     What stages pay to fit their memory is not included. With `replicas` (ranks per stage) a load is
     divided among the ranks, and the all-reduce of the gradients is added.
@@ -68,7 +70,7 @@ def _members(problem: PartitionProblem, assignment: Mapping[str, int]) -> list[l
 
 
 def _relay_transfers(problem: PartitionProblem, assignment: Mapping[str, int]) -> list[int]:
-    """Per stage the time of its transfers, each boundary over its own hop."""
+    """Return, per stage, the time of its transfers, each boundary over its own hop."""
     transfers = [0] * problem.k
     hops = [problem.hop(stage) for stage in range(problem.k - 1)]
     for tensor in problem.graph.tensors:
@@ -83,7 +85,7 @@ def _relay_transfers(problem: PartitionProblem, assignment: Mapping[str, int]) -
 
 
 def _endpoint_transfers(problem: PartitionProblem, assignment: Mapping[str, int]) -> list[int]:
-    """Per stage the time of its transfers; a tensor that stays on a rank is not sent.
+    """Return, per stage, the time of its transfers; a tensor that stays on a rank is not sent.
 
     A rank with several stages pays once for a tensor: with the last of its stages that has an end.
     """
@@ -101,7 +103,7 @@ def _endpoint_transfers(problem: PartitionProblem, assignment: Mapping[str, int]
 
 
 def rank_loads(problem: PartitionProblem, loads: Sequence[int]) -> tuple[int, ...]:
-    """The loads of stages, summed over the stages of each rank."""
+    """Return the loads of stages, summed over the stages of each rank."""
     summed = [0] * problem.ranks
     for rank, load in zip(problem.stage_ranks, loads, strict=True):
         summed[rank] += load
@@ -109,7 +111,7 @@ def rank_loads(problem: PartitionProblem, loads: Sequence[int]) -> tuple[int, ..
 
 
 def measures(loads: Sequence[int]) -> dict[str, int]:
-    """The objectives' values for the loads of ranks, by their names in results.
+    """Return the objectives' values for the loads of ranks, by their names in results.
 
     These are the largest load (ns), Σ load² (ns²), and the variance of the loads, rounded down
     (ns²).
@@ -124,13 +126,16 @@ def measures(loads: Sequence[int]) -> dict[str, int]:
 
 
 def objective_value(objective: str, loads: Sequence[int]) -> int:
-    """What the search minimises: Σ load² for "variance", the largest load for "max-load"."""
+    """Return the value that the search minimises.
+
+    It is Σ load² for "variance" and the largest load for "max-load".
+    """
     name = {"variance": "sum_of_squares_ns2", "max-load": "max_load_ns"}[objective]
     return measures(loads)[name]
 
 
 def lower_bound(problem: PartitionProblem) -> int:
-    """A lower bound of the value of all cuts, in any order of the graph, with free transfers.
+    """Return a lower bound of the value of all cuts, in any order and with free transfers.
 
     Let C be all compute, each unit at its least, and σ the speed of each rank (with replicas: their
     numbers). The loads satisfy Σ σ·load ≥ C. Hence max load ≥ C / Σσ and, by Cauchy and Schwarz,
@@ -154,7 +159,7 @@ def lower_bound(problem: PartitionProblem) -> int:
 
 
 def _shares(problem: PartitionProblem) -> tuple[list[Fraction], Fraction]:
-    """The compute per ns of load of each rank, and the largest share that one stage may have."""
+    """Return each rank's compute per ns of load, and the largest share that one stage may have."""
     if problem.replica_ranks is not None:
         # Σ σ² is convex in the numbers of replicas: it is most where one stage has all spare ranks.
         most = Fraction(problem.replica_ranks - problem.k + 1)
@@ -166,7 +171,9 @@ def _shares(problem: PartitionProblem) -> tuple[list[Fraction], Fraction]:
 
 
 def _recompute_bound(problem: PartitionProblem, power: int) -> int:
-    """A lower bound of the largest load (power 1) or of Σ load² (power 2) under recompute; or 0.
+    """Return a lower bound of the largest load (power 1) or of Σ load² (power 2); or 0.
+
+    The bound holds under recompute; it is 0 where it does not apply.
 
     The last stage does not recompute. Let ρ be the most by which a unit shrinks there. If the load
     of the last stage is counted ρ times, the loads sum to all compute with recompute, C: then Σ
@@ -185,7 +192,7 @@ def _recompute_bound(problem: PartitionProblem, power: int) -> int:
 
 
 def _large_units_bounds(least: Sequence[int], ranks: int) -> list[int]:
-    """Lower bounds of Σ load² with the j largest units each alone on a rank, for j = 0, 1, …
+    """Return lower bounds of Σ load² with the j largest units each alone on a rank, j = 0, 1, …
 
     While the next unit is above the mean of what is left, no cut is more even. For units of 9, 8,
     1, 1 and 1 on 3 ranks: 9² + 8² + 3² = 154.
@@ -202,13 +209,16 @@ def _large_units_bounds(least: Sequence[int], ranks: int) -> list[int]:
 
 
 def even_squares(total: int, parts: int) -> int:
-    """The least Σ x² of `parts` integers that sum to `total`: 3 parts of 11 are 4, 4, 3, so 41."""
+    """Return the least Σ x² of `parts` integers that sum to `total`.
+
+    For example, 3 parts of 11 are 4, 4 and 3, so the sum is 41.
+    """
     share, rest = divmod(total, parts)
     return rest * (share + 1) ** 2 + (parts - rest) * share**2
 
 
 def _step_bound(problem: PartitionProblem, total: int) -> int:
-    """A lower bound of the step of all cuts, with `total` compute.
+    """Return a lower bound of the step of all cuts, with `total` compute.
 
     The first microbatch must reach stage s before its rank starts on M of them, and its gradient
     must return: Σ_{i<s} load_i + M·load_s ≤ step.
@@ -220,7 +230,7 @@ def _step_bound(problem: PartitionProblem, total: int) -> int:
     then Σ load = T·(1 − (1 − 1/M)^k).
 
     Ranks with several stages, and schedules that split backwards, are only bounded by M times their
-    compute: while a microbatch travels they have other work, as the gradients of weights. Both
+    compute: while a microbatch travels they have other work, such as weight backwards. Both
     halves of a split backward may take less than the whole.
     """
     m, fastest = problem.microbatches, max(problem.speed(s) for s in range(problem.k))
@@ -235,7 +245,7 @@ def _step_bound(problem: PartitionProblem, total: int) -> int:
 
 
 def _saved_by_splitting(node: Node) -> int:
-    """The ns that the two halves of a node's backward take less than the whole; 0 if not known."""
+    """Return the ns by which a node's split backward is shorter than the whole; 0 if unknown."""
     if node.backward_input_ns is None or node.backward_weight_ns is None:
         return 0
     return max(0, node.backward_ns - node.backward_input_ns - node.backward_weight_ns)

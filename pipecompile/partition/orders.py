@@ -16,7 +16,7 @@ DEPTH_NOISE = (1.0, 4.0, 16.0)  # how far shuffles of the order of depth stray f
 
 
 def topological_orders(unit_graph: UnitGraph) -> Iterator[list[int]]:
-    """Up to eight different orders, the graph's own first.
+    """Yield up to eight different orders, the graph's own first.
 
     Those by depth mix parallel branches, those depth first finish one branch before the next.
     """
@@ -49,7 +49,7 @@ def topological_orders(unit_graph: UnitGraph) -> Iterator[list[int]]:
 def shuffled_order(
     unit_graph: UnitGraph, stages: Sequence[int], random: np.random.Generator
 ) -> list[int]:
-    """An order that has the stages of a cut as intervals and is random within them.
+    """Return an order that has the stages of a cut as intervals and is random within them.
 
     Half of them are uniformly random, half are near the order of depth.
     """
@@ -64,7 +64,7 @@ def shuffled_order(
 
 
 def topological_order(unit_graph: UnitGraph, key: Callable[[int], Any]) -> list[int]:
-    """The order in which, of the units that are ready, the one with the least key comes next."""
+    """Return the order in which, of the ready units, the one with the least key comes next."""
     missing = [len(sources) for sources in unit_graph.before]
     ready = [(key(unit), unit) for unit in range(unit_graph.count) if not missing[unit]]
     heapify(ready)
@@ -80,7 +80,10 @@ def topological_order(unit_graph: UnitGraph, key: Callable[[int], Any]) -> list[
 
 
 def _path_lengths(order: Iterable[int], sources: Sequence[Sequence[int]]) -> list[int]:
-    """Per unit the edges of the longest path that leads to it; `order` visits sources first."""
+    """Return, per unit, the edges of the longest path that leads to it.
+
+    `order` visits sources first.
+    """
     length = [0] * len(sources)
     for unit in order:
         length[unit] = max((length[source] + 1 for source in sources[unit]), default=0)
@@ -90,7 +93,9 @@ def _path_lengths(order: Iterable[int], sources: Sequence[Sequence[int]]) -> lis
 def _depth_first(
     unit_graph: UnitGraph, sources: Sequence[Sequence[int]], ends: Sequence[int]
 ) -> list[int]:
-    """Every unit after its sources; all that one of `ends` needs comes before the next end.
+    """Return an order with every unit after its sources.
+
+    All units that one of `ends` needs come before the next end.
 
     A recursive search with its stack in a list, since graphs are deeper than Python's stack.
     """

@@ -1,9 +1,9 @@
 """What the stages of a family pay to fit their memory: a known price, a lower bound, or a guess.
 
-`chains` adds payments to the loads of stages, and `pricing` asks for the prices of those stages
-that the best chain has. A price may need the whole memory model, and a family has millions of
-stages; so stages without a price are charged a lower bound: a fractional knapsack. For a stage that
-holds 100 bytes over its cap with everything kept:
+`chains` adds payments to the loads of stages, and `priced_search` asks for the prices of those that
+the best chain has. A price may need the whole memory model, and a family has millions of stages; so
+stages without a price are charged a lower bound: a fractional knapsack. For a stage that holds 100
+bytes over its cap with everything kept:
 
     freeable class   bytes in the stage   ns per byte   freed   ns
     cheapest                 60               0           60     0
@@ -72,7 +72,7 @@ class Payments:
         return not (self.guessed_bytes or self.only_priced)
 
     def least_excess(self, a: Rows, b: Rows, stage: int) -> Integers:
-        """(len(a), len(b)): a lower bound of the bytes that each stage holds over its cap.
+        """Return (len(a), len(b)): a lower bound of the bytes that each stage holds over its cap.
 
         It is negative for stages below their cap.
         """
@@ -95,7 +95,7 @@ class Payments:
     # Lower bounds
 
     def charged_ns(self, stage: int, a: int, b: int) -> int:
-        """What the stage between two rows of a chain is charged: its price or its lower bound."""
+        """Return the charge of the stage between two rows: its price or its lower bound."""
         price = self.priced.get((stage, a, b))
         if price is not None:
             return price
@@ -112,7 +112,7 @@ class Payments:
         return max((price or 0 for price in self.priced.values()), default=0) + ceil(freed_ns)
 
     def _least_ns(self, a: Rows, b: Rows, stage: int) -> Integers:
-        """As `_knapsack_ns` with the guess of the stage, from the cache where that is possible."""
+        """Return `_knapsack_ns` with the guess of the stage, from the cache where possible."""
         guess = self.guessed_bytes.get(stage, 0)
         if guess:  # guesses change, so their results are not worth caching
             return self._knapsack_ns(a, b, stage, guess)
@@ -131,7 +131,9 @@ class Payments:
         return int(self._knapsack_ns(*rows, stage, more_bytes)[0, 0])
 
     def _knapsack_ns(self, a: Rows, b: Rows, stage: int, more_bytes: int) -> Integers:
-        """(len(a), len(b)): the least time that frees the excess and `more_bytes`; or IMPOSSIBLE.
+        """Return (len(a), len(b)): the least time that frees the excess and `more_bytes`.
+
+        It is IMPOSSIBLE where nothing frees them.
 
         Bytes are freed once per microbatch in flight, from the cheapest class on.
         """
@@ -154,7 +156,7 @@ class Payments:
     # Guesses
 
     def guess(self) -> None:
-        """Guesses, for each stage number, how many bytes its stages hold above their lower bound.
+        """Guess, for each stage number, how many bytes its stages hold above their lower bound.
 
         For each price the bytes are found that explain it; the least of them is the guess.
         """
@@ -166,7 +168,7 @@ class Payments:
             self.guessed_bytes[stage] = min(explaining, default=0)
 
     def _bytes_that_explain(self, key: StageKey, price: int | None) -> int:
-        """The least additional bytes with which a stage pays its price, by bisection.
+        """Return the least additional bytes with which a stage pays its price, by bisection.
 
         For the price None, the bytes with which it cannot fit.
         """
@@ -182,14 +184,14 @@ class Payments:
     # Prices
 
     def pay(self, stage: int, a: int, b: int, price: int | None) -> None:
-        """Notes the price of the stage between two rows; None if it cannot fit."""
+        """Note the price of the stage between two rows; None if it cannot fit."""
         self.priced[stage, a, b] = price
         rows = self._price_rows.get(stage, np.zeros((0, 3), np.int64))
         row = [[a, b, IMPOSSIBLE if price is None else price]]
         self._price_rows[stage] = np.concatenate([rows, row])
 
     def add(self, a: Rows, b: Rows, stage: int, load: Integers, fits: Mask) -> None:
-        """Adds what stages are charged to `load`, and excludes from `fits` what is impossible.
+        """Add the charges of stages to `load`, and exclude from `fits` what is impossible.
 
         Both are (len(a), len(b)) and change in place.
         """

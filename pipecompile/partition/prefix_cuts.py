@@ -22,15 +22,16 @@ __all__ = ["PAIRS_MAX", "cut_order"]
 
 PAIRS_MAX = 5_000_000  # pairs of prefixes per dynamic program: about a second
 
-BestChain = Callable[[Chains, Limit], Chain | None]  # as `Pricing.best`
+BestChain = Callable[[Chains, Limit], Chain | None]  # as `PricedSearch.best`
 
 
 def cut_order(
     prefixes: Prefixes, limit: Limit, best: BestChain, pairs: int = PAIRS_MAX
 ) -> Chain | None:
-    """The best cut of an order within the limit that is found with about `pairs`; None without any.
+    """Return the best cut of an order within the limit that is found with about `pairs`.
 
-    It is the best cut of the order if the order has no more pairs than that.
+    It is the best cut of the order if the order has no more pairs than that, and None if no cut is
+    found.
     """
     chains = Chains(prefixes)
     if chains.pairs(limit) <= pairs:
@@ -50,7 +51,7 @@ def cut_order(
 
 
 def _spread_rows(prefixes: Prefixes, count: int) -> dict[int, Rows]:
-    """About `count` prefixes, the same ones for every boundary.
+    """Return about `count` prefixes, the same ones for every boundary.
 
     Of each of `count` equal shares of the compute it is the prefix with the least transfers; the
     prefixes on both sides of each pinned unit are added.

@@ -44,7 +44,7 @@ class Prefixes(Boundaries):
         return self.place[producers], np.maximum.reduceat(self.place[consumers], starts)
 
     def _crossing_sums(self, weights: Integers) -> Integers:
-        """Per prefix the weight of the flows that cross its boundary.
+        """Return, per prefix, the weight of the flows that cross its boundary.
 
         A flow with producer at place p and last consumer at place c crosses the rows p + 1 … c. Its
         weight is added at p + 1 and subtracted at c + 1, and a running sum does the rest:
@@ -96,7 +96,10 @@ class Prefixes(Boundaries):
 
 
 def _prefix_sums(values: Integers) -> Integers:
-    """Sums of all prefixes along the last axis, from the empty one on: [2, 3] gives [0, 2, 5]."""
+    """Return the sums of all prefixes along the last axis, from the empty one on.
+
+    For example, [2, 3] gives [0, 2, 5].
+    """
     empty = np.zeros((*values.shape[:-1], 1), values.dtype)
     result: Integers = np.concatenate([empty, values.cumsum(axis=-1)], axis=-1)
     return result

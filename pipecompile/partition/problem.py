@@ -103,7 +103,7 @@ class MemoryConstraint:
     def simple(
         graph: CostGraph, caps: tuple[int, ...], in_flight: tuple[int, ...], factor: Fraction | int
     ) -> MemoryConstraint:
-        """The memory rule of the cost-graph format.
+        """Return the memory rule of the cost-graph format.
 
         A stage holds Σ parameter_bytes × `factor`, rounded up per node, and in-flight × Σ
         saved_bytes.
@@ -114,7 +114,7 @@ class MemoryConstraint:
         return MemoryConstraint(caps, in_flight, resident, saved)
 
     def held_bytes(self, names: Iterable[str], stage: int) -> int:
-        """The bytes that these nodes hold in `stage`: Σ resident + in-flight × Σ saved."""
+        """Return the bytes that these nodes hold in `stage`: Σ resident + in-flight × Σ saved."""
         in_flight = self.in_flight[stage]
         return sum(self.resident[name] + in_flight * self.saved[name] for name in names)
 
@@ -138,7 +138,7 @@ class PartitionProblem:
     first node lies in no later stage than the second. With `parameters_everywhere` each stage has a
     node with parameters. `granularity` is the level of the module tree at which the graph is cut:
     "modules" and "blocks" keep their nodes in one stage (see `coarsening`); "auto" allows the cuts
-    of "operators", and its search starts from blocks (see `multilevel`).
+    of "operators", and its search starts from blocks (see `multilevel_solver`).
 
     InputError says what does not fit.
     """
@@ -252,7 +252,7 @@ class PartitionProblem:
                 )
 
     def _check_compute_sums(self) -> None:
-        """All loads of a cut must fit in 64 bits, whatever the cut."""
+        """Raise InputError unless all loads of a cut fit in 64 bits, whatever the cut."""
         # Each rank may have all compute, and pay for each transfer at both ends.
         speeds = [self.speed(stage) for stage in range(self.k)]
         total = sum(_compute_ns(node, True) for node in self.graph.nodes)
@@ -295,13 +295,13 @@ class PartitionProblem:
         return len(set(self.stage_ranks))
 
     def speed(self, stage: int) -> Fraction:
-        """The speed of the rank of `stage`; 1 is as fast as the costs say."""
+        """Return the speed of the rank of `stage`; 1 is as fast as the costs say."""
         return Fraction(1) if self.speeds is None else self.speeds[self.stage_ranks[stage]]
 
     def hop(self, stage: int) -> Hop | None:
-        """The connection from `stage` to the next one.
+        """Return the connection from `stage` to the next one.
 
-        None between stages of one rank, and where transfers are not charged.
+        It is None between stages of one rank, and where transfers are not charged.
         """
         here, there = self.stage_ranks[stage], self.stage_ranks[stage + 1]
         if self.communication == "none" or here == there:
@@ -309,7 +309,7 @@ class PartitionProblem:
         return self.links.hop(here, there)
 
     def reduction_ns(self, parameter_bytes: int, replicas: int) -> int:
-        """The time per microbatch of a ring all-reduce of gradients among `replicas`.
+        """Return the time per microbatch of a ring all-reduce of gradients among `replicas`.
 
         It sends 2 (r − 1) / r times the bytes, once per step, and is spread over the microbatches.
         """
@@ -321,7 +321,7 @@ class PartitionProblem:
     def units(self) -> tuple[Unit, ...]:
         """The units that the graph is cut between, in topological order.
 
-        InfeasibleError if there are fewer than `k`.
+        Raise InfeasibleError if there are fewer than `k`.
         """
         # Groups of the cost graph itself are merged by `units`.
         together = (*self.together, *coarse_groups(self.graph, self.granularity))
@@ -335,7 +335,7 @@ class PartitionProblem:
         return merged
 
     def _largest(self, merged: Iterable[Unit]) -> str:
-        """The largest units of more than one node, for a message; "" without any."""
+        """Return the largest units of more than one node, for a message; "" without any."""
         largest = sorted((unit for unit in merged if len(unit) > 1), key=len, reverse=True)[:3]
         names = ", ".join(
             f"{self.graph.by_name[unit[0]].group or unit[0]} with {len(unit)} nodes"
@@ -347,7 +347,7 @@ class PartitionProblem:
     def pins(self) -> dict[Unit, int]:
         """The stage of each pinned unit; group "inputs" is in the first, "outputs" in the last one.
 
-        InfeasibleError if the nodes of a unit are pinned to several stages.
+        Raise InfeasibleError if the nodes of a unit are pinned to several stages.
         """
         pinned: dict[Unit, int] = {}
         for unit in self.units:
@@ -368,12 +368,14 @@ class PartitionProblem:
         return pinned
 
     def _group_stage(self, name: str) -> tuple[int, ...]:
-        """The stage that the node's group fixes, if it fixes one."""
+        """Return the stage that the node's group fixes, if it fixes one."""
         stages = {INPUTS: (0,), OUTPUTS: (self.k - 1,)}
         return stages.get(self.graph.by_name[name].group or "", ())
 
     def compute_ns(self, names: Iterable[str], *, last: bool) -> int:
-        """The compute of these nodes for one microbatch at speed 1: forward, recompute, backward.
+        """Return the compute of these nodes for one microbatch at speed 1.
+
+        It is the sum of forward, recompute and backward. The `last` stage does not recompute.
 
         The `last` stage does not recompute.
         """

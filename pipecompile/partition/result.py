@@ -39,7 +39,7 @@ class Partition:
         extra_ns: Mapping[int, int] | None = None,
         replicas: tuple[int, ...] | None = None,
     ) -> Partition:
-        """The result for an assignment, scored from the graph alone.
+        """Return the result for an assignment, scored from the graph alone.
 
         `extra_ns` is what stages pay per microbatch to fit their memory, `bound` a lower bound of
         the objective.

@@ -44,7 +44,7 @@ from pipecompile.partition.objective import lower_bound, measures, rank_loads, s
 from pipecompile.partition.orders import shuffled_order, topological_orders
 from pipecompile.partition.prefix_cuts import cut_order
 from pipecompile.partition.prefixes import Prefixes
-from pipecompile.partition.pricing import Pricing
+from pipecompile.partition.priced_search import PricedSearch
 from pipecompile.partition.problem import PartitionProblem
 from pipecompile.partition.result import Partition
 from pipecompile.partition.unit_graph import UnitGraph
@@ -107,11 +107,11 @@ class PartitionSearch:
         return self.unit_graph.problem
 
     @cached_property
-    def pricing(self) -> Pricing:
+    def priced_search(self) -> PricedSearch:
         """The search over chains with priced stages, and its budget."""
         pairs = int(self.seconds * PAIRS_PER_SECOND)
         prices = int(self.seconds / self._price_seconds)
-        return Pricing(self.problem, prices + 4 * self.problem.k, pairs_limit=pairs)
+        return PricedSearch(self.problem, prices + 4 * self.problem.k, pairs_limit=pairs)
 
     @property
     def _price_seconds(self) -> float:
@@ -122,8 +122,8 @@ class PartitionSearch:
     @property
     def spent(self) -> float:
         """Seconds of work so far."""
-        prices = len(self.pricing.prices) * self._price_seconds
-        return self.other_work + self.pricing.pairs / PAIRS_PER_SECOND + prices
+        prices = len(self.priced_search.prices) * self._price_seconds
+        return self.other_work + self.priced_search.pairs / PAIRS_PER_SECOND + prices
 
     @property
     def limit(self) -> Limit:
@@ -138,12 +138,12 @@ class PartitionSearch:
     # The course of the search
 
     def run(self) -> None:
-        """Runs all methods in turn, until a cut is proven best or near enough to the bound."""
+        """Run all methods in turn, until a cut is proven best or near enough to the bound."""
         self.bound = lower_bound(self.problem)
         if self.problem.ranks != self.problem.k:
             self._try_shared_ranks()
             return
-        if self.pricing.limit < self.unit_graph.count and self.problem.memory is not None:
+        if self.priced_search.limit < self.unit_graph.count and self.problem.memory is not None:
             self._try_between_blocks()
         else:
             self._try_orders()
@@ -164,7 +164,10 @@ class PartitionSearch:
                     method(share)
 
     def result(self, explained: bool) -> Partition:
-        """The best cut, scored from the graph alone; InfeasibleError without one."""
+        """Return the best cut, scored from the graph alone.
+
+        Raise InfeasibleError if there is none.
+        """
         if self.best is None:
             reason = "no cut was found"
             if explained:
@@ -183,24 +186,24 @@ class PartitionSearch:
         )
 
     def _is_close(self) -> bool:
-        """Whether the best cut is so near the bound that a better one does not matter."""
+        """Return whether the best cut is so near the bound that a better one does not matter."""
         if self.best is None:
             return False
         value = self.best.value[0]
         return (value - self.bound) * CLOSE_PARTS <= value
 
     def _check_if_proven(self) -> bool:
-        """Whether the search is over, now that the best cut or the bound may have changed."""
+        """Return whether the search is over, after the best cut or the bound may have changed."""
         meets_bound = self.best is not None and self.best.value[0] == self.bound
-        self.is_proven = self.is_proven or (meets_bound and self.pricing.is_complete)
+        self.is_proven = self.is_proven or (meets_bound and self.priced_search.is_complete)
         return self.is_proven
 
     # Keeping cuts
 
     def _take(self, chains: Chains, chain: Chain, method: str) -> None:
-        """Keeps the cut of a chain if it is better than the best so far."""
+        """Keep the cut of a chain if it is better than the best so far."""
         replicas = None if self.problem.replica_ranks is None else chain.replicas
-        extra_ns = self.pricing.extra_ns(chains.family, chain)
+        extra_ns = self.priced_search.extra_ns(chains.family, chain)
         self._keep(_stages_of(chains, chain), replicas, extra_ns, method)
 
     def _keep(
@@ -216,7 +219,7 @@ class PartitionSearch:
             self.best = _ScoredCut(stages, value, replicas, extra_ns, method)
 
     def _value(self, loads: Sequence[int]) -> tuple[int, int]:
-        """The value of the loads of stages by the objective, then by the other one."""
+        """Return the value of the loads of stages by the objective, then by the other one."""
         values = measures(rank_loads(self.problem, loads))
         squares, most = values["sum_of_squares_ns2"], values["max_load_ns"]
         return (squares, most) if self.problem.objective == "variance" else (most, squares)
@@ -224,7 +227,7 @@ class PartitionSearch:
     # 1: topological orders
 
     def _try_orders(self) -> None:
-        """Cuts several orders; a graph that has only one order is solved by it."""
+        """Cut several orders; a graph that has only one order is solved by it."""
         for order in topological_orders(self.unit_graph):
             self._try_order(order)
             if self._check_if_proven() or self.spent > self.seconds / 2:
@@ -232,13 +235,13 @@ class PartitionSearch:
 
     def _try_order(self, order: Sequence[int]) -> None:
         prefixes = Prefixes(self.unit_graph, order)
-        chain = cut_order(prefixes, self.limit, self.pricing.best)
+        chain = cut_order(prefixes, self.limit, self.priced_search.best)
         self.other_work += ROUND_SECONDS + len(order) / UNITS_PER_SECOND
         if chain is not None:
             self._take(Chains(prefixes), chain, "linear-dp")
 
     def _try_between_blocks(self) -> None:
-        """Where too few stages can be priced: the best cut between blocks.
+        """Keep the best cut between blocks, where too few stages can be priced.
 
         Later methods then move its boundaries by single units. Without a cut, orders are tried.
         """
@@ -257,30 +260,30 @@ class PartitionSearch:
     # 2: all ideals
 
     def _try_every_ideal(self, share: float) -> None:
-        """Finds the best of all cuts, if all ideals fit into memory and a share of the budget."""
+        """Find the best of all cuts, if all ideals fit into memory and a share of the budget."""
         if self.limit == self.too_many_within:
             return
         chains = every_cut(self.unit_graph, self.limit, min(1.0, self.seconds / SECONDS))
         self.too_many_within = self.limit if chains is None else None
         if chains is None or chains.pairs(self.limit) > share * self.seconds * PAIRS_PER_SECOND:
             return
-        chain = self.pricing.best(chains, self.limit)
+        chain = self.priced_search.best(chains, self.limit)
         if chain is not None:
             self._take(chains, chain, "ideal-dp")
-        self.is_proven = self.pricing.is_complete
+        self.is_proven = self.priced_search.is_complete
         self._raise_bound_by_charges(chains)
         if self.is_proven and self.best is not None:
             # The method that proved the cut, whichever found it.
             self.best = replace(self.best, method="ideal-dp")
 
     def _raise_bound_by_charges(self, chains: Chains) -> None:
-        """Raises the bound where not all prices are known.
+        """Raise the bound where not all prices are known.
 
         No cut is better than the best chain with the lower bounds that its stages were charged.
         """
-        if self.pricing.lower_chain is None or self.best is None:
+        if self.priced_search.lower_chain is None or self.best is None:
             return
-        chain, charges = self.pricing.lower_chain
+        chain, charges = self.priced_search.lower_chain
         assignment = self.unit_graph.assignment(_stages_of(chains, chain))
         loads = stage_loads(self.problem, assignment)
         value = self._value([load + charges[stage] for stage, load in enumerate(loads)])[0]
@@ -289,14 +292,14 @@ class PartitionSearch:
     # 3: ideals near the best cut
 
     def _try_nearby_cuts(self, share: float) -> None:
-        """Shuffles the order inside the stages and searches all ideals near the best cut."""
+        """Shuffle the order inside the stages and search all ideals near the best cut."""
         random, reach = np.random.default_rng(int(1000 * share)), REACH
         until = self.spent + share * self.seconds
         while (
             self.best is not None
             and self.spent < until
             and not self._check_if_proven()
-            and not self.pricing.is_spent
+            and not self.priced_search.is_spent
         ):
             order = shuffled_order(self.unit_graph, self.best.stages, random)
             sizes = np.bincount(self.best.stages, minlength=self.problem.k)
@@ -307,14 +310,14 @@ class PartitionSearch:
                 reach = max(1, reach // 2)
                 continue
             self.other_work += len(chains.family) / IDEALS_PER_SECOND
-            chain = self.pricing.best(chains, self.limit)
+            chain = self.priced_search.best(chains, self.limit)
             if chain is not None:
                 self._take(chains, chain, "linear-dp")
 
     # 4: minimum cuts
 
     def _raise_bound(self, _: float) -> None:
-        """Raises the bound by what must cross each boundary, which leaves fewer ideals as well."""
+        """Raise the bound by what must cross each boundary, which leaves fewer ideals as well."""
         if self.best is None or self.problem.communication != "relay":
             return
         if self.crossing_value == self.best.value[0]:
@@ -334,7 +337,7 @@ class PartitionSearch:
     # 5: the integer program
 
     def _try_integer_program(self, share: float) -> None:
-        """Gives the whole graph to CP-SAT: for a bound, and perhaps a better cut."""
+        """Give the whole graph to CP-SAT: for a bound, and perhaps a better cut."""
         memory, size = self.problem.memory, self.unit_graph.count * self.problem.k
         if memory is not None and memory.freeable:
             return  # it knows less of memory than the dynamic program
@@ -359,7 +362,10 @@ class PartitionSearch:
         self._check_if_proven()
 
     def _is_allowed(self, stages: Sequence[int]) -> bool:
-        """Whether a cut meets all constraints; False if stages are priced, which takes long."""
+        """Return whether a cut meets all constraints.
+
+        It is False if stages are priced, since that takes long.
+        """
         memory = self.problem.memory
         if memory is not None and memory.price is not None:
             return False
@@ -368,7 +374,7 @@ class PartitionSearch:
     # Ranks with several stages
 
     def _try_shared_ranks(self) -> None:
-        """Starts from a cut into stages alone on their ranks, climbs, and tries CP-SAT."""
+        """Start from a cut into stages alone on their ranks, climb, and try CP-SAT."""
         alone = replace(self.problem, placement=None, speeds=None, memory=None, links=FREE)
         # Without memory, since caps are for ranks and not for stages.
         search = PartitionSearch(UnitGraph(alone, self.unit_graph.units), self.seconds / 4)
@@ -393,7 +399,7 @@ class PartitionSearch:
 
 
 def _stages_of(chains: Chains, chain: Chain) -> tuple[int, ...]:
-    """The stage of each unit: the number of boundaries 1 … k − 1 that it lies behind."""
+    """Return the stage of each unit: how many of the boundaries 1 … k − 1 it lies behind."""
     stages = np.zeros(chains.family.unit_graph.count, np.intp)
     for row in chain.rows[1:]:
         stages += ~chains.family.members(row)

@@ -2,7 +2,8 @@
 
 `api` calls `solve`. Below it, imports go one way:
 
-    solver ─▶ multilevel ─▶ flat ─▶ search ─▶ prefix_cuts, lattice, min_cut_bound, cpsat
+    solver ─▶ multilevel_solver ─▶ flat_solver ─▶ search
+    search ─▶ prefix_cuts, lattice, min_cut_bound, cpsat
 """
 
 from __future__ import annotations
@@ -18,13 +19,13 @@ __all__ = ["solve"]
 def solve(
     problem: PartitionProblem, *, seconds: float = SECONDS, explained: bool = True
 ) -> Partition:
-    """The best cut that about `seconds` of work find, with a lower bound.
+    """Return the best cut that about `seconds` of work find, with a lower bound.
 
     The budget is counted in steps of work and not in seconds, so the same input gives the same
     output.
 
-    InfeasibleError if there is no cut. It says which constraint cannot be met, where, and by how
-    much, if that is to be `explained`, which may take longer than the search.
+    Raise InfeasibleError if there is no cut. It says which constraint cannot be met, where, and by
+    how much, if that is to be `explained`, which may take longer than the search.
     """
     if problem.granularity == "auto":
         # Imported where it is needed: it brings in OR-tools, which takes a second to load.

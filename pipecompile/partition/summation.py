@@ -14,7 +14,7 @@ __all__ = ["gradient_sum_order"]
 
 
 def gradient_sum_order(graph: CostGraph) -> Iterator[tuple[str, str]]:
-    """Pairs (a, b) of nodes: a must lie in no later stage than b.
+    """Yield pairs (a, b) of nodes: a must lie in no later stage than b.
 
     Autograd sums the gradients of a tensor's readers from the last reader in the forward to the
     first. A pipeline adds the sum of the later stages before the terms of the tensor's own stage.

@@ -46,7 +46,7 @@ class Flow:
     names: tuple[str, ...]
 
     def transfer_ns(self, hop: Hop) -> int:
-        """The time that the values and their gradients take over a hop."""
+        """Return the time that the values and their gradients take over a hop."""
         return sum(hop.transfer_ns(value, gradient) for value, gradient in self.sizes)
 
 
@@ -59,7 +59,10 @@ class UnitGraph:
 
     @staticmethod
     def of(problem: PartitionProblem) -> UnitGraph:
-        """The graph over the problem's own units; InfeasibleError if pins contradict its order."""
+        """Return the graph over the problem's own units.
+
+        Raise InfeasibleError if pins contradict its order.
+        """
         unit_graph = UnitGraph(problem, problem.units)
         unit_graph.refuse_contradictions()
         return unit_graph
@@ -115,7 +118,9 @@ class UnitGraph:
         return producers, consumers, starts
 
     def crosses(self, members: Mask) -> Mask:
-        """Per flow whether it crosses the boundary after the ideal with these members (per unit).
+        """Return, per flow, whether it crosses the boundary after the ideal with these members.
+
+        `members` is per unit.
 
         Its producer is in the ideal, and not all of its consumers are.
         """
@@ -240,7 +245,7 @@ class UnitGraph:
         return (*self.hops, *(("arriving", "returning") if has_buffers else ()))
 
     def weights(self, kind: CrossingKind) -> Integers:
-        """Per flow the time of its transfers over a hop in ns, or the bytes of its buffers."""
+        """Return, per flow, the ns of its transfers over a hop, or the bytes of its buffers."""
         if kind not in self._weights:
             self._weights[kind] = _array([self._weight(flow, kind) for flow in self.flows])
         return self._weights[kind]
@@ -286,7 +291,7 @@ class UnitGraph:
         return tuple(unit for unit in range(self.count) if low[unit] > 0 or high[unit] < self.k - 1)
 
     def refuse_contradictions(self) -> None:
-        """InfeasibleError where a pin puts a unit after one that it feeds."""
+        """Raise InfeasibleError where a pin puts a unit after one that it feeds."""
         low, high = self.pin_windows
         for unit in range(self.count):
             if low[unit] > high[unit]:
@@ -305,7 +310,7 @@ class UnitGraph:
         neighbours: Sequence[Sequence[int]],
         strictest: Callable[..., tuple[int, int]],
     ) -> tuple[int, int]:
-        """The unit, among `unit` and all that `neighbours` lead to, whose pin restricts it most.
+        """Return the unit whose pin restricts `unit` most, of it and all that `neighbours` lead to.
 
         It comes with the stage that it is pinned to.
         """
@@ -320,7 +325,7 @@ class UnitGraph:
         return at, stage
 
     def assignment(self, stages: Iterable[int]) -> dict[str, int]:
-        """The stage of each node, from that of each unit."""
+        """Return the stage of each node, from that of each unit."""
         by_unit = zip(self.units, stages, strict=True)
         return {name: int(stage) for unit, stage in by_unit for name in unit}
 
@@ -332,7 +337,7 @@ def _array(values: Sequence[int] | Sequence[Sequence[int]]) -> Integers:
 def _reachable_weight(
     order: range, sources: Sequence[Sequence[int]], weights: Integers
 ) -> NDArray[np.float64]:
-    """Per unit the weight of it and of all units that lead to it through `sources`.
+    """Return, per unit, the weight of it and of all units that lead to it through `sources`.
 
     `order` visits sources first. Above `BITSET_UNITS_MAX` units sets would take too much memory;
     the weight of the heaviest path is returned instead, which is less or equal.

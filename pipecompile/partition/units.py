@@ -19,7 +19,9 @@ def units(
     together: Iterable[Sequence[str]] = (),
     precedence: Iterable[tuple[str, str]] = (),
 ) -> tuple[Unit, ...]:
-    """The nodes that must share a stage, in a topological order as near as possible to the graph's.
+    """Return the units of a graph, in a topological order as near as possible to the graph's.
+
+    A unit has the nodes that must share a stage.
 
     Nodes of one group are one unit, and so are the nodes of each of `together`. Pairs of
     `precedence` order nodes as a tensor between them would. The group "outputs" comes last.
@@ -59,7 +61,7 @@ def units(
 
 
 def _representatives(graph: CostGraph, position: Mapping[str, int]) -> dict[str, int]:
-    """By node the position of the first node of its group, or its own where it has none."""
+    """Return, by node, the position of the first node of its group, or its own without a group."""
     first_of_group: dict[str, int] = {}
     for node in graph.nodes:
         if node.group is not None:

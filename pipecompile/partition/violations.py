@@ -14,7 +14,7 @@ __all__ = ["violations"]
 
 
 def violations(problem: PartitionProblem, assignment: Mapping[str, int]) -> Iterator[str]:
-    """A sentence for each constraint that `assignment` (node to stage) violates.
+    """Yield a sentence for each constraint that `assignment` (node to stage) violates.
 
     Checked are order, units, pins, empty stages, parameters and memory.
     """

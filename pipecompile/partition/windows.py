@@ -45,13 +45,16 @@ class Limit:
         return min(known, default=None)
 
     def within(self, most: int) -> Limit:
-        """The same limit, and no load above `most`."""
+        """Return the same limit, and no load above `most`."""
         return replace(self, most=most if self.most is None else min(most, self.most))
 
     def allows(
         self, below: Integers, above: Integers, problem: PartitionProblem, boundary: int
     ) -> Mask:
-        """Whether the stages below a boundary may take `below` ns and those above it `above` ns.
+        """Return whether the sides of a boundary may take these times.
+
+        `below` ns are the time of the stages below the boundary, `above` ns that of the stages
+        above it.
 
         Both are lower bounds at speed 1. What crosses the other boundaries is added here: both
         sides of each pay for it. Loads of n stages that sum to x have a maximum of x / n at least,
@@ -81,7 +84,10 @@ class _Shares(NamedTuple):
 
 
 def _shares(problem: PartitionProblem, start: int, stop: int) -> _Shares:
-    """The shares of the ranks of stages start … stop − 1; one may have all spare replicas."""
+    """Return the shares of the ranks of stages start … stop − 1.
+
+    One stage may have all spare replicas.
+    """
     spare = (problem.replica_ranks or problem.k) - problem.k if stop > start else 0
     # n stages of speed 1, one of them with `spare` replicas more: n − 1 ones and 1 + spare.
     more_squares = (1 + spare) ** 2 - 1
@@ -94,7 +100,7 @@ def _shares(problem: PartitionProblem, start: int, stop: int) -> _Shares:
 
 
 def windows(unit_graph: UnitGraph, limit: Limit) -> tuple[Integers, Integers]:
-    """Per unit the first and last stage that it may lie in if the limit is met.
+    """Return, per unit, the first and last stage that it may lie in if the limit is met.
 
     No cut within the limit is lost, so that a proof may use the windows. Where low > high, there is
     no such cut.
@@ -108,8 +114,10 @@ def windows(unit_graph: UnitGraph, limit: Limit) -> tuple[Integers, Integers]:
 
 
 def _sides(unit_graph: UnitGraph, limit: Limit, boundary: int) -> tuple[Mask, Mask]:
-    """Per unit whether it and its predecessors may lie before a boundary, and whether it and its
-    successors may lie after it.
+    """Return, per unit, on which sides of a boundary it may lie.
+
+    The first mask says whether it and its predecessors may lie before the boundary, the second one
+    whether it and its successors may lie after it.
     """
     problem, total = unit_graph.problem, float(unit_graph.compute[1].sum())
     here = limit.crossing[boundary - 1] if limit.crossing else 0
@@ -130,7 +138,7 @@ def _sides(unit_graph: UnitGraph, limit: Limit, boundary: int) -> tuple[Mask, Ma
 
 
 def _even_split(limit: Limit, problem: PartitionProblem, boundary: int, both: float) -> float:
-    """The part of `both` sides' time that lies below a boundary where Σ load² is least.
+    """Return the part of `both` sides' time below a boundary where Σ load² is least.
 
     That is where both sides have equal loads, with what crosses their other boundaries included.
     """

@@ -33,7 +33,7 @@ class GradientDestinations:
     """What the backward of each node does with gradients. All results are by name unless said.
 
         `captured_at`        by index of a storage of the tracker, the nodes of the graph at which a
-                             split backward holds it until its second half
+                             split backward holds it until its weight backward
         `edges`              by index of a storage, the edges whose gradient lies in it: with the
                              strides of the node's value, or as a part of the storage
         `readers`            the readers that give a node a gradient at all
@@ -41,8 +41,8 @@ class GradientDestinations:
         `view_gradients`     parameters, by id, whose gradients a node gives as views: autograd adds
                              nothing to these in place
         `gradients_by_input_backward`
-                             parameters, by id, whose gradients the first half of a split backward
-                             computes (runtime/split_backward.py)
+                             parameters, by id, whose gradients the input backward computes
+                             (runtime/split_backward.py)
 
     A gradient is captured where parameters branch off the way from a node's value to its inputs. It
     is captured too where the ways to several inputs branch, since these may lead to parameters.
@@ -195,7 +195,7 @@ def _branching(
 def _early_parameters(
     autograd_nodes: Iterable[Node], reached: Mapping[Node, set[Node | None]]
 ) -> Iterator[int]:
-    """Yield the parameters, by id, whose gradients the first half of a split backward computes.
+    """Yield the parameters, by id, whose gradients the input backward computes.
 
     They branch off several nodes on the way to the sources, or off a custom Function. This is the
     rule of `_parameters_by_begin` in runtime/split_backward.py.

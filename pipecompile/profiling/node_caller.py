@@ -1,6 +1,6 @@
 """An interpreter that runs a graph node by node, each as a `NodeCall`.
 
-The observer and the pricing of a profile are two of its kind.
+The observer and the collector of node costs are two of its kind.
 """
 
 from __future__ import annotations

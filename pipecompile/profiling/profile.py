@@ -15,9 +15,9 @@ from pipecompile.graph.storages import size_bytes
 from pipecompile.ir import graph as ir
 from pipecompile.profiling.cuda import as_on_cuda
 from pipecompile.profiling.kernel_workspace import workspace_on
+from pipecompile.profiling.node_costs import costs_of_nodes
 from pipecompile.profiling.observation import NodeObservation, StepObservation
 from pipecompile.profiling.observer import observe
-from pipecompile.profiling.pricing import price
 from pipecompile.profiling.workload import Loss, Workload
 
 __all__ = ["profile"]
@@ -49,11 +49,11 @@ def profile(
         with _reproducible_fakes(), FakeTensorMode(allow_non_fake_inputs=True), kernels:
             fake = workload.faked()
             observation = observe(fake, workspace_on(cost_model.allocator))
-            # Fake tensors belong to this mode, so they are priced inside it.
-            costs = {} if cost_model.real else price(fake, observation, cost_model)
-        # Real tensors are priced outside of the fake mode, on the device's own kernels.
+            # Fake tensors belong to this mode, so their costs are found inside it.
+            costs = {} if cost_model.real else costs_of_nodes(fake, observation, cost_model)
+        # The costs of real tensors are found outside of the fake mode, on the device's own kernels.
         if cost_model.real:
-            costs = price(workload, observation, cost_model)
+            costs = costs_of_nodes(workload, observation, cost_model)
     numbering = _storage_numbering(workload.graph, observation)
     return ir.CostGraph(
         allocator=cost_model.allocator,

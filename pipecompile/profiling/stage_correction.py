@@ -22,7 +22,7 @@ from pipecompile.ir.duration import time_text
 from pipecompile.ir.graph import CostGraph
 from pipecompile.ir.plan import Plan
 from pipecompile.ir.schedule import Kind
-from pipecompile.profiling.scaling import Times, scaled
+from pipecompile.profiling.scaled_costs import Times, scaled
 
 __all__ = ["DoesNotFitError", "Draft", "correct_stages"]
 

@@ -49,19 +49,19 @@ class _Room(NamedTuple):
 
 @dataclass(frozen=True)
 class CappedStage:
-    """A cap of `bytes` for a rank whose only stage is `piece`.
+    """A cap of `bytes` for a rank whose only stage is `stage_slice`.
 
     When the cut is `settled`, regions are worth a longer search than while cuts are compared.
     """
 
     policies: RecomputePolicies
-    piece: StageSlice
+    stage_slice: StageSlice
     bytes: int
     settled: bool
 
     def excess(self, recompute: StageRecompute) -> int:
         """Return the bytes by which the rank is over its cap; at most 0 if it fits."""
-        return self.policies.peak_bytes({self.piece.stage: recompute}) - self.bytes
+        return self.policies.peak_bytes({self.stage_slice.stage: recompute}) - self.bytes
 
     def fits(self, recompute: StageRecompute) -> bool:
         """Return whether the rank is within its cap."""
@@ -103,19 +103,21 @@ class CappedStage:
     def _recompute(self, choice: RegionChoice, least: int, plain: StageRecompute) -> StageRecompute:
         policies = self.policies
         return policies.with_regions(
-            self.piece, choice.regions, choice.ns, least, plain.encoded_runs
+            self.stage_slice, choice.regions, choice.ns, least, plain.encoded_runs
         )
 
     def _room(self, plain: StageRecompute) -> _Room | None:
         """Return the room at the backward with most in flight; None if there is no backward."""
-        allowances = self.policies.backward_allowances(self.piece, plain, self.bytes)
+        allowances = self.policies.backward_allowances(self.stage_slice, plain, self.bytes)
         if not allowances:
             return None
         tight = max(allowances, key=lambda each: (each.in_flight, each.has_gradients, -each.bytes))
         problem = self.policies.problem(
-            self.piece, has_gradients=bool(tight.has_gradients), encoded_runs=plain.encoded_runs
+            self.stage_slice,
+            has_gradients=bool(tight.has_gradients),
+            encoded_runs=plain.encoded_runs,
         )
-        return _Room(problem, self.policies.blocks(self.piece), tight.in_flight, tight.bytes)
+        return _Room(problem, self.policies.blocks(self.stage_slice), tight.in_flight, tight.bytes)
 
     def _refined(self, room: _Room, recompute: StageRecompute) -> StageRecompute:
         """Return a cheaper choice, or `recompute` with a better bound.
@@ -144,7 +146,7 @@ class CappedStage:
         from pipecompile.recompute.choice import priced
         from pipecompile.recompute.integer_program import refined
 
-        position = {name: index for index, name in enumerate(self.piece.nodes)}
+        position = {name: index for index, name in enumerate(self.stage_slice.nodes)}
         known = [Region(position[names[0]], position[names[-1]] + 1) for names in recompute.regions]
         regions, bound = refined(
             room.problem, room.in_flight, room.available, known, REFINING_SECONDS
@@ -166,7 +168,7 @@ class CappedStage:
         exact = tuple(encoding for encoding in options.encodings if encoding != "half")
         for encodings in dict.fromkeys((exact, options.encodings)):
             offers = encoding_offers(
-                self.policies.ranges, self.piece.before, self.piece.nodes, encodings
+                self.policies.ranges, self.stage_slice.before, self.stage_slice.nodes, encodings
             )
             candidates = [recompute, *self._encoded(offers, plain, recompute)]
             fitting = [each for each in candidates if each is not None and self.fits(each)]
@@ -185,7 +187,7 @@ class CappedStage:
         runs = tuple(offer.encoded for offer in offers)
 
         def encoded(count: int) -> StageRecompute:
-            return self.policies.with_regions(self.piece, (), 0, 0, runs[:count])
+            return self.policies.with_regions(self.stage_slice, (), 0, 0, runs[:count])
 
         # Offers come from the cheapest on, and more of them never need more memory.
         counts = range(len(runs))

@@ -54,11 +54,16 @@ class RecomputePlanner:
         if self.options.recompute == "auto" and caps is not None and ranks < len(slices):
             chosen: dict[int, StageRecompute] = {}
             for rank, cap in enumerate(caps):
-                own = [piece for piece in slices if placement[piece.stage] == rank]
+                own = [
+                    stage_slice for stage_slice in slices if placement[stage_slice.stage] == rank
+                ]
                 chosen |= self._of_rank(own, cap)
-            return [chosen[piece.stage] for piece in slices]
+            return [chosen[stage_slice.stage] for stage_slice in slices]
         cap_of_rank = (None,) * ranks if caps is None else caps
-        return [self.of(piece, cap_of_rank[placement[piece.stage]]) for piece in slices]
+        return [
+            self.of(stage_slice, cap_of_rank[placement[stage_slice.stage]])
+            for stage_slice in slices
+        ]
 
     def _of_rank(self, slices: Sequence[StageSlice], cap: int) -> Mapping[int, StageRecompute]:
         """Return the cheapest choice that lets a rank with these stages fit.
@@ -66,7 +71,7 @@ class RecomputePlanner:
         Candidates are each policy for all of them, and regions with one price of a byte in all of
         them. If nothing fits, the one that is nearest to the cap is returned.
         """
-        plain = {piece.stage: self.policies.plain(piece) for piece in slices}
+        plain = {stage_slice.stage: self.policies.plain(stage_slice) for stage_slice in slices}
         if self.policies.peak_bytes(plain) <= cap:
             return plain
         whole = self._by_policy(slices, plain, "stage")
@@ -94,9 +99,9 @@ class RecomputePlanner:
     ) -> dict[int, StageRecompute]:
         """Return the stages of a rank by one policy; that nothing takes less is not proven."""
         chosen = {}
-        for piece in slices:
-            recompute = self.policies.by_name(piece, policy, plain[piece.stage])
-            chosen[piece.stage] = recompute._replace(least=0)
+        for stage_slice in slices:
+            recompute = self.policies.by_name(stage_slice, policy, plain[stage_slice.stage])
+            chosen[stage_slice.stage] = recompute._replace(least=0)
         return chosen
 
     def _at_one_price(self, slices: Sequence[StageSlice], cap: int) -> dict[int, StageRecompute]:
@@ -119,32 +124,34 @@ class RecomputePlanner:
         from pipecompile.recompute.choice import weighed
 
         chosen: dict[int, StageRecompute] = {}
-        for piece in slices:
-            in_flight = self.view.in_flight[piece.stage]
+        for stage_slice in slices:
+            in_flight = self.view.in_flight[stage_slice.stage]
             problem = self.policies.problem(
-                piece, has_gradients=self.options.microbatches > in_flight
+                stage_slice, has_gradients=self.options.microbatches > in_flight
             )
-            blocks = self.policies.blocks(piece)
+            blocks = self.policies.blocks(stage_slice)
             choice = weighed(problem, blocks, in_flight, 2 ** (exponent / 2))
-            chosen[piece.stage] = self.policies.with_regions(piece, choice.regions, choice.ns, 0)
+            chosen[stage_slice.stage] = self.policies.with_regions(
+                stage_slice, choice.regions, choice.ns, 0
+            )
         return chosen
 
-    def of(self, piece: StageSlice, cap: int | None) -> StageRecompute | None:
+    def of(self, stage_slice: StageSlice, cap: int | None) -> StageRecompute | None:
         """Return what a stage recomputes if its rank may hold `cap` bytes.
 
         None if `auto` or encodings find nothing that fits; a named policy is applied even so.
         """
-        if (piece, cap) not in self.known:
-            self.known[piece, cap] = self._of(piece, cap)
-        return self.known[piece, cap]
+        if (stage_slice, cap) not in self.known:
+            self.known[stage_slice, cap] = self._of(stage_slice, cap)
+        return self.known[stage_slice, cap]
 
-    def _of(self, piece: StageSlice, cap: int | None) -> StageRecompute | None:
-        plain, policy = self.policies.plain(piece), self.options.recompute
-        capped = None if cap is None else CappedStage(self.policies, piece, cap, self.settled)
+    def _of(self, stage_slice: StageSlice, cap: int | None) -> StageRecompute | None:
+        plain, policy = self.policies.plain(stage_slice), self.options.recompute
+        capped = None if cap is None else CappedStage(self.policies, stage_slice, cap, self.settled)
         recompute: StageRecompute | None
         # Only where it decides is a stage held against its cap: one of several on a rank cannot be.
         if policy != "auto":
-            recompute = self.policies.by_name(piece, policy, plain)
+            recompute = self.policies.by_name(stage_slice, policy, plain)
         elif capped is None or capped.fits(plain):
             recompute = plain
         else:
@@ -156,7 +163,7 @@ class RecomputePlanner:
     def _cheapest(self, capped: CappedStage, plain: StageRecompute) -> StageRecompute | None:
         """Return the cheapest of: the whole stage, all microbatches but the last, regions."""
         # Of the last stage this is `plain`, which does not fit.
-        whole = self.policies.by_name(capped.piece, "stage", plain)
+        whole = self.policies.by_name(capped.stage_slice, "stage", plain)
         if not self.view.may_split:
             whole = whole._replace(least=0)  # regions may take less
         fitting = [whole] if capped.fits(whole) else []
@@ -165,7 +172,9 @@ class RecomputePlanner:
             if regions is not None:
                 fitting.insert(0, regions)
         if fitting and self._may_spare_last:
-            spared = self.policies.by_name(capped.piece, "except-last", plain)._replace(least=0)
+            spared = self.policies.by_name(capped.stage_slice, "except-last", plain)._replace(
+                least=0
+            )
             if capped.fits(spared):
                 fitting.append(spared)
         microbatches = self.options.microbatches

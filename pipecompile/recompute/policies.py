@@ -103,14 +103,14 @@ class RecomputePolicies:
     view: ScheduleView
 
     def by_name(
-        self, piece: StageSlice, policy: NamedPolicy, plain: StageRecompute
+        self, stage_slice: StageSlice, policy: NamedPolicy, plain: StageRecompute
     ) -> StageRecompute:
         """Return what a stage recomputes by a named policy; `plain` is the stage without any.
 
         The last stage recomputes nothing: its backward follows its forward at once, so no schedule
         has a recompute action there. Nor does "except-last" with a single microbatch.
         """
-        is_last_stage = piece.stage == self.options.k - 1
+        is_last_stage = stage_slice.stage == self.options.k - 1
         spares_all = policy == "except-last" and self.options.microbatches == 1
         if is_last_stage or spares_all:
             return plain
@@ -118,44 +118,50 @@ class RecomputePolicies:
             case "none":
                 return plain
             case "stage" | "except-last":
-                ns = sum(self.graph.by_name[name].forward_ns for name in piece.nodes)
+                ns = sum(self.graph.by_name[name].forward_ns for name in stage_slice.nodes)
                 return plain._replace(kind=policy, ns=ns, least=ns)
             case "block" | "sqrt":
-                return self._by_blocks(piece, policy)
+                return self._by_blocks(stage_slice, policy)
 
-    def plain(self, piece: StageSlice) -> StageRecompute:
+    def plain(self, stage_slice: StageSlice) -> StageRecompute:
         """Return the stage without any recompute."""
-        return self.with_regions(piece, (), 0, 0)
+        return self.with_regions(stage_slice, (), 0, 0)
 
-    def _by_blocks(self, piece: StageSlice, policy: Literal["block", "sqrt"]) -> StageRecompute:
+    def _by_blocks(
+        self, stage_slice: StageSlice, policy: Literal["block", "sqrt"]
+    ) -> StageRecompute:
         """Return regions of one block of the model each, or of about √n of n blocks together."""
         from pipecompile.recompute.choice import per_block, priced, square_root
 
-        problem, blocks = self.problem(piece, has_gradients=True), self.blocks(piece)
+        problem, blocks = self.problem(stage_slice, has_gradients=True), self.blocks(stage_slice)
         regions = (per_block if policy == "block" else square_root)(problem, blocks)
         ns = priced(problem, regions).ns
-        return self.with_regions(piece, regions, ns, ns)
+        return self.with_regions(stage_slice, regions, ns, ns)
 
     def with_regions(
         self,
-        piece: StageSlice,
+        stage_slice: StageSlice,
         regions: Iterable[tuple[int, int]],
         ns: int,
         least: int,
         encoded_runs: Iterable[EncodedNodes] = (),
     ) -> StageRecompute:
         """Return the stage with `regions` (positions) that take `ns`, and with encoded runs."""
-        named = tuple(piece.nodes[start:stop] for start, stop in regions)
+        named = tuple(stage_slice.nodes[start:stop] for start, stop in regions)
         runs = tuple(sorted(encoded_runs, key=lambda run: self.ranges.place[run.nodes[0]]))
         footprint = footprint_of(
-            self.ranges, piece.before, piece.nodes, named, _encodings_by_nodes(runs)
+            self.ranges, stage_slice.before, stage_slice.nodes, named, _encodings_by_nodes(runs)
         )
         encoding = encoding_ns(runs)
         kind: Literal["regions", "none"] = "regions" if named else "none"
         return StageRecompute(kind, named, ns + encoding, least + encoding, footprint, runs)
 
     def problem(
-        self, piece: StageSlice, *, has_gradients: bool, encoded_runs: Iterable[EncodedNodes] = ()
+        self,
+        stage_slice: StageSlice,
+        *,
+        has_gradients: bool,
+        encoded_runs: Iterable[EncodedNodes] = (),
     ) -> RecomputeProblem:
         """Return the stage as a problem of choosing regions.
 
@@ -164,15 +170,15 @@ class RecomputePolicies:
         named_runs = _encodings_by_nodes(encoded_runs)
         return recompute_problem_of(
             self.ranges,
-            piece.before,
-            piece.nodes,
+            stage_slice.before,
+            stage_slice.nodes,
             has_gradients=has_gradients,
             encoded_runs=named_runs,
         )
 
-    def blocks(self, piece: StageSlice) -> list[str]:
+    def blocks(self, stage_slice: StageSlice) -> list[str]:
         """Return for each node of the stage the block of the model that it lies in."""
-        return [block_of(self.graph.by_name[name].module) for name in piece.nodes]
+        return [block_of(self.graph.by_name[name].module) for name in stage_slice.nodes]
 
     def mean_ns(self, stages: Mapping[int, StageRecompute]) -> Fraction:
         """Return the extra time of a microbatch in all `stages`, on average over a step."""
@@ -190,13 +196,13 @@ class RecomputePolicies:
         return rank_memory(footprints, snapshots, **self._step_options).total.bound
 
     def backward_allowances(
-        self, piece: StageSlice, plain: StageRecompute, cap: int
+        self, stage_slice: StageSlice, plain: StageRecompute, cap: int
     ) -> list[BackwardAllowance]:
         """Return what a stage alone on its rank may take as each of its backwards begins."""
-        snapshots = self.view.snapshots(piece.stage, False, False)
-        footprints = {piece.stage: plain.footprint}
+        snapshots = self.view.snapshots(stage_slice.stage, False, False)
+        footprints = {stage_slice.stage: plain.footprint}
         return list(
-            backward_allowances(footprints, piece.stage, cap, snapshots, **self._step_options)
+            backward_allowances(footprints, stage_slice.stage, cap, snapshots, **self._step_options)
         )
 
     @property

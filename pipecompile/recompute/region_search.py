@@ -188,7 +188,7 @@ class RegionSearch:
         return self._kept_for[key]
 
     def _tensors_kept_by(self, start: int, stop: int, *, is_region: bool) -> State:
-        """A plain node keeps what it saves, a region what it reads; sent tensors are free."""
+        """Return what a plain node saves, or what a region reads; sent tensors are free."""
         tensors = self.problem.tensors
         if not is_region:
             return frozenset(i for i in self.saved_at[start] if not tensors[i].is_sent)

@@ -1,6 +1,6 @@
 """The stages of an assignment: what each runs, costs, holds and sends. Needs no PyTorch.
 
-`api.plan` writes them into plans, and `api.partition_problem` simulates them while cuts are
+`api.draft` writes them into plans, and `api.partition_problem` simulates them while cuts are
 compared.
 """
 

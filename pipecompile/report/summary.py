@@ -288,7 +288,7 @@ def _recompute(plan: Plan, draw: DrawTable) -> Iterable[str]:
 
 
 def _by_stage(title: str, texts: Callable[[Stage], Iterable[str]], plan: Plan) -> list[str]:
-    """The title, and a line for each stage that has any of what it says."""
+    """Return the title, and a line for each stage that has any of what it says."""
     rows = [(index, ", ".join(texts(stage))) for index, stage in enumerate(plan.stages)]
     lines = [_fitted(f"  stage {index:>2}  {text}", 100) for index, text in rows if text]
     return [title, *lines] if lines else []

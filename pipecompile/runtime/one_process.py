@@ -88,18 +88,18 @@ def order_for_tied_parameters(
     """Yield `order` such that the last stage of a tied parameter computes its gradient first.
 
     Gradients of tied parameters are handed from later to earlier stages. If an order has the
-    backward of an earlier stage first, that backward is split and its second half waits. Stages 0
-    and 2 hold a tied parameter, and 0 comes first here:
+    backward of an earlier stage first, that backward is split and its weight backward waits. Stages
+    0 and 2 hold a tied parameter, and 0 comes first here:
 
         order     2I0  1B0  0B0  2W0
         yielded   2I0  1B0  0I0  2W0  0W0
     """
     waits_for = [_later_holders(stages, index) for index in range(len(stages))]
-    waiting: list[Action] = []  # weight gradients that have not been computed, in their order
+    waiting: list[Action] = []  # weight backwards that have not been run, in their order
     done: set[tuple[int, int | None]] = set()
 
     def is_due(action: Action) -> bool:
-        # Within one stage the order of weight gradients stays.
+        # Within one stage the order of weight backwards stays.
         first_of_stage = next(other for other in waiting if other.stage == action.stage)
         return first_of_stage is action and all(
             (stage, action.microbatch) in done for stage in waits_for[action.stage]

@@ -1,26 +1,26 @@
 """The split backward: first the gradients that the stage before waits for, then the parameters'.
 
-The first half runs along the paths from the outputs to the inputs. Parameters branch off these
-paths. The gradients that flow into a node from which parameters branch off are kept, and the second
-half begins there:
+The input backward runs along the paths from the outputs to the inputs. Parameters branch off these
+paths. The gradients that flow into a node from which parameters branch off are kept, and the weight
+backward begins there:
 
-    outputs ── a ── b ── inputs      first half    a and b, only for the gradients of the inputs
+    outputs ── a ── b ── inputs      input backward    a and b, only for gradients of the inputs
                │    │
-               v    w                second half   a for the gradient of v, b for that of w
+               v    w                weight backward   a for the gradient of v, b for that of w
 
 All of a parameter's gradient is computed in one half, and is therefore summed as a whole backward
 sums it. Three kinds of parameters do not branch off one node:
 
-    reached by no path to the inputs             second half, from the outputs
-    branching off several nodes                  first half: a later walk would pass the lower
+    reached by no path to the inputs             weight backward, from the outputs
+    branching off several nodes                  input backward: a later walk would pass the lower
                                                  nodes a second time
-    branching off a custom autograd Function     first half: a Function computes all of its
+    branching off a custom autograd Function     input backward: a Function computes all of its
                                                  gradients at once
 
-The second half adds the gradients of the last two kinds to `.grad`, like all others. Each call of
-autograd walks the graph below its begin, so the bookkeeping of the second half grows with the
-square of a stage's nodes. That of torch.distributed.pipelining (`_backward.py`) grows alike, and it
-fails on a reused module one of whose branches has no gradient.
+The weight backward adds the gradients of the last two kinds to `.grad`, like all others. Each call
+of autograd walks the graph below its begin, so the bookkeeping of the weight backward grows with
+the square of a stage's nodes. That of torch.distributed.pipelining (`_backward.py`) grows alike,
+and it fails on a reused module one of whose branches has no gradient.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
-__all__ = ["BackwardPart", "TiedGradients", "first_half", "second_half"]
+__all__ = ["BackwardPart", "TiedGradients", "input_backward", "weight_backward"]
 
 TiedGradients = dict[Tensor, Tensor]
 """Gradients of tied parameters for one microbatch, on their way to earlier stages."""
 
-# Where the second half begins for a parameter is a node of the graph, or one of these.
-_FIRST_HALF, _OUTPUTS = object(), object()
+# Where the weight backward begins for a parameter is a node of the graph, or one of these.
+_INPUT_BACKWARD, _OUTPUTS = object(), object()
 
 
 @dataclass
 class BackwardPart:
-    """One begin of the second half, for some parameters; also a whole backward.
+    """One begin of the weight backward, for some parameters; also a whole backward.
 
     `edges` are where it begins, or tensors there, and `gradients` what flows in. `parameters` are
     those whose gradients it computes; None stands for all that it reaches. `shares_graph` says
@@ -75,19 +75,19 @@ class BackwardPart:
             )
 
 
-def first_half(
+def input_backward(
     outputs: Sequence[Tensor],
     gradients: Sequence[Tensor | None],
     inputs: Sequence[Tensor],
     tied_to_later: Collection[Tensor] = (),
 ) -> tuple[list[Tensor | None], list[BackwardPart]]:
-    """Return the gradients of `inputs`, which are leaves, and the parts of the second half.
+    """Return the gradients of `inputs`, which are leaves, and the parts of the weight backward.
 
     `gradients` are those of `outputs`. `tied_to_later` are parameters to which later stages
     contribute: their gradients are not computed early, but at once from all summands.
     """
     if not inputs or not outputs:
-        # Edges, since the second half needs no outputs.
+        # Edges, since the weight backward needs no outputs.
         edges = [get_gradient_edge(value) for value in outputs]
         return [None] * len(inputs), [BackwardPart(edges, gradients)]
     roots = list(map(get_gradient_edge, outputs))
@@ -100,7 +100,7 @@ def first_half(
         for node in graph.order
         if node in groups
     ]
-    if early := groups.get(_FIRST_HALF):
+    if early := groups.get(_INPUT_BACKWARD):
         # The begin of these is the parameter itself: only adding to `.grad` is left.
         begins.append((early, list(map(get_gradient_edge, early))))
     # One call computes everything. What flows into an edge is captured before the hooks of its
@@ -118,7 +118,7 @@ def first_half(
     return input_gradients, parts
 
 
-def second_half(parts: list[BackwardPart], tied_gradients: TiedGradients) -> None:
+def weight_backward(parts: list[BackwardPart], tied_gradients: TiedGradients) -> None:
     """Add to the parameters' `.grad`.
 
     `parts` run from the outputs down and are removed one by one, so that memory is freed on the
@@ -188,15 +188,15 @@ class _BackwardGraph:
 def _parameters_by_begin(
     graph: _BackwardGraph, inputs: Collection[Node], tied_to_later: Collection[Tensor]
 ) -> dict[object, list[Tensor]]:
-    """Return the parameters by where the second half begins for them.
+    """Return the parameters by where the weight backward begins for them.
 
     Begins flow down the graph, from each node to its children. A node on a path to the inputs is
-    its own begin. Off the path a node has the begin of its parents; where these differ, the first
-    half has to compute the gradient:
+    its own begin. Off the path a node has the begin of its parents; where these differ, the input
+    backward has to compute the gradient:
 
         outputs ── a ── b ── inputs      v branches off a           begin a
                    │    │                w branches off b           begin b
-                   ├─ u ┤                u branches off a and b     begin _FIRST_HALF
+                   ├─ u ┤                u branches off a and b     begin _INPUT_BACKWARD
                    v    w
     """
     path = graph.nodes_on_paths_to(inputs)
@@ -206,20 +206,20 @@ def _parameters_by_begin(
         begin = begins[node]
         parameter = getattr(node, "variable", None)
         if node in path:
-            begin = _FIRST_HALF if isinstance(node, BackwardCFunction) else node
+            begin = _INPUT_BACKWARD if isinstance(node, BackwardCFunction) else node
         elif parameter is not None and not graph.children[node]:
             final = _final_begin(begin, parameter, tied_to_later)
             groups.setdefault(final, []).append(parameter)
         for child in graph.children[node]:
-            begins[child] = begin if begins.get(child, begin) is begin else _FIRST_HALF
+            begins[child] = begin if begins.get(child, begin) is begin else _INPUT_BACKWARD
     return groups
 
 
 def _final_begin(begin: object, parameter: Tensor, tied_to_later: Collection[Tensor]) -> object:
     """Return `begin`, or the outputs for a parameter whose gradient must not be computed early.
 
-    In the second half an early gradient would meet the parameter's hooks, and the summands of
+    In the weight backward an early gradient would meet the parameter's hooks, and the summands of
     other stages, a second time.
     """
     needs_one_pass = parameter._backward_hooks or any(p is parameter for p in tied_to_later)
-    return _OUTPUTS if begin is _FIRST_HALF and needs_one_pass else begin
+    return _OUTPUTS if begin is _INPUT_BACKWARD and needs_one_pass else begin

@@ -7,7 +7,7 @@
 
 `backward_input` and `backward_weight` are a split backward: together they do what `backward` does.
 The runtime in one process (one_process.py), that under torchrun (distributed_pipeline.py) and the
-timing of stages (timing.py) use the same stages.
+timing of stages (stage_times.py) use the same stages.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from pipecompile.graph.recomputed_region import has_recomputed_regions
 from pipecompile.runtime.split_backward import (
     BackwardPart,
     TiedGradients,
-    first_half,
-    second_half,
+    input_backward,
+    weight_backward,
 )
 
 __all__ = ["BackwardParts", "EagerStage", "Loss", "SavedForward", "TiedGradients"]
@@ -40,7 +40,7 @@ __all__ = ["BackwardParts", "EagerStage", "Loss", "SavedForward", "TiedGradients
 Loss = Callable[[Sequence[Tensor], Any], Any]
 """From the output tensors and the target of a microbatch to a scalar, or to (scalar, anything)."""
 BackwardParts = list[BackwardPart]
-"""What a first half of a backward leaves for the second half."""
+"""What an input backward leaves for the weight backward."""
 
 
 @dataclass
@@ -183,24 +183,24 @@ class EagerStage:
     def backward_input(
         self, saved: SavedForward, gradients: Sequence[Tensor | None]
     ) -> tuple[list[Tensor | None], BackwardParts]:
-        """Run the first half of a backward: return the input gradients and what is left to do.
+        """Run the input backward: return the input gradients and what is left to do.
 
         The stage before waits for the input gradients.
         """
         assert not self._has_regions, "each half would recompute the regions: go back as a whole"
         roots, seeds = self._roots(saved, gradients)
         leaves = [value for value in saved.inputs if value.requires_grad]
-        leaf_gradients, parts = first_half(roots, seeds, leaves, self.tied_to_later)
-        # `first_half` returns gradients as they were computed. The hooks that filled this table
-        # belong to the graph, which lives on until the second half.
+        leaf_gradients, parts = input_backward(roots, seeds, leaves, self.tied_to_later)
+        # `input_backward` returns gradients as they were computed. The hooks that filled this table
+        # belong to the graph, which lives on until the weight backward.
         saved.input_gradients.clear()
         by_leaf = {id(leaf): value for leaf, value in zip(leaves, leaf_gradients, strict=True)}
         return [by_leaf.get(id(value)) for value in saved.inputs], parts
 
     def backward_weight(self, parts: BackwardParts, tied_gradients: TiedGradients) -> None:
-        """Run the second half: add to the parameters' `.grad`. `parts` is empty afterwards."""
+        """Run the weight backward: add to the parameters' `.grad`. `parts` is then empty."""
         with self._redirected(tied_gradients):
-            second_half(parts, self._pop_own(tied_gradients))
+            weight_backward(parts, self._pop_own(tied_gradients))
 
     def _redirected(self, tied_gradients: TiedGradients) -> AbstractContextManager[None]:
         """Put gradients of parameters that earlier stages hold into `tied_gradients` instead."""

@@ -126,7 +126,7 @@ class ScheduleInstance:
         for skip in problem.skips:
             forward[skip.destination].append((FORWARD, skip.source, skip.forward_ns))
             backward[skip.source].append((BACKWARD, skip.destination, skip.backward_ns))
-        # Weight gradients and recomputes wait for their own stage only.
+        # Weight backwards and recomputes wait for their own stage only.
         nothing: tuple[TaskInputs, ...] = ((),) * stages
         return tuple(map(tuple, forward)), tuple(map(tuple, backward)), nothing, nothing
 
@@ -260,7 +260,7 @@ class ScheduleInstance:
     def rows_of_schedule(self, schedule: Schedule) -> Rows:
         """Return the compute actions of a schedule as operations.
 
-        Where this instance splits a full backward, its weight gradient follows at once.
+        Where this instance splits a full backward, its weight backward follows at once.
         """
         return [
             [operation for action in row for operation in self._operations(action)]

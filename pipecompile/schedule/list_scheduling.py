@@ -2,7 +2,7 @@
 
 A rank never starts an operation that could make it deadlock for lack of memory. Its oldest
 unfinished microbatch must always be able to finish: within the cap, beside what the rank holds less
-what its pending weight gradients would free, there must be room for all that this microbatch still
+what its pending weight backwards would free, there must be room for all that this microbatch still
 needs. (This is the banker's algorithm, Dijkstra, EWD 108. All ranks serve the microbatches in one
 order, so the oldest of all can always go on, and the step ends.) A backward directly follows its
 recompute, so that what the recompute takes is never in the way.
@@ -27,7 +27,7 @@ from pipecompile.schedule.instance import (
 )
 from pipecompile.schedule.serial_order import single_microbatch_peak
 
-__all__ = ["Priorities", "build_order", "refill_weight_gradients"]
+__all__ = ["Priorities", "build_order", "refill_weight_backwards"]
 
 # A rank's slack is divided evenly over the microbatches to come; a wait may take so many shares.
 SHARES = 2
@@ -40,7 +40,7 @@ class Priorities:
     `depth[s]` is how many microbatches stage s may have between forward and backward. `prefer` says
     what goes first of a forward and a backward that can both start: "forward", "backward", or
     "turns". `deep_forward_first` and `deep_backward_first` say that among stages the deepest one
-    goes first. If neither a forward nor a backward can start, a weight gradient does, unless an
+    goes first. If neither a forward nor a backward can start, a weight backward does, unless an
     input is known to arrive before `patience` of its time is over. With `yields_to_backward` a rank
     waits rather than delay its first backward by a forward, since the ranks before it wait for that
     backward too. With `waits_within_slack` a rank waits only as its slack allows: hardly if it is
@@ -71,8 +71,8 @@ def build_order(instance: ScheduleInstance, priorities: Priorities, goal_ns: int
     return builder.rows
 
 
-def refill_weight_gradients(instance: ScheduleInstance, rows: Rows) -> Rows:
-    """Return the same forwards and backwards, with weight gradients placed anew.
+def refill_weight_backwards(instance: ScheduleInstance, rows: Rows) -> Rows:
+    """Return the same forwards and backwards, with weight backwards placed anew.
 
     They run where their rank would wait, and where memory requires it.
     """
@@ -149,7 +149,7 @@ class _OrderBuilder:
         heappush(self.queue, (end, rank))
         self.recomputed[rank] = stage if kind == RECOMPUTE else None
         if kind > BACKWARD:
-            return  # only the rank itself waits for a weight gradient or a recompute
+            return  # only the rank itself waits for a weight backward or a recompute
         self.was_forward[rank] = kind == FORWARD
         for user_kind, user, transfer_ns, user_rank in self.users[kind][stage]:
             missing, arrivals = self.missing[user_kind][user], self.arrivals[user_kind][user]
@@ -214,7 +214,7 @@ class _OrderBuilder:
         return prefer == "backward" or (prefer == "turns" and self.was_forward[rank])
 
     def _with_recompute(self, rank: int, stage: int, now: int) -> tuple[int, int] | None:
-        """Return the backward, its recompute, or a weight gradient that makes room for that."""
+        """Return the backward, its recompute, or a weight backward that makes room for that."""
         if not self.instance.problem.recompute[stage]:
             return BACKWARD, stage
         if self._has_room(rank, self.task_bytes[RECOMPUTE][stage]):
@@ -236,7 +236,7 @@ class _OrderBuilder:
     def _weight(
         self, rank: int, now: int, next_ns: int | None, is_blocked: bool
     ) -> tuple[int, int] | None:
-        """Return the weight gradient of the stage with the most pending, if there is time for it.
+        """Return the weight backward of the stage with the most pending, if there is time for it.
 
         `next_ns` is when an input is known to arrive; with `is_blocked` memory must be freed.
         """
@@ -253,8 +253,8 @@ class _OrderBuilder:
         return None
 
     def _waits(self, rank: int, stage: int, now: int, next_ns: int) -> bool:
-        """Return whether a rank idles until `next_ns` rather than start a weight gradient."""
-        # The wait is longer than the patience for it: the weight gradient starts.
+        """Return whether a rank idles until `next_ns` rather than start a weight backward."""
+        # The wait is longer than the patience for it: the weight backward starts.
         if next_ns - now >= self.priorities.patience * self.task_ns[WEIGHT][stage]:
             return False
         if not self.priorities.waits_within_slack:
@@ -290,13 +290,13 @@ class _OrderBuilder:
         return held - freed - of_oldest + self.single_peaks[rank] <= cap
 
     def _pending_weight_bytes(self, stages: tuple[int, ...]) -> int:
-        """Return the bytes that weight gradients free whose input gradients are done."""
+        """Return the bytes that weight backwards free whose input backwards are done."""
         backward, weight, change = self.done[BACKWARD], self.done[WEIGHT], self.task_bytes[WEIGHT]
         return sum((weight[s] - backward[s]) * change[s] for s in stages if self.split[s])
 
 
 class _WeightRefiller(_OrderBuilder):
-    """Follows an order in all but its weight gradients."""
+    """Follows an order in all but its weight backwards."""
 
     def __init__(self, instance: ScheduleInstance, rows: Rows) -> None:
         problem = instance.problem
@@ -308,7 +308,7 @@ class _WeightRefiller(_OrderBuilder):
         self.heads = [0] * len(rows)
 
     def choose(self, rank: int, now: int) -> tuple[int, int] | None:
-        """Return the next operation of the order if it can start, else a weight gradient."""
+        """Return the next operation of the order if it can start, else a weight backward."""
         if self.heads[rank] == len(self.script[rank]):
             return self._weight(rank, now, None, False)
         kind, stage, microbatch = self.instance.decode(self.script[rank][self.heads[rank]])

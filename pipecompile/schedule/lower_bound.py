@@ -112,7 +112,7 @@ def _most_work_per_byte(instance: ScheduleInstance, stages: tuple[int, ...]) -> 
 
     A microbatch that has entered the rank is in one of these states, of which each has some work
     left and holds some bytes: behind the forward of each stage, behind the backward of each stage,
-    or before the weight gradient of a stage.
+    or before the weight backward of a stage.
     """
     times, kept = instance.task_ns, instance.task_bytes[FORWARD]
     states = [(times[WEIGHT][s], -instance.task_bytes[WEIGHT][s]) for s in stages]

@@ -4,7 +4,7 @@ The stages of the search and their shares of the budget, where there is time for
 
     seeds          the serial order and the named ones, as they are and with refilled weights
     25 %           list scheduling
-                   weight gradients moved to the end of the step and into waits, in turns
+                   weight backwards moved to the end of the step and into waits, in turns
     35 %           hill climbing from each of the best orders
     20 %           windows of the best order, reordered by CP-SAT
     20 %           hill climbing from the best order
@@ -26,7 +26,7 @@ from pipecompile.schedule.instance import OrderTimes, Rows, ScheduleInstance
 from pipecompile.schedule.list_scheduling import (
     Priorities,
     build_order,
-    refill_weight_gradients,
+    refill_weight_backwards,
 )
 from pipecompile.schedule.priorities import (
     random_priorities,
@@ -37,9 +37,9 @@ from pipecompile.schedule.priorities import (
 from pipecompile.schedule.problem import Network
 from pipecompile.schedule.serial_order import serial_order
 from pipecompile.schedule.simulator import simulate
-from pipecompile.schedule.weight_gradients import (
-    advance_weight_gradients,
-    postpone_weight_gradients,
+from pipecompile.schedule.weight_backwards import (
+    advance_weight_backwards,
+    postpone_weight_backwards,
 )
 
 __all__ = ["OPERATIONS_PER_SECOND", "OrderSearch"]
@@ -91,7 +91,7 @@ class OrderSearch:
         self._seed()
         # Without time for climbing most of the budget goes to list schedules.
         self._build(self.budget * (0.25 if self._climbs else 0.8))
-        self._move_weight_gradients()
+        self._move_weight_backwards()
         for number, candidate in enumerate(self.pool[:CLIMBERS]):
             self._climb(candidate, self.budget * 0.35 / CLIMBERS, number)
         self._reorder_windows(self.budget * 0.2)
@@ -124,10 +124,10 @@ class OrderSearch:
         for schedule in self.named:
             rows = self.instance.rows_of_schedule(schedule)
             self._add(rows)
-            # Named orders are for equal stages: their weight gradients are rarely where they fit
+            # Named orders are for equal stages: their weight backwards are rarely where they fit
             # best.
             if self.instance.fits(rows) and self.instance.times(rows) is not None:
-                self._add(refill_weight_gradients(self.instance, rows))
+                self._add(refill_weight_backwards(self.instance, rows))
 
     def _build(self, budget: float) -> None:
         """Build list schedules: by systematic priorities first, then by drawn and varied ones.
@@ -153,11 +153,11 @@ class OrderSearch:
         index = min(int(self.random.expovariate(0.5)), len(known) - 1)
         return varied_priorities(known[index], self.random)
 
-    def _move_weight_gradients(self) -> None:
-        """Move weight gradients of the best orders to the end and into waits, while that helps."""
+    def _move_weight_backwards(self) -> None:
+        """Move weight backwards of the best orders to the end and into waits, while that helps."""
         for candidate in self.pool[: CLIMBERS if self._climbs else 1]:
             rows, value_ns = candidate.rows, candidate.value_ns
-            for move in (postpone_weight_gradients, advance_weight_gradients) * 4:
+            for move in (postpone_weight_backwards, advance_weight_backwards) * 4:
                 moved = move(self.instance, rows, self._times(rows))
                 times = self.instance.times(moved) if self.instance.fits(moved) else None
                 if times is not None and objective_ns(times, self.objective) <= value_ns:

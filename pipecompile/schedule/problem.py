@@ -24,8 +24,8 @@ class StageCosts:
     """Times in ns and held bytes of one microbatch in one stage.
 
     `kept_bytes` are held from the forward to the backward, `recomputed_bytes` more from the
-    recompute to the backward; `between_bytes` of all these stay from the input gradient to the
-    weight gradient:
+    recompute to the backward; `between_bytes` of all these stay from the input backward to
+    the weight backward:
 
               F           R            I               W
         0 ──▶ kept ─────▶ kept ──────▶ between ──────▶ 0

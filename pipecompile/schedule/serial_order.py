@@ -47,7 +47,7 @@ def serial_order(instance: ScheduleInstance) -> Rows | None:
 def _single_microbatch(instance: ScheduleInstance) -> list[tuple[int, int]] | None:
     """Return kinds and stages of one microbatch; None if no order fits.
 
-    Every backward comes as soon as there is memory for its recompute. With its weight gradient it
+    Every backward comes as soon as there is memory for its recompute. With its weight backward it
     frees at least what it takes, so no order can need it to come later.
     """
     problem, held = instance.problem, [0] * instance.problem.ranks

@@ -13,7 +13,7 @@ Further rules:
   adds nothing.
 - A message whose receiver does not occur in the schedule is not sent.
 - If `reduce_ns` is not zero, a stage's sum over its replicas starts when its last full backward or
-  weight gradient ends. The sums of one rank follow each other in that order, beside its compute.
+  weight backward ends. The sums of one rank follow each other in that order, beside its compute.
   A step may end with a sum, but not with any other message.
 - An optimizer step takes no time, and no action waits for a weight version: the order of each rank
   ensures that it is there.

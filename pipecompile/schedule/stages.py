@@ -139,7 +139,7 @@ def _costs(
         reduce_ns=stage.per_step_ns + sum_ns,
         kept_bytes=bare if recomputes else kept,
         recomputed_bytes=kept if recomputes else 0,
-        # torch frees nothing of a microbatch before its weight gradient.
+        # torch frees nothing of a microbatch before its weight backward.
         between_bytes=kept
         + bare
         + (footprint.added_by_input_backward - footprint.freed_by_input_backward).bound

@@ -99,7 +99,7 @@ def _repeated(layout: Layout, microbatches: int, block: BuildingBlock) -> list[l
         # Blocks of different microbatches never collide, so slots give one order of the tasks.
         shifted = [(slot + _PERIOD * i, task) for i in range(microbatches) for slot, task in slots]
         rows.append([task for _, task in sorted(shifted)])
-    return _with_weight_gradients(rows, 2 * len(layout) - 1, block)
+    return _with_weight_backwards(rows, 2 * len(layout) - 1, block)
 
 
 def _slots(layout: Layout, block: BuildingBlock) -> Iterator[list[tuple[int, Task]]]:
@@ -119,7 +119,7 @@ def _slots(layout: Layout, block: BuildingBlock) -> Iterator[list[tuple[int, Tas
         ]
 
 
-def _with_weight_gradients(
+def _with_weight_backwards(
     rows: Sequence[Sequence[Task]], last: int, block: BuildingBlock
 ) -> list[list[Task]]:
     """Return the rows of F and I with each W in the first slot in which its rank would idle.

@@ -8,7 +8,7 @@
 What comes after the window counts by tails: how long the step goes on at least after an operation's
 end. The makespan is then the largest end + tail in the window, unless what lies outside decides it.
 Memory is a cumulative resource over intervals: from forward to backward, and on to the weight
-gradient. (Stated as a reservoir of changes, CP-SAT found nothing.)
+backward. (Stated as a reservoir of changes, CP-SAT found nothing.)
 """
 
 from __future__ import annotations
@@ -180,8 +180,8 @@ class _Neighbourhood:
         operation, sizes = self.instance.operation, self.instance.task_bytes
         touched = {self.instance.decode(o)[1:]: None for o in free}
         for stage, microbatch in touched:
-            # A forward takes 8 bytes, its backward frees 6 and its weight gradient 2. As lifetimes:
-            # 6 from forward to backward, 2 from forward to weight gradient.
+            # A forward takes 8 bytes, its backward frees 6 and its weight backward 2. As lifetimes:
+            # 6 from forward to backward, 2 from forward to weight backward.
             recomputed, between = sizes[RECOMPUTE][stage], -sizes[WEIGHT][stage]
             lifetimes = (
                 (FORWARD, BACKWARD, -sizes[BACKWARD][stage] - recomputed),

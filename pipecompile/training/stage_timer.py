@@ -31,12 +31,12 @@ from pipecompile.ir.schedule import Kind
 from pipecompile.ir.serialization import decode, encode
 from pipecompile.passes.contract import apply_passes
 from pipecompile.passes.group import Group
-from pipecompile.profiling.scaling import Times
+from pipecompile.profiling.scaled_costs import Times
 from pipecompile.profiling.stage_correction import DoesNotFitError
 from pipecompile.runtime import world
 from pipecompile.runtime.gradients import fresh_gradients
 from pipecompile.runtime.stage import EagerStage, Loss
-from pipecompile.runtime.timing import (
+from pipecompile.runtime.stage_times import (
     StageWorkload,
     measure_stages,
     with_split_backwards,

@@ -523,7 +523,7 @@ def is_near_halved(
     peak, left = (own - other for own, other in zip(predicted, measured, strict=True))
     unordered, received = UNORDERED.get(name, 0), RECEIVED.get(name, 0)
     more = max(unordered, received)
-    # What a first half leaves too much by the prediction, the second lets go of.
+    # What an input backward leaves too much by the prediction, the weight backward lets go of.
     less = more if "weight" in label else LESS.get(name, 0)
     return (
         -less - SMALL <= left <= more + SMALL

@@ -106,7 +106,7 @@ def test_a_region_that_ends_early_leaves_autocast_and_the_cache_of_its_casts() -
 # -- what else happens to stages
 
 
-def test_the_first_half_of_a_backward_is_refused() -> None:
+def test_an_input_backward_is_refused() -> None:
     region_case = case("residuals")
     assignment = assignment_of(region_case, ())
     stages, _ = eager(region_case, assignment, drawn_for(region_case, assignment, 0))

@@ -17,7 +17,7 @@ from pipecompile.profiling.profile import profile
 FLOAT = 4
 
 
-def priced(model: nn.Module, *inputs: Tensor) -> CostGraph:
+def profiled(model: nn.Module, *inputs: Tensor) -> CostGraph:
     return profile(fx.symbolic_trace(model), inputs, Flops())
 
 
@@ -40,7 +40,7 @@ def wanting(*shape: int) -> Tensor:
 
 
 def test_linear_is_two_flops_a_multiply_add_and_each_half_of_its_backward_as_much() -> None:
-    node = only(priced(nn.Sequential(nn.Linear(512, 1024)), wanting(128, 512)))
+    node = only(profiled(nn.Sequential(nn.Linear(512, 1024)), wanting(128, 512)))
     forward = 2 * 128 * 512 * 1024
     assert node.operator == "torch.nn.Linear"
     assert node.forward_ns == compute_ns(forward)
@@ -51,7 +51,7 @@ def test_linear_is_two_flops_a_multiply_add_and_each_half_of_its_backward_as_muc
 
 def test_convolution() -> None:
     node = only(
-        priced(nn.Sequential(nn.Conv2d(32, 64, 3, stride=2, padding=1)), wanting(4, 32, 32, 32))
+        profiled(nn.Sequential(nn.Conv2d(32, 64, 3, stride=2, padding=1)), wanting(4, 32, 32, 32))
     )
     forward = 2 * (4 * 64 * 16 * 16) * (32 * 3 * 3)
     assert node.forward_ns == compute_ns(forward)
@@ -65,7 +65,7 @@ class Product(nn.Module):
 
 
 def test_matmul_has_no_weights() -> None:
-    node = only(priced(Product(), wanting(8, 256, 384), wanting(8, 384, 512)))
+    node = only(profiled(Product(), wanting(8, 256, 384), wanting(8, 384, 512)))
     forward = 2 * 8 * 256 * 384 * 512
     assert node.operator == "torch.matmul"
     assert node.forward_ns == compute_ns(forward)
@@ -80,14 +80,14 @@ class Attention(nn.Module):
 
 def test_attention_is_two_products_and_five_in_its_backward() -> None:
     """The fused kernel recomputes the scores, then computes four gradients."""
-    node = only(priced(Attention(), *(wanting(2, 8, 256, 64) for _ in range(3))))
+    node = only(profiled(Attention(), *(wanting(2, 8, 256, 64) for _ in range(3))))
     product = 2 * (2 * 8) * 256 * 256 * 64
     assert node.forward_ns == compute_ns(2 * product)
     assert node.backward_ns == compute_ns(5 * product)
 
 
 def test_an_elementwise_operator_costs_the_bytes_it_moves() -> None:
-    node = only(priced(nn.Sequential(nn.ReLU()), wanting(1000, 1000)))
+    node = only(profiled(nn.Sequential(nn.ReLU()), wanting(1000, 1000)))
     size = 1000 * 1000 * FLOAT
     assert node.forward_ns == memory_ns(2 * size)  # reads one, writes one
     assert node.backward_ns == memory_ns(
@@ -99,7 +99,7 @@ def test_an_embedding_reads_the_rows_it_returns_and_writes_the_gradient_of_the_w
     None
 ):
     node = only(
-        priced(nn.Sequential(nn.Embedding(50_000, 64)), torch.zeros(4, 128, dtype=torch.long))
+        profiled(nn.Sequential(nn.Embedding(50_000, 64)), torch.zeros(4, 128, dtype=torch.long))
     )
     indices, rows, table = 4 * 128 * 8, 4 * 128 * 64 * FLOAT, 50_000 * 64 * FLOAT
     assert node.forward_ns == memory_ns(indices + 2 * rows)
@@ -114,7 +114,7 @@ class Views(nn.Module):
 
 
 def test_views_are_free() -> None:
-    graph = priced(Views(), wanting(4, 8, 8))
+    graph = profiled(Views(), wanting(4, 8, 8))
     assert {node.operator for node in graph.nodes} >= {
         "Tensor.flatten",
         "Tensor.chunk",
@@ -129,20 +129,20 @@ class InPlace(nn.Module):
 
 
 def test_an_in_place_operator_is_no_view() -> None:
-    node = priced(InPlace(), wanting(1000, 1000)).by_name["relu_"]
+    node = profiled(InPlace(), wanting(1000, 1000)).by_name["relu_"]
     size = 1000 * 1000 * FLOAT
     assert node.forward_ns == memory_ns(2 * size)
     assert node.backward_ns == memory_ns(3 * size)
 
 
 def test_frozen_parameters_have_no_backward() -> None:
-    node = only(priced(nn.Sequential(nn.Linear(64, 64).requires_grad_(False)), wanting(8, 64)))
+    node = only(profiled(nn.Sequential(nn.Linear(64, 64).requires_grad_(False)), wanting(8, 64)))
     assert node.backward_weight_ns == 0
     assert node.backward_ns == node.backward_input_ns
 
 
 def test_data_that_needs_no_gradient_has_none() -> None:
-    node = only(priced(nn.Sequential(nn.Linear(64, 64)), torch.randn(8, 64)))
+    node = only(profiled(nn.Sequential(nn.Linear(64, 64)), torch.randn(8, 64)))
     assert node.backward_input_ns == 0
     assert node.backward_ns == node.backward_weight_ns
 
@@ -160,7 +160,7 @@ def network() -> nn.Module:
 
 def test_the_same_bytes_every_time() -> None:
     image = torch.randn(2, 3, 8, 8)
-    assert serde.encode(priced(network(), image)) == serde.encode(priced(network(), image))
+    assert serde.encode(profiled(network(), image)) == serde.encode(profiled(network(), image))
 
 
 class Logits(nn.Module):
@@ -193,5 +193,5 @@ def test_attention_with_fewer_key_heads_computes_as_much(key_heads: int) -> None
             return functional.scaled_dot_product_attention(query, key, value, enable_gqa=True)
 
     key, value = (wanting(2, key_heads, 256, 64) for _ in range(2))
-    node = only(priced(Grouped(), wanting(2, 8, 256, 64), key, value))
+    node = only(profiled(Grouped(), wanting(2, 8, 256, 64), key, value))
     assert node.forward_ns == compute_ns(4 * (2 * 8) * 256 * 256 * 64)

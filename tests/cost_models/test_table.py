@@ -154,31 +154,31 @@ def test_a_table_from_elsewhere_must_name_the_same_nodes(tmp_path: Path) -> None
         costed(target_of(network()), f"table:{file}")
 
 
-def priced(function: Any) -> dict[str, tuple[int | None, ...]]:
+def costs_by_name(function: Any) -> dict[str, tuple[int | None, ...]]:
     return times(costed(target_of(network(), costs=function), "function"))
 
 
 def test_a_forward_alone_stands_for_the_backward() -> None:
-    costs = priced(lambda node, call: 100 if call.operator == "torch.nn.Linear" else 3)
+    costs = costs_by_name(lambda node, call: 100 if call.operator == "torch.nn.Linear" else 3)
     assert set(costs.values()) == {(0, 0, 0, 0), (100, 200, 100, 100), (3, 6, 3, 3)}
 
 
 def test_a_function_may_give_all_times() -> None:
-    costs = priced(lambda node, call: CallCost(1, 5, 3, 4))
+    costs = costs_by_name(lambda node, call: CallCost(1, 5, 3, 4))
     assert set(costs.values()) == {(0, 0, 0, 0), (1, 5, 3, 4)}
 
 
 @pytest.mark.parametrize("given", [-1, 1.5, None, True])
 def test_what_is_no_time_is_refused(given: object) -> None:
     with pytest.raises(InputError, match="whole nanoseconds"):
-        priced(lambda node, call: given)
+        costs_by_name(lambda node, call: given)
 
 
 @pytest.mark.parametrize("field", [field.name for field in fields(CallCost)])
 @pytest.mark.parametrize("given", [-1, 1.5, True])
 def test_every_figure_of_a_cost_is_held_to_the_same(field: str, given: Any) -> None:
     with pytest.raises(InputError, match="a CallCost of whole nanoseconds and bytes"):
-        priced(lambda node, call: replace_field(CallCost(1, 5, 3, 4, 8), **{field: given}))
+        costs_by_name(lambda node, call: replace_field(CallCost(1, 5, 3, 4, 8), **{field: given}))
 
 
 def weighed(node: fx.Node, call: NodeCall) -> int:

@@ -412,8 +412,8 @@ def test_activations_live_from_forward_or_recompute_to_backward(row: str, held: 
         # The second backward: gradients exist, three are kept, one was sent, and the gradient of
         # its inputs waits. What the first one received is gone.
         ("0F0 0F1 0B0 0F2 0F3 0B1 0B2 0B3", (100, 90, 50, 30, 44 - 4 - 2 + 3 + 2, 7)),
-        # A first half may return several gradients in one storage. It lets go of the input, and the
-        # second half needs the received gradient.
+        # An input backward may return several gradients in one storage. It lets go of the input,
+        # and the weight backward needs the received gradient.
         ("0F0 0I0 0W0", (100, 0, 50, 11, 11 - 4 + 1, 99)),
         ("0F0 0F1 0I0 0B1 0W0", (100, 0, 50, 11 + 10, 22 - 4 + 1, 97)),
         ("0F0 0R0 0B0", (100, 0, 50, 13, 11, 97)),

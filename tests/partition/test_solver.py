@@ -25,7 +25,7 @@ from pipecompile.partition.objective import lower_bound
 from pipecompile.partition.orders import shuffled_order, topological_orders
 from pipecompile.partition.prefix_cuts import cut_order
 from pipecompile.partition.prefixes import Prefixes
-from pipecompile.partition.pricing import Pricing
+from pipecompile.partition.priced_search import PricedSearch
 from pipecompile.partition.problem import MemoryConstraint, PartitionProblem, Price, StageCandidate
 from pipecompile.partition.result import Partition
 from pipecompile.partition.solver import solve
@@ -131,7 +131,7 @@ def test_all_ideals_within_a_limit_hold_the_best_cut(problem: PartitionProblem) 
     for within in (Limit(), limit, with_crossing_bounds(unit_graph, limit)):
         chains = every_cut(unit_graph, within)
         assert chains is not None
-        chain = Pricing(problem, 10**6).best(chains, within)
+        chain = PricedSearch(problem, 10**6).best(chains, within)
         assert chain is not None
         assert chain.most == best[problem.objective == "variance"]
 
@@ -160,10 +160,10 @@ def test_prefixes_and_what_lies_near_them_hold_no_better_cut_and_their_own(
     best = _best(problem)
     assume(best is not None)
     assert best is not None
-    unit_graph, pricing = UnitGraph.of(problem), Pricing(problem, 10**6)
+    unit_graph, priced_search = UnitGraph.of(problem), PricedSearch(problem, 10**6)
     for order in topological_orders(unit_graph):
         place = {unit: index for index, unit in enumerate(order)}
-        chain = cut_order(Prefixes(unit_graph, order), Limit(), pricing.best)
+        chain = cut_order(Prefixes(unit_graph, order), Limit(), priced_search.best)
         every = [
             score(problem, cut)
             for cut in cuts(problem)
@@ -180,7 +180,7 @@ def test_prefixes_and_what_lies_near_them_hold_no_better_cut_and_their_own(
         shuffled = shuffled_order(unit_graph, stages.tolist(), np.random.default_rng(seed))
         chains = nearby_cuts(unit_graph, shuffled, chain.rows, 2)
         assert chains is not None
-        better = pricing.best(chains, _limit(problem, min(every)[0]))
+        better = priced_search.best(chains, _limit(problem, min(every)[0]))
         assert better is not None
         assert (
             best[problem.objective == "variance"] <= better.most or problem.objective == "variance"
@@ -211,8 +211,10 @@ def test_long_orders_are_cut_where_little_crosses_and_then_nearby() -> None:
     )
     unit_graph = UnitGraph.of(problem)
     prefixes = Prefixes(unit_graph, range(unit_graph.count))
-    pricing = Pricing(problem, 0)
-    every, some = (cut_order(prefixes, Limit(), pricing.best, pairs) for pairs in (10**9, 10**5))
+    priced_search = PricedSearch(problem, 0)
+    every, some = (
+        cut_order(prefixes, Limit(), priced_search.best, pairs) for pairs in (10**9, 10**5)
+    )
     assert every is not None and some is not None
     assert every.most <= some.most <= 1.01 * every.most
     assert Chains(prefixes).pairs(Limit()) > 10**6

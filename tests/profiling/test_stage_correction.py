@@ -15,7 +15,7 @@ from pipecompile.api.draft import draft
 from pipecompile.ir.graph import CostGraph, Node, Parameter, Tensor
 from pipecompile.ir.plan import Options, Plan, Provenance
 from pipecompile.ir.schedule import Kind
-from pipecompile.profiling.scaling import Times, apportioned, scaled
+from pipecompile.profiling.scaled_costs import Times, apportioned, scaled
 from pipecompile.profiling.stage_correction import ROUNDS, DoesNotFitError, correct_stages
 
 OPTIONS = Options(

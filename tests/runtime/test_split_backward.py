@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from zoo import same
 
 from pipecompile.graph.random_streams import StreamKey
-from pipecompile.runtime.split_backward import first_half, second_half
+from pipecompile.runtime.split_backward import input_backward, weight_backward
 from pipecompile.runtime.stage import EagerStage
 
 Outputs = tuple[Tensor, ...]
@@ -185,7 +185,7 @@ def seeds(outputs: Sequence[Tensor]) -> list[Tensor | None]:
 def trained(
     model: nn.Module, whole: bool, carries: tuple[bool, bool], last: bool
 ) -> tuple[list[Tensor | None], dict[str, Tensor | None]]:
-    """Return all gradients after three microbatches, two of which wait for their second half."""
+    """Return all gradients after three microbatches, two of whose weight backwards wait."""
     loss = (
         (lambda outputs, _: sum(v.square().sum() for v in outputs if v.is_floating_point()))
         if last
@@ -258,9 +258,9 @@ def test_no_product_is_made_twice() -> None:
     layers = nn.Sequential(*(nn.Linear(6, 6) for _ in range(5)))
     x = torch.randn(4, 6, requires_grad=True)
     with Count() as early:
-        found, parts = first_half([y := layers(x)], [torch.ones_like(y)], [x])
+        found, parts = input_backward([y := layers(x)], [torch.ones_like(y)], [x])
     with Count() as late:
-        second_half(parts, {})
+        weight_backward(parts, {})
     assert (early.products, late.products) == (5 + 5, 5)  # the forward's five among them
     assert found[0] is not None
 
@@ -285,7 +285,7 @@ def boxes() -> Iterator[weakref.WeakSet[Any]]:
 
 
 @pytest.mark.parametrize("run", CASES, ids=lambda run: run.__name__)
-def test_nothing_is_kept_after_the_second_half(run: Any) -> None:
+def test_nothing_is_kept_after_the_weight_backward(run: Any) -> None:
     stage = EagerStage(Case(run), gradient_inputs=(True, True))
     with boxes() as kept:
         outputs, saved = stage.forward(next(rows(1)), StreamKey(0, 0, 0))
@@ -302,7 +302,7 @@ def test_nothing_is_kept_after_the_second_half(run: Any) -> None:
         assert [ref for ref in inputs if ref() is not None and run is not handed_through] == []
 
 
-def test_what_lies_above_the_uppermost_parameter_goes_with_the_first_half() -> None:
+def test_what_lies_above_the_uppermost_parameter_goes_with_the_input_backward() -> None:
     model = nn.Sequential(
         nn.Linear(6, 6), nn.ReLU(), nn.Linear(6, 6), nn.Sigmoid(), nn.LogSoftmax(-1)
     )

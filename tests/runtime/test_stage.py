@@ -74,7 +74,7 @@ def test_the_two_halves_of_a_backward_are_the_backward(
         assert same(left, right)
 
 
-def test_weight_gradients_wait_for_the_second_half(
+def test_weight_gradients_wait_for_the_weight_backward(
     block: Block, inputs: tuple[Tensor, Tensor]
 ) -> None:
     stage = EagerStage(block, gradient_inputs=(True, True), loss=loss_of)
@@ -85,7 +85,7 @@ def test_weight_gradients_wait_for_the_second_half(
     assert None not in gradients(block)
 
 
-def test_a_first_stage_has_nothing_to_do_in_the_first_half(
+def test_a_first_stage_has_nothing_to_do_in_the_input_backward(
     block: Block, inputs: tuple[Tensor, Tensor]
 ) -> None:
     stage = EagerStage(block, gradient_inputs=(False, False), loss=loss_of)

@@ -98,7 +98,7 @@ def _capped(problem: PlacedProblem, more: int | None) -> PlacedProblem:
 def orders(draw: st.DrawFn, problem: PlacedProblem, *, tidy: bool = False) -> Schedule:
     """Orders in which the actions of `problem` can happen, with backwards split where possible.
 
-    With `tidy` the forwards, the backwards and the weight gradients of each stage are in microbatch
+    With `tidy` the forwards, the backwards and the weight backwards of each stage are in microbatch
     order, as in a sound schedule.
     """
     rng = draw(st.randoms(use_true_random=False))

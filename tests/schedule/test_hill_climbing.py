@@ -23,7 +23,7 @@ def test_an_order_never_gets_worse_and_keeps_within_the_caps(
         )
 
 
-def test_weight_gradients_climb_out_of_the_way() -> None:
+def test_weight_backwards_climb_out_of_the_way() -> None:
     """The serial order takes 2 × 6; the best is the bound of 7 for two ranks of unit times."""
     instance = ScheduleInstance(equal([0, 1], 2), (True, True))
     rows = [

@@ -9,7 +9,7 @@ from pipecompile.schedule.instance import WEIGHT, Rows, ScheduleInstance
 from pipecompile.schedule.list_scheduling import (
     Priorities,
     build_order,
-    refill_weight_gradients,
+    refill_weight_backwards,
 )
 from pipecompile.schedule.priorities import (
     random_priorities,
@@ -53,13 +53,13 @@ def test_any_policy_comes_to_its_end_within_the_caps(data: st.DataObject) -> Non
 
 @settings(max_examples=200)
 @given(st.data())
-def test_refilled_orders_fit_and_differ_in_weight_gradients_alone(data: st.DataObject) -> None:
+def test_refilled_orders_fit_and_differ_in_weight_backwards_alone(data: st.DataObject) -> None:
     instance = data.draw(instances())
     rows = build_order(
         instance, data.draw(policies(instance)), data.draw(st.integers(0, 200))
     ) or serial_order(instance)
     if rows is not None:
-        filled = refill_weight_gradients(instance, rows)
+        filled = refill_weight_backwards(instance, rows)
         sound(instance, filled)
         assert _without_weights(instance, filled) == _without_weights(instance, rows)
 
@@ -97,7 +97,7 @@ def test_a_stage_that_no_gradient_comes_back_to_lets_go_before_the_next_one_ente
     sound(instance, rows)
 
 
-def test_what_a_weight_gradient_holds_makes_room_for_a_recompute() -> None:
+def test_what_a_weight_backward_holds_makes_room_for_a_recompute() -> None:
     """Stage 2 holds all 10 bytes of the cap until its W; only then can stage 0 recompute."""
     costs = StageCosts(
         1, 2, 1, 1, recompute_ns=1, recomputed_bytes=10, between_bytes=10, recompute=True

@@ -178,7 +178,7 @@ def test_without_a_gradient_a_backward_does_not_wait() -> None:
     assert _starts(simulate(problem, order(["0F0 0B0", "1F0 1B0"], [0, 1], 1)), 0) == [0, 10]
 
 
-def test_weight_gradients_follow_input_gradients_and_release_nobody() -> None:
+def test_weight_backwards_follow_input_backwards_and_release_nobody() -> None:
     timeline = simulate(equal([0, 1], 1, time=10), order(["0F0 0I0 0W0", "1F0 1I0 1W0"], [0, 1], 1))
     assert _starts(timeline, 0) == [0, 30, 40]
 

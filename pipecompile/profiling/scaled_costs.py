@@ -1,4 +1,4 @@
-"""Scaling: node costs that add up to the measured times of whole stages.
+"""Node costs that are scaled so that they add up to the measured times of whole stages.
 
 Called by the stage correction (`profiling/stage_correction.py`). Needs no PyTorch.
 """

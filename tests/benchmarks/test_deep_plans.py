@@ -6,7 +6,7 @@ import pytest
 import torch
 from msgspec.structs import replace
 
-from benchmarks.fitting import Fitting, plan_layers
+from benchmarks.deep_plans import LayerCapacity, plan_layers
 from benchmarks.gpipe_memory import FORMATS, PAPER, Format, even_layers
 from benchmarks.gpipe_models import Transformer, token_loss
 from pipecompile.api.costs import cost_graph
@@ -17,7 +17,7 @@ from pipecompile.frontend.target import Target
 from pipecompile.frontend.target_capture import capture_target
 
 
-def small(recompute: str, mebibytes: int) -> Fitting:
+def small(recompute: str, mebibytes: int) -> LayerCapacity:
     """Return three stages of a narrow Transformer, four microbatches."""
     with torch.device("meta"):
         model, tokens = Transformer(3, 64), torch.zeros(4, 128, dtype=torch.long)
@@ -31,14 +31,14 @@ def small(recompute: str, mebibytes: int) -> Fitting:
         costs="flops",
         recompute=recompute,
     )
-    return Fitting(
+    return LayerCapacity(
         cost_graph(target, "flops", 4, capture_target(target, options, verify=False)), options
     )
 
 
-def fits(fitting: Fitting, layers: tuple[int, ...]) -> bool:
+def fits(capacity: LayerCapacity, layers: tuple[int, ...]) -> bool:
     try:
-        plan_layers(fitting.shallow, fitting.options, layers)
+        plan_layers(capacity.shallow, capacity.options, layers)
     except InfeasibleError:
         return False
     return True
@@ -46,15 +46,15 @@ def fits(fitting: Fitting, layers: tuple[int, ...]) -> bool:
 
 @pytest.mark.parametrize(("recompute", "mebibytes"), [("none", 120), ("stage", 100), ("auto", 90)])
 def test_no_cut_between_layers_has_one_more(recompute: str, mebibytes: int) -> None:
-    fitting = small(recompute, mebibytes)
-    assert fits(fitting, fitting.most_layers)
-    more = sum(fitting.most_layers) + 1
+    capacity = small(recompute, mebibytes)
+    assert fits(capacity, capacity.most_layers)
+    more = sum(capacity.most_layers) + 1
     cuts = [
         (first, middle, more - first - middle)
         for first in range(1, more)
         for middle in range(1, more - first)
     ]
-    assert not [cut for cut in cuts if fits(fitting, cut)]
+    assert not [cut for cut in cuts if fits(capacity, cut)]
 
 
 @pytest.mark.parametrize("format", FORMATS, ids=lambda format: format.name)

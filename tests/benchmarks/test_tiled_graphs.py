@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from torch import Tensor, nn
 
 from benchmarks.gpipe_models import FusedLayer, Transformer, TransformerLayer, token_loss
-from benchmarks.tiling import tile
+from benchmarks.tiled_graphs import tile
 from pipecompile.api.costs import cost_graph
 from pipecompile.api.options import options_for
 from pipecompile.frontend.signature import arguments_of

@@ -1,4 +1,4 @@
-"""Moves weight gradients to where they cost nothing: into waits, and behind the last backward.
+"""Moves weight backwards to where they cost nothing: into waits, and behind the last backward.
 
 No other rank waits for them. All that matters is when their own rank is free, what they hold, and
 that they are done in the end. On large problems, where each step of a search takes long, this alone
@@ -15,11 +15,11 @@ from __future__ import annotations
 
 from pipecompile.schedule.instance import BACKWARD, WEIGHT, OrderTimes, Rows, ScheduleInstance
 
-__all__ = ["advance_weight_gradients", "postpone_weight_gradients"]
+__all__ = ["advance_weight_backwards", "postpone_weight_backwards"]
 
 
-def postpone_weight_gradients(instance: ScheduleInstance, rows: Rows, times: OrderTimes) -> Rows:
-    """Return the order with weight gradients moved behind the last backward of their rank.
+def postpone_weight_backwards(instance: ScheduleInstance, rows: Rows, times: OrderTimes) -> Rows:
+    """Return the order with weight backwards moved behind the last backward of their rank.
 
     These are as many as there is time for until the step ends.
     """
@@ -27,7 +27,7 @@ def postpone_weight_gradients(instance: ScheduleInstance, rows: Rows, times: Ord
 
 
 def _postponed(instance: ScheduleInstance, row: list[int], times: OrderTimes) -> list[int]:
-    """Return a rank's row with its last weight gradients behind its last backward.
+    """Return a rank's row with its last weight backwards behind its last backward.
 
     As many are moved as there is time for between the end of the row and that of the step.
     """
@@ -48,8 +48,8 @@ def _postponed(instance: ScheduleInstance, row: list[int], times: OrderTimes) ->
     return [*before, *(row[index] for index in sorted(moved)), *row[last + 1 :]]
 
 
-def advance_weight_gradients(instance: ScheduleInstance, rows: Rows, times: OrderTimes) -> Rows:
-    """Return the order with weight gradients moved into earlier waits of their rank that fit them.
+def advance_weight_backwards(instance: ScheduleInstance, rows: Rows, times: OrderTimes) -> Rows:
+    """Return the order with weight backwards moved into earlier waits of their rank that fit them.
 
     They delay nothing there.
     """
@@ -57,9 +57,9 @@ def advance_weight_gradients(instance: ScheduleInstance, rows: Rows, times: Orde
 
 
 def _advanced(instance: ScheduleInstance, row: list[int], times: OrderTimes) -> list[int]:
-    """Return a rank's row with weight gradients in the waits that they fit, first waits first."""
+    """Return a rank's row with weight backwards in the waits that they fit, first waits first."""
     advanced: list[int] = []
-    # By stage the microbatches whose weight gradient is due, and how many gradients have been
+    # By stage the microbatches whose weight backward is due, and how many of them have been
     # moved forward, so that as many later places are dropped.
     pending: dict[int, list[int]] = {}
     moved: dict[int, int] = {}
@@ -90,7 +90,7 @@ def _advanced(instance: ScheduleInstance, row: list[int], times: OrderTimes) -> 
 def _fitting_stage(
     instance: ScheduleInstance, pending: dict[int, list[int]], wait_ns: int
 ) -> int | None:
-    """Return the stage with the most weight gradients due, of those whose gradients fit."""
+    """Return the stage with the most weight backwards due, of those for which one fits."""
     fitting = [
         stage
         for stage, microbatches in pending.items()

@@ -1,7 +1,7 @@
 """How many layers fit into each stage, and the plan of a deep model with so many layers a stage.
 
 `benchmarks.gpipe_memory` asks both. The deep model is a captured model of three layers, tiled by
-`benchmarks.tiling`.
+`benchmarks.tiled_graphs`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from functools import cached_property
 from itertools import accumulate
 from typing import NamedTuple
 
-from benchmarks.tiling import LEAST_LAYERS, tile
+from benchmarks.tiled_graphs import LEAST_LAYERS, tile
 from pipecompile.api.draft import scheduled
 from pipecompile.api.partition_problem import problem_of
 from pipecompile.api.recompute import recompute_planner
@@ -24,12 +24,12 @@ from pipecompile.ir.plan import Options, Prediction, Stage
 from pipecompile.partition.problem import StageCandidate
 from pipecompile.schedule.selection import placements
 
-__all__ = ["DeepPlan", "Fitting", "plan_assignment", "plan_layers"]
+__all__ = ["DeepPlan", "LayerCapacity", "plan_assignment", "plan_layers"]
 
 
 @dataclass(frozen=True)
-class Fitting:
-    """The stages of a deep model under these options, with one stage on each rank."""
+class LayerCapacity:
+    """How many layers of a deep model each stage holds, with one stage on each rank."""
 
     shallow: CostGraph
     options: Options

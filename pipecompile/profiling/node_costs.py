@@ -1,4 +1,4 @@
-"""Pricing: one forward in which a cost model is asked about every node."""
+"""The costs of nodes: one forward in which a cost model is asked about every node."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from pipecompile.profiling.observation import StepObservation
 from pipecompile.profiling.progress import progress
 from pipecompile.profiling.workload import Workload
 
-__all__ = ["price"]
+__all__ = ["costs_of_nodes"]
 
 
-def price(
+def costs_of_nodes(
     workload: Workload, observation: StepObservation, cost_model: CostModel
 ) -> dict[str, CallCost]:
     """Return the cost of every node but `get_attr`, by name.
@@ -30,12 +30,12 @@ def price(
     # The inputs are copied, because a node may write to them.
     own = replace(workload, inputs=tuple(value.clone() for value in workload.inputs))
     with progress(f"{cost_model.name} costs", len(observation.nodes)) as advance:
-        pricer = _Pricer(own, observation, cost_model, advance)
+        collector = _CostCollector(own, observation, cost_model, advance)
         try:
             with torch.no_grad():
-                pricer.interpret()
+                collector.interpret()
         except RuntimeError as error:
-            node = pricer.current
+            node = collector.current
             if node is None or node.target is not torch.autograd.grad:
                 raise
             raise CaptureError(
@@ -43,10 +43,10 @@ def price(
                 "calls torch.autograd.grad, which goes back through other operators, and costs run "
                 "each of them by itself; compute what needs a gradient in the loss function"
             ) from error
-    return pricer.costs
+    return collector.costs
 
 
-class _Pricer(NodeCaller):
+class _CostCollector(NodeCaller):
     """Interprets a workload and asks `model` for the cost of each call."""
 
     def __init__(

@@ -7,7 +7,7 @@ A node, storage, tensor or gradient has a place: its layer (−1 before all laye
 layers after them) and its index within the layer. It names others by their layer relative to its
 own, so a reference from layer 1 to layer 0 becomes one from layer 3 to layer 2.
 `benchmarks.gpipe_memory` plans models of 1663 layers and more this way and captures only three.
-tests/benchmarks/test_tiling.py compares tiled graphs with captures of deeper models.
+tests/benchmarks/test_tiled_graphs.py compares tiled graphs with captures of deeper models.
 """
 
 from __future__ import annotations

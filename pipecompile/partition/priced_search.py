@@ -26,7 +26,7 @@ from pipecompile.partition.payments import StageKey
 from pipecompile.partition.problem import PartitionProblem, Price, StageCandidate
 from pipecompile.partition.windows import Limit
 
-__all__ = ["Pricing"]
+__all__ = ["PricedSearch"]
 
 # A family is searched without guesses for 1 / 16 of all prices, and with them for 1 / 3.
 PARTS_WITHOUT_GUESSES = 16
@@ -36,7 +36,7 @@ UnitsKey = tuple[int, bytes, bytes]  # a stage by number and by the units before
 
 
 @dataclass
-class Pricing:
+class PricedSearch:
     """The search for the best chain with its stages priced, over one family after another.
 
     `limit` is about the most prices that are asked for, and `pairs_limit` the most pairs that
@@ -57,7 +57,7 @@ class Pricing:
     pairs: int = 0
 
     def best(self, chains: Chains, limit: Limit) -> Chain | None:
-        """The best chain within the limit, prices included; None if there is none."""
+        """Return the best chain within the limit, prices included; None if there is none."""
         memory, prices_at_start = self.problem.memory, len(self.prices)
         payments = chains.payments
         self.lower_chain = None
@@ -90,15 +90,15 @@ class Pricing:
         return len(self.prices) >= self.limit or self.pairs > self.pairs_limit
 
     def _costs_at_most(self, chains: Chains, key: StageKey, charged_ns: int) -> bool:
-        """Whether a stage, which is priced now, pays no more than it was charged."""
+        """Price a stage, and return whether it pays no more than it was charged."""
         price = self.price_ns(chains.family, *key)
         chains.payments.pay(*key, price)
         return price is not None and price <= charged_ns
 
     def price_ns(self, family: Boundaries, stage: int, a: int, b: int) -> int | None:
-        """What the units between two ideals pay as `stage`, in ns.
+        """Return what the units between two ideals pay as `stage`, in ns.
 
-        None if they cannot fit, or if the price is not known and no more prices may be asked for.
+        It is None if they cannot fit, or if the price is unknown and no more may be asked for.
         """
         memory, before, until = self.problem.memory, family.members(a), family.members(b)
         assert memory is not None and memory.price is not None
@@ -124,7 +124,7 @@ class Pricing:
         return price.ns
 
     def extra_ns(self, family: Boundaries, chain: Chain) -> dict[int, int]:
-        """What each stage of a chain pays, in ns per microbatch; empty where nothing is priced."""
+        """Return what each stage of a chain pays, in ns per microbatch; empty without prices."""
         if self.problem.memory is None or self.problem.memory.price is None:
             return {}
         return {key[0]: self.price_ns(family, *key) or 0 for key in _stage_keys(chain)}

@@ -39,7 +39,7 @@ class Target:
     """A model and one minibatch; `loss_fn(output, target)` gives the scalar to train, None the
     model's own `loss`.
 
-    `costs` is a user's function that prices nodes, for the costs called "function". `optimizer`
+    `costs` is a user's function of a node's cost, for the costs called "function". `optimizer`
     names the one whose state is counted, see `memory_model/optimizer.py`. `autocast` is the type to
     which operators of forwards and of the loss cast; None leaves it to the code around.
     `target_batch_dims` says along which dimensions targets are cut, see `cut_targets`.

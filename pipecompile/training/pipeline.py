@@ -195,6 +195,7 @@ class Pipeline(HeldModel):
             with self._target.precision():
                 program = self._programs.current(cut.shape)
                 program.check_unchanged()
+                program.refuse_hooks()
                 remainder = self._programs.for_remainder(program, cut.sizes.remainder, cut.shape)
         with self._watched(name):
             flags = {

@@ -142,9 +142,8 @@ class Program:
                 f"requires_grad of {changed[0]} changed since the model was compiled; compile it "
                 "again"
             )
-        self._refuse_hooks()
 
-    def _refuse_hooks(self) -> None:
+    def refuse_hooks(self) -> None:
         """Raise InputError for hooks on parameters that would run too often, or on parts of a sum.
 
         A post-accumulate hook runs after each microbatch, while later backwards need the weights;

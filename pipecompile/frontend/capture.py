@@ -169,6 +169,7 @@ def _capture_by(
         training={path: module.training for path, module in model.named_modules()},
         recapture=recapture,
         asks_layout=forward.recorder.asks_layout,
+        value_reads=tuple(forward.recorder.value_reads),
     )
 
 

@@ -13,7 +13,7 @@ from torch.fx.node import map_aggregate
 
 from pipecompile.errors import CaptureError, InputError
 from pipecompile.frontend.data_probe import probe_data
-from pipecompile.frontend.guards import Guards
+from pipecompile.frontend.guards import Guards, ValueRead
 from pipecompile.frontend.recording import SymbolicNumber
 from pipecompile.frontend.refusals import UnsupportedError
 from pipecompile.frontend.signature import Arguments, InputStructure, OutputStructure
@@ -47,7 +47,8 @@ class Capture:
     attributes that are no longer set. `training` tells, by path, in which mode each module was.
     `assigned_attributes` are the attributes that the forward sets for itself. `recapture` captures
     the same model for another call. `asks_layout` is where the forward asks how a tensor lies in
-    memory, "" if it does not: then inputs may lie in any way.
+    memory, "" if it does not: then inputs may lie in any way. `value_reads` are tensors whose
+    values are numbers in the graph.
     """
 
     model: nn.Module
@@ -63,6 +64,7 @@ class Capture:
     assigned_attributes: frozenset[str]
     recapture: Callable[[Arguments], Capture]
     asks_layout: str = ""
+    value_reads: tuple[ValueRead, ...] = ()
 
     @property
     def first_names(self) -> dict[str, str]:

@@ -19,7 +19,7 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, Stateles
 
 from pipecompile.frontend.source import HIDDEN
 
-__all__ = ["Guards", "batch_symbol", "fake_input"]
+__all__ = ["Guards", "ValueRead", "batch_symbol", "fake_input"]
 
 
 @dataclass(frozen=True)
@@ -71,6 +71,22 @@ class Guards:
             if expression.xreplace({self.symbol: sympy.Integer(batch)}) != sympy.true:
                 return f"{expression} does not hold ({line})"
         return None
+
+
+@dataclass(frozen=True)
+class ValueRead:
+    """A tensor that is no input, parameter or buffer, its values when the forward made numbers of
+    them, and where that was.
+    """
+
+    tensor: Tensor
+    values: Tensor
+    where: str
+
+    @property
+    def holds(self) -> bool:
+        """Whether the values are the same now."""
+        return torch.equal(self.tensor, self.values)
 
 
 def fake_input(tensor: Tensor, mode: FakeTensorMode, *, symbolic: bool) -> Tensor:

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._dispatch.python import enable_python_dispatcher
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.overrides import TorchFunctionMode, _get_current_function_mode, _pop_mode_temporarily
 from torch.utils.checkpoint import CheckpointFunction
@@ -38,6 +38,7 @@ from pipecompile.frontend.calls import (
     with_objects,
 )
 from pipecompile.frontend.data_probe import ProbedAnswers
+from pipecompile.frontend.guards import ValueRead
 from pipecompile.frontend.leaves import is_torch_leaf
 from pipecompile.frontend.nested_values import contains_tensor, tensors_in
 from pipecompile.frontend.recording import SYMBOLS, Recording
@@ -68,6 +69,10 @@ AUTOGRAD_ATTRIBUTES = ("grad", "grad_fn", "_base")
 LAYOUT_QUESTIONS = frozenset(
     {"is_contiguous", "stride", "storage_offset", "as_strided", "dim_order", "data_ptr"}
 )
+# They make numbers of a tensor's values, which the graph then has in it.
+VALUE_READS = frozenset(
+    {"item", "tolist", "__float__", "__int__", "__bool__", "__index__", "__complex__"}
+)
 
 
 @dataclass(frozen=True)
@@ -92,7 +97,8 @@ class ForwardRecorder(TorchFunctionMode):
     because it branches on data to the line that does so. `hooked` are the modules that are recorded
     inside and whose forward hooks ran. `assignments` maps (module, attribute) to the line that set
     the attribute. `failed_in` is the innermost module that raised. `asks_layout` is the first line
-    that asks how a tensor lies in memory, "" without one.
+    that asks how a tensor lies in memory, "" without one. `value_reads` are tensors whose values
+    are numbers in the graph.
     """
 
     def __init__(
@@ -109,6 +115,7 @@ class ForwardRecorder(TorchFunctionMode):
         self.recording = Recording(root, state)
         self.failed_in: str | None = None
         self.asks_layout = ""
+        self.value_reads: list[ValueRead] = []
         self.data_dependent: dict[str, str] = {}
         self.hooked: set[str] = set()
         self.assignments: dict[tuple[nn.Module, str], str] = {}
@@ -190,6 +197,8 @@ class ForwardRecorder(TorchFunctionMode):
 
     def _call(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
         """Run a function or method; record it if it returns a tensor or has a side effect."""
+        if name in VALUE_READS and not isinstance(args[0], FakeTensor):
+            return self._read_values(func, args[0])
         call = RecordedCall(self.recording, self._tracker, args, kwargs)
         result = call.run(lambda: func(*args, **kwargs))
         if name in LAYOUT_QUESTIONS:
@@ -204,6 +213,14 @@ class ForwardRecorder(TorchFunctionMode):
         elif func is torch._assert_async:
             self._record(*call_target(func, name), call, None, has_effect=True)
         return result
+
+    def _read_values(self, func: Any, tensor: Tensor) -> Any:
+        """Make numbers of a tensor with values: the graph holds as long as it keeps these."""
+        with unset_fake_temporarily():
+            self.value_reads.append(
+                ValueRead(tensor, tensor.detach().clone(), self.recording.where())
+            )
+            return func(tensor)
 
     def _read_attribute(self, func: Any, args: Any) -> Any:
         """Run a getter of a tensor; record it if its value is a tensor of the forward, as `x.T`."""

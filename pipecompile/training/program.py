@@ -132,6 +132,13 @@ class Program:
                 "autocast is not as it was when the model was compiled; compile and step under "
                 "the same autocast, or put it into the model's forward"
             )
+        stale = [read.where for read in self.captured.value_reads if not read.holds]
+        if stale:
+            raise InputError(
+                f"{stale[0]} makes a number of a tensor that has changed since the model was "
+                "compiled, and the graph has the old number; compile the model again, or compute "
+                "with the tensor itself"
+            )
         # Objects are compared first, in one pass, since a small step takes only a millisecond.
         if not self._items.are_the_same():
             self._check_settings()

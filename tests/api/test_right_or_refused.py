@@ -261,3 +261,50 @@ def test_targets_are_cut_as_they_are_told() -> None:
     )
     with pytest.raises(InputError, match="target_batch_dims"):
         run_with(between(nn.Tanh()), lambda output, _: output.mean(), sample_target=torch.ones(2))
+
+
+class Scaled(nn.Module):
+    """Makes a number of a tensor that is neither a parameter nor a buffer."""
+
+    def __init__(self, number: Callable[[Tensor], float]) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.scale, self.number = torch.tensor(2.0), number
+
+    def forward(self, value: Tensor) -> Tensor:
+        """A value of shape (N, WIDTH) to the same shape."""
+        return self.last(torch.tanh(self.first(value))) * self.number(self.scale)
+
+
+NUMBERS: dict[str, Callable[[Tensor], float]] = {
+    "item": lambda scale: scale.item(),
+    "float": float,
+    "int": int,
+    "tolist": lambda scale: scale.tolist(),
+    "bool": lambda scale: 2 if scale else 1,
+    "item of a view": lambda scale: scale.view(1)[0].item(),
+    "comparison": lambda scale: 3 if scale.item() > 1 else 1,
+}
+
+
+@pytest.mark.parametrize("name", [name for name in NUMBERS if name != "item of a view"])
+@pytest.mark.parametrize("change", [Tensor.zero_, lambda scale: scale.data.fill_(-1)])
+def test_a_number_of_a_tensor_that_changes_is_refused(
+    name: str, change: Callable[[Tensor], object]
+) -> None:
+    torch.manual_seed(0)
+    model = Scaled(NUMBERS[name])
+    steps_alike(model, BATCHES)
+    pipeline = pipecompile(model, X, k=2, costs="flops", loss_fn=nn.functional.mse_loss)
+    pipeline.step(X, X)
+    change(model.scale)
+    for run in (lambda: pipeline.step(X, X), lambda: pipeline.evaluate(X)):
+        with pytest.raises(InputError, match="makes a number of a tensor that has changed"):
+            run()
+    model.scale.fill_(2)
+    pipeline.step(X, X)
+
+
+def test_a_number_of_what_is_computed_from_a_tensor_is_refused_at_once() -> None:
+    with pytest.raises(CaptureError, match="reads a number out of a tensor"):
+        run_with(Scaled(NUMBERS["item of a view"]), nn.functional.mse_loss)

@@ -3,6 +3,7 @@
 Each is tried if those before it cannot express the forward or differ from the model:
 
     recorded                         batch size open    no data-dependent modules
+    recorded with fakes in sight     as above, the forward may see that its tensors have no values
     recorded as for export           as above, with the flags by which models avoid shortcuts
     recorded, data probed            data-dependent modules are one node each
     recorded as for export, data probed
@@ -56,10 +57,16 @@ class _RecordingMethod:
     exporting: bool
     symbolic: bool
     allows_data: bool
+    hides_fakes: bool = False
 
 
 METHODS = (
-    _RecordingMethod("recorded", exporting=False, symbolic=True, allows_data=False),
+    _RecordingMethod(
+        "recorded", exporting=False, symbolic=True, allows_data=False, hides_fakes=True
+    ),
+    _RecordingMethod(
+        "recorded with fakes in sight", exporting=False, symbolic=True, allows_data=False
+    ),
     _RecordingMethod("recorded as for export", exporting=True, symbolic=True, allows_data=False),
     _RecordingMethod("recorded, data probed", exporting=False, symbolic=True, allows_data=True),
     _RecordingMethod(
@@ -107,7 +114,7 @@ def captures(model: nn.Module, call: Arguments, leaf: Sequence[str] = ()) -> Ite
         if method.allows_data and answers is None:
             answers = _probe_data(model, call, failures)
         options = RecordingOptions(
-            method.exporting, leaves, answers if method.allows_data else None
+            method.exporting, method.hides_fakes, leaves, answers if method.allows_data else None
         )
         try:
             recorded = _capture_by(model, call, method, options, recapture)
@@ -170,6 +177,7 @@ def _capture_by(
         recapture=recapture,
         asks_layout=forward.recorder.asks_layout,
         value_reads=tuple(forward.recorder.value_reads),
+        constant_answers=tuple(forward.recorder.constant_answers),
     )
 
 

@@ -12,6 +12,7 @@ from torch import Tensor, fx, nn
 from torch.fx.node import map_aggregate
 
 from pipecompile.errors import CaptureError, InputError
+from pipecompile.frontend.constant_answers import ConstantAnswer
 from pipecompile.frontend.data_probe import probe_data
 from pipecompile.frontend.guards import Guards, ValueRead
 from pipecompile.frontend.recording import SymbolicNumber
@@ -48,7 +49,8 @@ class Capture:
     `assigned_attributes` are the attributes that the forward sets for itself. `recapture` captures
     the same model for another call. `asks_layout` is where the forward asks how a tensor lies in
     memory, "" if it does not: then inputs may lie in any way. `value_reads` are tensors whose
-    values are numbers in the graph.
+    values are numbers in the graph, and `constant_answers` what was read out of tensors that are
+    computed from sizes.
     """
 
     model: nn.Module
@@ -65,6 +67,7 @@ class Capture:
     recapture: Callable[[Arguments], Capture]
     asks_layout: str = ""
     value_reads: tuple[ValueRead, ...] = ()
+    constant_answers: tuple[ConstantAnswer, ...] = ()
 
     @property
     def first_names(self) -> dict[str, str]:
@@ -85,7 +88,7 @@ class Capture:
         batch = batch_size(tensors)
         self._check_modes()
         # The graph may be wrong here: the forward would have taken another branch.
-        if self.guards.violation(batch):
+        if self.guards.violation(batch) or not self._answers_hold(batch):
             return self.recaptured(call).instantiate(call)
         graph = _substituted(self.graph, self.guards.symbol, batch)
         self._set_answers(graph, call)
@@ -111,6 +114,13 @@ class Capture:
                 "same, or capture it there"
             )
         return other
+
+    def _answers_hold(self, batch: int) -> bool:
+        """Whether what the forward read out of computed tensors is the same at this size."""
+        sizes = {} if self.guards.symbol is None else {self.guards.symbol: sympy.Integer(batch)}
+        return batch == self.guards.batch or all(
+            answer.holds(sizes) for answer in self.constant_answers
+        )
 
     def _check_modes(self) -> None:
         for path, module in self.model.named_modules():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import sympy
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -80,6 +81,8 @@ def _record_once(
         recorder.recording.placeholder(name, fake)
     # Before the run, in which a guard may replace the symbol by a number.
     symbol = batch_symbol(fakes)
+    if symbol is not None:
+        recorder.sizes = {symbol: sympy.Integer(batch_size(tensors))}
     outputs = _run_model(recorder, model, inputs.unflatten(fakes))
     eliminate_dead_code(recorder.recording.graph)
     guards = Guards.of(batch_size(tensors), symbol, environment)

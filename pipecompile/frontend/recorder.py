@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import sympy
 import torch
 from torch import Tensor, nn
 from torch._dispatch.python import enable_python_dispatcher
@@ -37,6 +38,7 @@ from pipecompile.frontend.calls import (
     hook_target,
     with_objects,
 )
+from pipecompile.frontend.constant_answers import ConstantAnswer
 from pipecompile.frontend.data_probe import ProbedAnswers
 from pipecompile.frontend.guards import ValueRead
 from pipecompile.frontend.leaves import is_torch_leaf
@@ -49,6 +51,7 @@ from pipecompile.frontend.refusals import (
 )
 from pipecompile.frontend.source import current_line, error_line
 from pipecompile.frontend.torch_patches import (
+    hide_fake_tensors,
     notify_autocast_clears,
     redirect_calls,
     refuse_own_saving_hooks,
@@ -82,10 +85,11 @@ class RecordingOptions:
     `exporting` sets the flags by which models learn that they are captured; many then avoid
     shortcuts that depend on data. `leaves` are the paths of modules that become one node, besides
     those of torch.nn. `answers` are those of a data probe; without them a data-dependent module is
-    an error.
+    an error. With `hiding` the forward does not see that its tensors are fakes.
     """
 
     exporting: bool
+    hiding: bool
     leaves: frozenset[str] = frozenset()
     answers: ProbedAnswers | None = None
 
@@ -98,7 +102,8 @@ class ForwardRecorder(TorchFunctionMode):
     inside and whose forward hooks ran. `assignments` maps (module, attribute) to the line that set
     the attribute. `failed_in` is the innermost module that raised. `asks_layout` is the first line
     that asks how a tensor lies in memory, "" without one. `value_reads` are tensors whose values
-    are numbers in the graph.
+    are numbers in the graph; `constant_answers` were read out of what sizes alone make. `sizes`
+    are those of the sample, by symbol.
     """
 
     def __init__(
@@ -115,7 +120,9 @@ class ForwardRecorder(TorchFunctionMode):
         self.recording = Recording(root, state)
         self.failed_in: str | None = None
         self.asks_layout = ""
+        self.sizes: dict[sympy.Symbol, sympy.Integer] = {}
         self.value_reads: list[ValueRead] = []
+        self.constant_answers: list[ConstantAnswer] = []
         self.data_dependent: dict[str, str] = {}
         self.hooked: set[str] = set()
         self.assignments: dict[tuple[nn.Module, str], str] = {}
@@ -142,6 +149,7 @@ class ForwardRecorder(TorchFunctionMode):
             require_torch_randomness(),
             redirect_calls(self.call_module, self.call_autograd_function, self._note_assignment),
             set_export_flags(self.options.exporting),
+            hide_fake_tensors(self.options.hiding),
             run_inference_as_no_grad(),
             notify_autocast_clears(self.recording.note_autocast_clear),
             refuse_own_saving_hooks(),
@@ -199,6 +207,11 @@ class ForwardRecorder(TorchFunctionMode):
         """Run a function or method; record it if it returns a tensor or has a side effect."""
         if name in VALUE_READS and not isinstance(args[0], FakeTensor):
             return self._read_values(func, args[0])
+        if name in VALUE_READS:
+            constant = self._constant_answer(func, args[0])
+            if constant is not None:
+                self.constant_answers.append(constant)
+                return constant.answer
         call = RecordedCall(self.recording, self._tracker, args, kwargs)
         result = call.run(lambda: func(*args, **kwargs))
         if name in LAYOUT_QUESTIONS:
@@ -221,6 +234,13 @@ class ForwardRecorder(TorchFunctionMode):
                 ValueRead(tensor, tensor.detach().clone(), self.recording.where())
             )
             return func(tensor)
+
+    def _constant_answer(self, func: Any, tensor: Tensor) -> ConstantAnswer | None:
+        """What is read out of a tensor that was computed from sizes; None for other tensors."""
+        node = self.recording.node_of(tensor)
+        if node is None:
+            return None
+        return ConstantAnswer.of(node, func, self.sizes)
 
     def _read_attribute(self, func: Any, args: Any) -> Any:
         """Run a getter of a tensor; record it if its value is a tensor of the forward, as `x.T`."""

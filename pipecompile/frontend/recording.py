@@ -203,6 +203,10 @@ class Recording:
                 )
         return value
 
+    def node_of(self, tensor: Tensor) -> fx.Node | None:
+        """Return the node that returned `tensor`, None if there is none yet."""
+        return self._nodes.get(id(tensor))
+
     def _node_of(self, tensor: Tensor) -> fx.Node:
         """Return the node of a tensor; a tensor that is not the recording's becomes a constant."""
         if id(tensor) in self._nodes:

@@ -169,12 +169,15 @@ class OutputStructure:
 
     @staticmethod
     def of(result: Any) -> tuple[OutputStructure, list[Tensor]]:
-        """Return the structure of one result, and the tensors of this result.
+        """Return the structure of one result, and the tensors of this result. Caches of
+        transformers are left out.
 
         UnsupportedError for symbolic sizes, CaptureError for leaves of another kind.
         """
         register_dataclasses(result)
         leaves, spec = pytree.tree_flatten(result)
+        # A cache of keys and values is for generation, and would be sent through all stages.
+        leaves = [None if _is_cache(leaf) else leaf for leaf in leaves]
         for leaf in leaves:
             if isinstance(leaf, SYMBOLS):
                 raise UnsupportedError(
@@ -183,8 +186,7 @@ class OutputStructure:
             if not isinstance(leaf, (Tensor, *CONSTANTS)):
                 raise CaptureError(
                     f"the model returns a {type(leaf).__name__}, which cannot travel between "
-                    "stages; return tensors (transformers models: set use_cache=False in the "
-                    "config)"
+                    "stages; return tensors"
                 )
         is_tensor = tuple(isinstance(leaf, Tensor) for leaf in leaves)
         constants = tuple(None if isinstance(leaf, Tensor) else leaf for leaf in leaves)
@@ -206,6 +208,11 @@ class OutputStructure:
         pairs = zip(self.is_tensor, self.constants, strict=True)
         leaves = [next(values) if is_tensor else constant for is_tensor, constant in pairs]
         return pytree.tree_unflatten(leaves, self.spec)
+
+
+def _is_cache(leaf: Any) -> bool:
+    """Whether an object is a cache of transformers, as its models return by default."""
+    return any(kind.__module__ == "transformers.cache_utils" for kind in type(leaf).__mro__)
 
 
 def _leaf_name(path: Sequence[Any], parameters: Sequence[inspect.Parameter]) -> str:

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from pipecompile.errors import CaptureError
@@ -25,6 +26,7 @@ NoteAssignment = Callable[[nn.Module, str, Any], None]
 FUNCTIONS = vars(torch.autograd.function)  # the globals of the code of `Function.apply`
 
 __all__ = [
+    "hide_fake_tensors",
     "notify_autocast_clears",
     "redirect_autograd_functions",
     "redirect_calls",
@@ -181,6 +183,31 @@ def set_export_flags(on: bool) -> Iterator[None]:
         yield
     finally:
         compiler._is_exporting_flag, compiler._is_compiling_flag = flags
+
+
+class _OnlyForTorch(type):
+    """The type of a class that stands for `FakeTensor`: only torch itself finds instances of it."""
+
+    def __instancecheck__(cls, value: Any) -> bool:
+        caller = sys._getframe(1).f_globals.get("__name__", "")
+        return caller.partition(".")[0] == "torch" and isinstance(value, FakeTensor)
+
+
+class _HiddenFakeTensor(metaclass=_OnlyForTorch):
+    pass
+
+
+@contextlib.contextmanager
+def hide_fake_tensors(on: bool) -> Iterator[None]:
+    """Let models, if `on`, not learn that tensors are fake, for which they may take another path.
+
+    Libraries look the class up where torch documents it, as `torch._subclasses.FakeTensor`.
+    """
+    torch._subclasses.FakeTensor = _HiddenFakeTensor if on else FakeTensor
+    try:
+        yield
+    finally:
+        torch._subclasses.FakeTensor = FakeTensor
 
 
 @contextlib.contextmanager

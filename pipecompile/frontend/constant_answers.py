@@ -1,0 +1,98 @@
+"""Answers that a forward reads out of tensors which it computes from sizes alone.
+
+Fake tensors have no values, but positions and masks often come from `arange` and shapes:
+
+    positions = torch.arange(tokens.shape[1])                 no input's values, no weights
+    if ((positions.diff() != 1).cumsum(-1) == 0).all():       so its value is known: True
+
+The nodes that led there are kept: at another batch size they are run again, and the recording holds
+if the answer is the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import sympy
+import torch
+from torch import Tensor, fx
+from torch.fx.node import map_aggregate
+from torch.utils._python_dispatch import _disable_current_modes
+
+from pipecompile.frontend.recording import SymbolicNumber
+
+__all__ = ["ConstantAnswer"]
+
+CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class ConstantAnswer:
+    """What `read`, such as `Tensor.item`, gave of the last node of `graph`."""
+
+    graph: fx.Graph
+    read: Callable[[Tensor], Any]
+    answer: Any
+
+    @staticmethod
+    def of(
+        node: fx.Node, read: Callable[[Tensor], Any], sizes: Mapping[sympy.Symbol, sympy.Integer]
+    ) -> ConstantAnswer | None:
+        """Return the answer where symbolic sizes have these values; None if `node` depends on an
+        input, on the model's tensors or on chance, or if something writes to what it depends on.
+        """
+        graph = _computation(node)
+        if graph is None:
+            return None
+        return ConstantAnswer(graph, read, _answer(graph, read, sizes))
+
+    def holds(self, sizes: Mapping[sympy.Symbol, sympy.Integer]) -> bool:
+        """Whether the answer is the same for other sizes."""
+        return bool(_answer(self.graph, self.read, sizes) == self.answer)
+
+
+def _computation(node: fx.Node) -> fx.Graph | None:
+    """Return a copy of `node` and all that it depends on; None if that is more than sizes."""
+    needed: set[fx.Node] = set()
+    stack = [node]
+    while stack:
+        current = stack.pop()
+        if current in needed:
+            continue
+        is_call = current.op in ("call_function", "call_method")
+        is_written = any(user.meta.get("mutates") for user in current.users)
+        if not is_call or is_written or current.meta.get("random") or current.meta.get("mutates"):
+            return None
+        needed.add(current)
+        stack += current.all_input_nodes
+    graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
+    for each in node.graph.nodes:
+        if each in needed:
+            copies[each] = graph.node_copy(each, copies.__getitem__)
+    return graph
+
+
+def _answer(
+    graph: fx.Graph, read: Callable[[Tensor], Any], sizes: Mapping[sympy.Symbol, sympy.Integer]
+) -> Any:
+    """Run the graph on the CPU, also for a model on the meta device, and read its last node."""
+    values: dict[fx.Node, Any] = {}
+
+    def concrete(argument: Any) -> Any:
+        if isinstance(argument, fx.Node):
+            return values[argument]
+        if isinstance(argument, SymbolicNumber):
+            return argument.value_for(dict(sizes))
+        return CPU if isinstance(argument, torch.device) else argument
+
+    with _disable_current_modes(), torch.device(CPU):
+        for node in graph.nodes:
+            args = map_aggregate(node.args, concrete)
+            kwargs = map_aggregate(node.kwargs, concrete)
+            if node.op == "call_function":
+                values[node] = node.target(*args, **kwargs)
+            else:
+                values[node] = getattr(args[0], node.target)(*args[1:], **kwargs)
+        return read(values[node])

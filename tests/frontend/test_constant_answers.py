@@ -1,0 +1,166 @@
+"""What a forward reads out of tensors that sizes alone make; and decoders that do so."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from plain_loop import steps_alike
+from torch import Tensor, nn
+
+from pipecompile.errors import CaptureError
+from pipecompile.frontend.capture import capture
+from pipecompile.frontend.self_check import proven_capture
+from pipecompile.frontend.signature import arguments_of
+
+WIDTH = 8
+
+
+class Branching(nn.Module):
+    """Takes one of two layers, as `choose` says of its input."""
+
+    def __init__(self, choose: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.one, self.other = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.choose = choose
+
+    def forward(self, value: Tensor) -> Tensor:
+        """A value of shape (N, WIDTH) to the same shape."""
+        return (self.one if self.choose(value) else self.other)(value).tanh()
+
+
+def positions(value: Tensor) -> Tensor:
+    return torch.arange(value.shape[1], device=value.device)
+
+
+ANSWERS: dict[str, tuple[Callable[[Tensor], Any], bool]] = {
+    "all": (lambda value: (positions(value) >= 0).all(), True),
+    "any": (lambda value: (positions(value).diff() != 1).any(), False),
+    "item": (lambda value: positions(value).sum().item() == 28, True),
+    "tolist": (lambda value: positions(value).tolist() == list(range(WIDTH)), True),
+    "int": (lambda value: int(positions(value).max()) % 2, True),
+    "expanded": (
+        lambda value: (positions(value).expand(value.shape[0], -1).cumsum(-1)[:, -1] == 28).all(),
+        True,
+    ),
+    "of zeros": (lambda value: torch.zeros(3, dtype=torch.bool).any(), False),
+}
+REFUSED: dict[str, Callable[[Tensor], Any]] = {
+    "an input": lambda value: (value > 0).all(),
+    "a shape of an input, filled": lambda value: torch.zeros_like(value).add_(value).any(),
+    "chance": lambda value: torch.rand(3).sum() > 1,
+    "written": lambda value: positions(value).add_(1).any(),
+}
+
+
+@pytest.mark.parametrize("name", ANSWERS)
+def test_the_branch_is_the_models(name: str) -> None:
+    torch.manual_seed(0)
+    choose, takes_one = ANSWERS[name]
+    call = arguments_of(model := Branching(choose), torch.randn(4, WIDTH))
+    captured, module, _ = proven_capture(model, call)
+    layers = [str(node.target) for node in module.graph.nodes if node.op == "call_module"]
+    assert layers == ["one" if takes_one else "other"]
+    assert captured.method == "recorded" and not captured.guards.is_fixed
+    # What led to the answer is no part of the graph.
+    assert not any("arange" in node.name for node in module.graph.nodes)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_depends_on_more_than_sizes_is_no_constant(name: str) -> None:
+    model = Branching(REFUSED[name])
+    with pytest.raises(CaptureError, match=r"values of a tensor|reads a number"):
+        capture(model, arguments_of(model, torch.randn(4, WIDTH)))
+
+
+def test_an_answer_that_depends_on_the_batch_is_asked_again() -> None:
+    torch.manual_seed(0)
+    model = Branching(lambda value: (torch.arange(value.shape[0]) < 3).all())
+    captured = capture(model, arguments_of(model, torch.randn(2, WIDTH)))
+    for batch, layer in ((2, "one"), (3, "one"), (4, "other"), (2, "one")):
+        module = captured.instantiate(arguments_of(model, torch.randn(batch, WIDTH)))
+        assert [str(n.target) for n in module.graph.nodes if n.op == "call_module"] == [layer]
+    steps_alike(model, [torch.randn(8, WIDTH) for _ in range(2)])
+
+
+def test_meta_models_take_the_same_branch() -> None:
+    with torch.device("meta"):
+        model = Branching(ANSWERS["all"][0])
+        call = arguments_of(model, torch.randn(4, WIDTH))
+    module = capture(model, call).instantiate(call)
+    assert [str(n.target) for n in module.graph.nodes if n.op == "call_module"] == ["one"]
+
+
+SIZES = {
+    "num_hidden_layers": 2,
+    "intermediate_size": 64,
+    "vocab_size": 50,
+    "max_position_embeddings": 64,
+}
+DECODERS = {
+    "llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM),
+    "qwen3": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM),
+    "mistral": (transformers.MistralConfig, transformers.MistralForCausalLM),
+    "gemma": (transformers.GemmaConfig, transformers.GemmaForCausalLM),
+    "phi3": (transformers.Phi3Config, transformers.Phi3ForCausalLM),
+    "olmo2": (transformers.Olmo2Config, transformers.Olmo2ForCausalLM),
+}
+
+
+def decoder(kind: str, heads: int, head_size: int, dtype: torch.dtype) -> nn.Module:
+    """A small decoder with two queries to a key, trained."""
+    config_of, model_of = DECODERS[kind]
+    torch.manual_seed(0)
+    config = config_of(
+        hidden_size=heads * head_size,
+        num_attention_heads=heads,
+        num_key_value_heads=heads // 2,
+        head_dim=head_size,
+        pad_token_id=0,
+        **SIZES,
+    )
+    return model_of(config).to(dtype).train()
+
+
+def is_as_outside(model: nn.Module) -> bool:
+    """Whether attention is captured with the arguments that it has outside of a capture."""
+    tokens = torch.randint(50, (4, 16))
+    captured, module, _ = proven_capture(model, arguments_of(model, {"input_ids": tokens}))
+    calls = [n.kwargs for n in module.graph.nodes if "scaled_dot_product" in str(n.target)]
+    expected = {"attn_mask": None, "is_causal": True, "enable_gqa": True}
+    return (
+        captured.method == "recorded"
+        and len(calls) == 2
+        and all(call.get(key) == value for call in calls for key, value in expected.items())
+    )
+
+
+@pytest.mark.parametrize("kind", DECODERS)
+def test_decoders_with_grouped_queries_run_as_outside(kind: str) -> None:
+    assert is_as_outside(decoder(kind, 2, 16, torch.float32))
+
+
+@pytest.mark.parametrize("head_size", [8, 64, 128])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_llama_of_any_head_size_and_type(head_size: int, dtype: torch.dtype) -> None:
+    assert is_as_outside(decoder("llama", 2, head_size, dtype))
+
+
+def test_a_model_does_not_see_that_tensors_are_fake() -> None:
+    seen: list[bool] = []
+
+    class Looking(nn.Module):
+        """Notes what it sees."""
+
+        def forward(self, value: Tensor) -> Tensor:
+            """Its input."""
+            seen.append(isinstance(value, torch._subclasses.FakeTensor))
+            return value.tanh()
+
+    model = nn.Sequential(Looking(), nn.Linear(WIDTH, WIDTH))
+    capture(model, arguments_of(model, torch.randn(4, WIDTH)))
+    assert seen == [False]
+    assert torch._subclasses.FakeTensor is torch._subclasses.fake_tensor.FakeTensor

@@ -78,6 +78,9 @@ class Deadline:
             work = dist.barrier(group, async_op=True)
             assert work is not None
             self.wait(work)
+            # A rank that comes late finds that the others were here, but they may have left since.
+            if self.is_over():
+                raise _OverdueError
 
 
 class _Doing(NamedTuple):

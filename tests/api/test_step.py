@@ -31,10 +31,9 @@ def compiled(target: Target, **options: Any) -> Pipeline:
     ("name", "k", "schedule"),  # tests/distributed has the other pairs
     [
         *((name, 4, "gpipe") for name in ("gpt2", "unet", "sequential")),
-        ("t5", 2, "1f1b"),
         *(
             sweep(name, 2, "1f1b")
-            for name in ("gpt2", "bert", "llama", "unet", "sequential", "resnet50")
+            for name in ("gpt2", "bert", "llama", "t5", "unet", "sequential", "resnet50")
         ),
         *(sweep(name, 4, "gpipe") for name in ("bert", "llama", "t5", "resnet50")),
     ],

@@ -12,6 +12,7 @@ from safetensors.torch import load_model
 from tests.distributed import checkpoint_jobs as jobs
 from tests.distributed.training_jobs import Mixture
 from tests.distributed.workers import Workers
+from tests.sweeps import sweep
 
 UNSPLIT = (0, 1)
 EXACT = 1e-12
@@ -36,7 +37,7 @@ def distance(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> f
     return max((left[name] - right[name]).abs().max().item() for name in left)
 
 
-@pytest.mark.parametrize("layout", [(4, 1), (2, 2), (2, 1), UNSPLIT])
+@pytest.mark.parametrize("layout", [(4, 1), (2, 2), sweep((2, 1)), UNSPLIT])
 def test_a_run_goes_on_bit_for_bit(
     workers: Workers, tmp_path: Path, layout: tuple[int, int]
 ) -> None:

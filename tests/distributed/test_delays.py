@@ -8,9 +8,10 @@ import pytest
 
 from tests.distributed import delay_jobs as jobs
 from tests.distributed.workers import Workers
+from tests.sweeps import sweep
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+@pytest.mark.parametrize("schedule", ["1f1b", sweep("zb-h1")])
 def test_two_hundred_steps_under_random_delays(
     workers: Workers, tmp_path: Path, schedule: str
 ) -> None:

@@ -203,11 +203,12 @@ def hide_fake_tensors(on: bool) -> Iterator[None]:
 
     Libraries look the class up where torch documents it, as `torch._subclasses.FakeTensor`.
     """
-    torch._subclasses.FakeTensor = _HiddenFakeTensor if on else FakeTensor
+    names = vars(torch._subclasses)
+    names["FakeTensor"] = _HiddenFakeTensor if on else FakeTensor
     try:
         yield
     finally:
-        torch._subclasses.FakeTensor = FakeTensor
+        names["FakeTensor"] = FakeTensor
 
 
 @contextlib.contextmanager

@@ -105,7 +105,7 @@ def test_a_cache_is_left_out_of_the_output() -> None:
     model = transformers.GPT2LMHeadModel(config)
     capture, _ = captured(model, input_ids=torch.randint(0, 16, (4, 8)))
     assert capture.outputs.is_tensor.count(True) == 1
-    assert capture.outputs.unflatten([torch.ones(1)])["past_key_values"] is None
+    assert capture.outputs.unflatten([torch.ones(1)]).past_key_values is None
 
 
 def test_parameters_without_a_shape() -> None:

@@ -62,8 +62,7 @@ def _computation(node: fx.Node) -> fx.Graph | None:
         if current in needed:
             continue
         is_call = current.op in ("call_function", "call_method")
-        is_written = any(user.meta.get("mutates") for user in current.users)
-        if not is_call or is_written or current.meta.get("random") or current.meta.get("mutates"):
+        if not is_call or current.meta.get("random") or _is_written(current):
             return None
         needed.add(current)
         stack += current.all_input_nodes
@@ -72,6 +71,20 @@ def _computation(node: fx.Node) -> fx.Graph | None:
         if each in needed:
             copies[each] = graph.node_copy(each, copies.__getitem__)
     return graph
+
+
+def _is_written(node: fx.Node) -> bool:
+    """Whether an operator writes to what `node` returned, or to a view of it."""
+    seen, stack = set[fx.Node](), [node]
+    while stack:
+        current = stack.pop()
+        # A module writes to its own buffers.
+        if current.meta.get("mutates") and current.op != "call_module":
+            return True
+        if current not in seen:
+            seen.add(current)
+            stack += current.users
+    return False
 
 
 def _answer(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import NamedTuple
 from unittest.mock import patch
@@ -114,19 +115,28 @@ def late_for_exchange(what: str) -> Seen:
     pipeline, batch = small_pipeline("1f1b", 2, step_timeout=TIMEOUT)
     if what != "the first agreement":
         pipeline.step(batch)
-    start = time.monotonic()
-    try:
+
+    def exchange() -> None:
         if dist.get_rank():
             time.sleep(TIMEOUT + 1)
         elif what == "the clipping":
             pipeline.clip_grad_norm_(1.0)
         else:
             pipeline.step(batch)
-    except Exception as error:
-        return Seen(type(error).__name__, str(error), time.monotonic() - start)
-    finally:
-        dist.destroy_process_group()
-    return Seen("", "", time.monotonic() - start)
+
+    return _seen_in(exchange)
+
+
+def _seen_in(exchange: Callable[[], object]) -> Seen:
+    """What this rank sees of an exchange to which another one comes too late."""
+    start, error = time.monotonic(), None
+    try:
+        exchange()
+    except Exception as raised:
+        error = raised
+    seconds = time.monotonic() - start
+    dist.destroy_process_group()
+    return Seen("" if error is None else type(error).__name__, str(error), seconds)
 
 
 def late_for_averages() -> Seen:
@@ -149,15 +159,8 @@ def late_for_averages() -> Seen:
         time.sleep(TIMEOUT + 1 if dist.get_rank() else 0)
         add_all(*arguments)
 
-    start = time.monotonic()
-    try:
-        with patch.object(StepStatistics, "add_all", late):
-            pipeline.step(batch)
-    except Exception as error:
-        return Seen(type(error).__name__, str(error), time.monotonic() - start)
-    finally:
-        dist.destroy_process_group()
-    return Seen("", "", time.monotonic() - start)
+    with patch.object(StepStatistics, "add_all", late):
+        return _seen_in(lambda: pipeline.step(batch))
 
 
 def refused_by_one(what: str) -> tuple[str, float]:

@@ -36,6 +36,11 @@ def positions(value: Tensor) -> Tensor:
     return torch.arange(value.shape[1], device=value.device)
 
 
+def with_first(value: Tensor, first: int) -> Tensor:
+    value[:1].fill_(first)
+    return value
+
+
 ANSWERS: dict[str, tuple[Callable[[Tensor], Any], bool]] = {
     "all": (lambda value: (positions(value) >= 0).all(), True),
     "any": (lambda value: (positions(value).diff() != 1).any(), False),
@@ -53,6 +58,7 @@ REFUSED: dict[str, Callable[[Tensor], Any]] = {
     "a shape of an input, filled": lambda value: torch.zeros_like(value).add_(value).any(),
     "chance": lambda value: torch.rand(3).sum() > 1,
     "written": lambda value: positions(value).add_(1).any(),
+    "written by a view": lambda value: with_first(positions(value), 9).max() > 8,
 }
 
 

@@ -1,4 +1,6 @@
-"""The versions of torch that this package was tested with; pyproject.toml has the same range."""
+"""The versions of torch that this package is for, of which the tests run on the one in
+constraints.txt; pyproject.toml has the same range.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,7 @@ SWITCH = "PIPECOMPILE_ANY_TORCH"
 
 
 def check_torch() -> None:
-    """Raise ImportError if the torch that is installed is older or newer than the tested ones.
+    """Raise ImportError if the torch that is installed is older or newer than those.
 
     Captures patch torch where it has no hook, and gradients must stay exact: what nobody has tried
     may be wrong. With PIPECOMPILE_ANY_TORCH in the environment it is tried (`make newest`).

@@ -47,7 +47,7 @@ class Agreement:
         self._watch = watch
         own = torch.tensor([_digest(self._said)], device=device)
         self._all = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
-        self._work = dist.all_gather(self._all, own, group, async_op=True)
+        self._work: dist.Work | None = watch.deadline.start_all_gather(self._all, own, group)
 
     def settle(self) -> None:
         """Wait for what the others say; InputError, on every rank, if one says something else."""

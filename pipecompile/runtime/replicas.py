@@ -56,8 +56,10 @@ class ReplicaSums:
         parameters: Mapping[int, Sequence[Tensor]],
         late: Collection[Tensor],
         group: dist.ProcessGroup | None,
+        deadline: Deadline,
         sharded: ShardedStages | None = None,
     ) -> None:
+        self._deadline = deadline
         self._parameters = parameters
         self._late = late
         self._group = group
@@ -71,11 +73,11 @@ class ReplicaSums:
             self._sharded.reduce(stage)
         self._sum(self._parameters[stage])
 
-    def finish(self, deadline: Deadline) -> None:
+    def finish(self) -> None:
         """Sum what is late, and wait until every gradient is the sum over replicas."""
         self._sum(self._late)
         while self._works:
-            deadline.wait(self._works.pop())
+            self._deadline.wait(self._works.pop())
         while self._buckets:
             flat, gradients = self._buckets.pop()
             # Copied back, because optimizers and users hold the gradients themselves.
@@ -101,6 +103,4 @@ class ReplicaSums:
                 self._start(flat)
 
     def _start(self, tensor: Tensor) -> None:
-        work = dist.all_reduce(tensor, group=self._group, async_op=True)
-        assert work is not None
-        self._works.append(work)
+        self._works.append(self._deadline.start_all_reduce(tensor, self._group))

@@ -20,12 +20,13 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import msgspec
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import AllgatherOptions, AllreduceOptions
 from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
 from pipecompile.errors import PipecompileError, RankFaultError
@@ -39,9 +40,15 @@ BEAT_SECONDS = 0.1
 SETTLING_SECONDS = 1.0  # enough beats to tell a dead rank from one that lives
 EXIT_STATUS = 70
 
+_Options = TypeVar("_Options", AllreduceOptions, AllgatherOptions)
+
 
 class Deadline:
-    """The time that a step may take; without `seconds` it may take for ever."""
+    """The time that a step may take; without `seconds` it may take for ever.
+
+    Collectives that it starts end soon after it by themselves. Else a thread of gloo would wait in
+    them for its own half an hour, and a process cannot end before its threads do.
+    """
 
     def __init__(self, seconds: float | None = None) -> None:
         self._end = None if seconds is None else time.monotonic() + seconds
@@ -56,7 +63,7 @@ class Deadline:
             # Not as long as a timeout of years: torch then keeps the process group's own.
             work.wait()
         else:
-            work.wait(timedelta(seconds=max(0.01, self._end - time.monotonic())))
+            work.wait(timedelta(seconds=self._seconds_left()))
 
     def all_reduce(
         self,
@@ -65,9 +72,25 @@ class Deadline:
         operation: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM,
     ) -> None:
         """Reduce `tensor` over `group` in place, as long as time is left."""
-        work = dist.all_reduce(tensor, operation, group, async_op=True)
-        assert work is not None
-        self.wait(work)
+        self.wait(self.start_all_reduce(tensor, group, operation))
+
+    def start_all_reduce(
+        self,
+        tensor: Tensor,
+        group: dist.ProcessGroup | None,
+        operation: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM,
+    ) -> dist.Work:
+        """Begin to reduce `tensor` over `group` in place."""
+        options = AllreduceOptions()
+        options.reduceOp = operation  # type: ignore[assignment]
+        tensor = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+        return _processes(group).allreduce([tensor], self._limit(options))
+
+    def start_all_gather(
+        self, parts: list[Tensor], own: Tensor, group: dist.ProcessGroup | None
+    ) -> dist.Work:
+        """Begin to fill `parts` with what each rank of `group` has as `own`."""
+        return _processes(group).allgather([parts], [own], self._limit(AllgatherOptions()))
 
     def wait_for(self, group: dist.ProcessGroup | None) -> None:
         """Wait as long as time is left until all ranks of `group` are here.
@@ -75,12 +98,29 @@ class Deadline:
         For exchanges of objects, which end only with the timeout of the process group.
         """
         if self._end is not None:
-            work = dist.barrier(group, async_op=True)
-            assert work is not None
-            self.wait(work)
+            device = torch.device("cuda" if dist.get_backend(group) == "nccl" else "cpu")
+            self.all_reduce(torch.zeros(1, device=device), group)
             # A rank that comes late finds that the others were here, but they may have left since.
             if self.is_over():
                 raise _OverdueError
+
+    def _seconds_left(self) -> float:
+        assert self._end is not None
+        return max(0.01, self._end - time.monotonic())
+
+    def _limit(self, options: _Options) -> _Options:
+        """Return `options` of a collective that ends soon after the deadline."""
+        if self._end is not None:
+            # Later than those that wait for it, which would take its end for an error.
+            options.timeout = timedelta(seconds=self._seconds_left() + SETTLING_SECONDS)
+        return options
+
+
+def _processes(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
+    if group is not None:
+        return group
+    assert dist.group.WORLD is not None
+    return dist.group.WORLD
 
 
 class _Doing(NamedTuple):

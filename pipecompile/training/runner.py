@@ -163,7 +163,7 @@ class Runner:
             # message of the first one.
             sum_tied_gradients(self._ties, self.watch.deadline)
         if sums is not None:
-            sums.finish(self.watch.deadline)
+            sums.finish()
         return result
 
     def evaluate(
@@ -322,7 +322,7 @@ class Runner:
         }
         # Each once, in the same order on every replica.
         late = dict.fromkeys(p for each in parameters.values() for p in each if p in tied)
-        return ReplicaSums(own, list(late), group, sharded)
+        return ReplicaSums(own, list(late), group, self.deadline, sharded)
 
     # -- stages
 

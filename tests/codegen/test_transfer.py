@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from operator import getitem
 from typing import Any
 
 import pytest
@@ -23,8 +24,11 @@ Holders = dict[str, tuple[int, ...]]
 def cut_in(parts: int, found: Capture, call: Arguments) -> tuple[dict[str, int], Holders]:
     """The training graph in parts of as many nodes, and which of them hold what."""
     module = found.instantiate(call)
-    names = [node.name for node in module.graph.nodes if node.op != "get_attr"]
-    assignment = {name: index * parts // len(names) for index, name in enumerate(names)}
+    nodes = [node for node in module.graph.nodes if node.op != "get_attr"]
+    assignment = {node.name: index * parts // len(nodes) for index, node in enumerate(nodes)}
+    for node in nodes:
+        if node.target is getitem:  # only tensors cross a boundary, and no tuple of them
+            assignment[node.name] = assignment[node.args[0].name]
     emit(module, assignment)
     canonical = {
         alias: name for name, aliases in found.aliases.items() for alias in (name, *aliases)

@@ -139,6 +139,15 @@ def _seen_in(exchange: Callable[[], object]) -> Seen:
     return Seen("" if error is None else type(error).__name__, str(error), seconds)
 
 
+def begins_alone() -> Seen:
+    """What rank 0 sees of an exchange that rank 1 never comes to."""
+    pipeline, batch = small_pipeline("1f1b", 2, step_timeout=TIMEOUT)
+    pipeline.step(batch)
+    if dist.get_rank():
+        time.sleep(600)
+    return _seen_in(lambda: pipeline.step(batch))
+
+
 def late_for_averages() -> Seen:
     """What the first of two replicas sees if the other does not come to the averages of norms."""
     model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8))

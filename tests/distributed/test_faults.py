@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import multiprocessing
+import signal
+from collections.abc import Callable
 from itertools import product
 from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import pytest
@@ -68,35 +71,58 @@ def test_all_ranks_name_the_rank_at_fault_in_a_replica(
 def test_a_rank_that_dies_is_named(
     tmp_path: Path, schedule: str, recompute: str, action: str
 ) -> None:
-    culprit, context = int(action[0]), multiprocessing.get_context("spawn")
-    pipes = [context.Pipe() for _ in range(3)]
-    processes = [
+    culprit = int(action[0])
+    processes, pipes = _start(3, tmp_path, jobs.drill, 3, schedule, recompute, action, "kill")
+    for rank, pipe in enumerate(pipes):
+        if rank != culprit:
+            seen = pipe.recv()
+            assert seen.error == "RankFaultError"
+            assert f"rank {culprit} no longer answers" in seen.text
+            assert seen.seconds < WITHIN
+    for rank, process in enumerate(processes):
+        process.join(timeout=20)
+        assert process.exitcode == (-signal.SIGKILL if rank == culprit else 0)
+
+
+def test_a_rank_that_gives_up_can_end_while_another_hangs(tmp_path: Path) -> None:
+    processes, pipes = _start(2, tmp_path, jobs.begins_alone)
+    assert "rank 1 has not begun step 1" in pipes[0].recv().text
+    processes[0].join(timeout=20)
+    assert processes[0].exitcode == 0
+    processes[1].kill()
+
+
+def _start(
+    ranks: int, folder: Path, job: Callable[..., object], *arguments: object
+) -> tuple[list[BaseProcess], list[Connection]]:
+    """Processes of their own for a job that ends some, and the pipe on which each answers."""
+    context = multiprocessing.get_context("spawn")
+    pipes = [context.Pipe() for _ in range(ranks)]
+    processes: list[BaseProcess] = [
         context.Process(
-            target=_die, args=(rank, schedule, recompute, action, str(tmp_path / "store"), theirs)
+            target=_work, args=(rank, ranks, str(folder / "store"), theirs, job, *arguments)
         )
         for rank, (_, theirs) in enumerate(pipes)
     ]
     for process in processes:
         process.start()
-    for rank, (own, _) in enumerate(pipes):
-        if rank != culprit:
-            seen = own.recv()
-            assert seen.error == "RankFaultError"
-            assert f"rank {culprit} no longer answers" in seen.text
-            assert seen.seconds < WITHIN
-    for process in processes:
-        process.join(timeout=20)
+    return processes, [own for own, _ in pipes]
 
 
-def _die(
-    rank: int, schedule: str, recompute: str, action: str, store: str, pipe: Connection
+def _work(
+    rank: int,
+    ranks: int,
+    store: str,
+    pipe: Connection,
+    job: Callable[..., object],
+    *arguments: object,
 ) -> None:
     import torch
     import torch.distributed as dist
 
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", store=dist.FileStore(store, 3), rank=rank, world_size=3)
-    pipe.send(jobs.drill(3, schedule, recompute, action, "kill"))
+    dist.init_process_group("gloo", store=dist.FileStore(store, ranks), rank=rank, world_size=ranks)
+    pipe.send(job(*arguments))
 
 
 def test_a_rank_that_hangs_in_an_evaluation_is_named(workers: Workers, tmp_path: Path) -> None:

@@ -32,7 +32,11 @@ class Workers:
         store = os.path.join(folder, f"store-{self._jobs}")
         for rank, pipe in enumerate(self._pipes[:ranks]):
             pipe.send((rank, ranks, store, job, args, options))
-        results = [pipe.recv() for pipe in self._pipes[:ranks]]
+        try:
+            results = [pipe.recv() for pipe in self._pipes[:ranks]]
+        except BaseException:  # of a timeout too: the next job must not read these answers
+            self._kill()
+            raise
         failures = [f"rank {rank}: {text}" for rank, (ok, text) in enumerate(results) if not ok]
         if failures:
             raise AssertionError("\n".join(failures))
@@ -45,6 +49,11 @@ class Workers:
         process.start()
         self._pipes.append(own)
         self._processes.append(process)
+
+    def _kill(self) -> None:
+        for process in self._processes:
+            process.kill()
+        self._pipes, self._processes = [], []
 
     def close(self) -> None:
         """Ends the processes."""

@@ -5,6 +5,7 @@ pipeline itself.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, Unpack
@@ -22,6 +23,7 @@ from pipecompile.api.soundness import findings
 from pipecompile.api.staleness import check_current
 from pipecompile.cost_models.table import CostFunction
 from pipecompile.errors import InputError, ScheduleError
+from pipecompile.frontend.self_check import restored_state
 from pipecompile.frontend.signature import arguments_of
 from pipecompile.frontend.target import LossFunction, Target
 from pipecompile.frontend.target_capture import Captured, capture_target
@@ -116,7 +118,7 @@ def pipecompile(
         target_batch_dims=target_batch_dims,
     )
     _check_weights(target, weights)
-    with target.precision(), on_meta(model):
+    with target.precision(), on_meta(model), _unchanged(loss_fn):
         if plan is None:
             options = _shared_options(target, k, costs, choices, mesh)
             captured, committed = _new(target, options, links, self_check=self_check)
@@ -143,6 +145,11 @@ def pipecompile(
             shapes=declared,
             parallelize=parallelize,
         )
+
+
+def _unchanged(loss_fn: object) -> AbstractContextManager[object]:
+    """Leave a loss that is a module as it was, whose forward may count or average something."""
+    return restored_state(loss_fn) if isinstance(loss_fn, nn.Module) else nullcontext()
 
 
 def _check_weights(target: Target, weights: str | Path | None) -> None:

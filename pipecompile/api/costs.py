@@ -13,6 +13,7 @@ import msgspec
 import torch
 from msgspec.structs import replace
 from torch import Tensor, fx
+from torch._subclasses.fake_tensor import FakeTensor
 
 from pipecompile.api.choices import unknown_costs
 from pipecompile.api.measurement_conditions import conditions_of
@@ -27,6 +28,7 @@ from pipecompile.errors import FormatError, InputError
 from pipecompile.frontend.captured_graph import Capture
 from pipecompile.frontend.target import Target
 from pipecompile.frontend.target_capture import Captured
+from pipecompile.frontend.torch_patches import silence_torch
 from pipecompile.graph.recomputability import copied_bytes, recompute_limits
 from pipecompile.ir.graph import CostGraph
 from pipecompile.profiling.profile import profile
@@ -200,7 +202,7 @@ def loss_of(
     """Return the loss of a microbatch as a function of flat outputs and target tensors, and these
     tensors.
 
-    It is None without a target.
+    It is None without a target, and where the loss reads values, which a profile does not have.
     """
     if target.loss_fn is None or target.targets is None:
         return None, []
@@ -214,7 +216,35 @@ def loss_of(
         )
         return target.trained_by(captured.capture.outputs.unflatten(outputs), tree)
 
-    return loss, [target.on_device(leaf) for leaf in leaves if isinstance(leaf, Tensor)]
+    targets = [target.on_device(leaf) for leaf in leaves if isinstance(leaf, Tensor)]
+    failure = _failure_without_values(loss, targets, captured.module)
+    if failure is not None:
+        logger.warning(
+            "costs leave out the loss, since loss_fn does not run on tensors without values: %s: "
+            "%s; what it takes on the last stage comes on top",
+            *(type(failure).__name__, str(failure).partition("\n")[0]),
+        )
+        return None, []
+    return loss, targets
+
+
+def _failure_without_values(
+    loss: Loss, targets: Sequence[Tensor], module: fx.GraphModule
+) -> Exception | None:
+    """Return what `loss` raises on fake tensors in place of the outputs; None if it runs."""
+    (output,) = (node for node in module.graph.nodes if node.op == "output")
+    values = [node.meta["val"] for node in output.all_input_nodes]
+    mode = next((each.fake_mode for each in values if isinstance(each, FakeTensor)), None)
+    if mode is None:
+        return None
+    # In the order of the outputs, of which one may be there twice.
+    outputs = fx.map_arg(output.args[0], lambda node: node.meta["val"])
+    try:
+        with silence_torch(), mode:
+            loss(outputs, [mode.from_tensor(each, static_shapes=True) for each in targets])
+    except Exception as error:
+        return error
+    return None
 
 
 def _canonical(costs: CostGraph, captured: Capture) -> CostGraph:

@@ -37,6 +37,7 @@ from pipecompile.frontend.recorder import RecordingOptions
 from pipecompile.frontend.refusals import UnsupportedError
 from pipecompile.frontend.signature import Arguments
 from pipecompile.graph.attributes import ModuleAttributes
+from pipecompile.graph.keyword_names import print_keywords_legally
 from pipecompile.graph.model_state import has_values, named_state
 
 __all__ = ["capture", "captures"]
@@ -101,6 +102,7 @@ def captures(model: nn.Module, call: Arguments, leaf: Sequence[str] = ()) -> Ite
     Each is captured when the caller needs it. CaptureError if there is none.
     """
     _refuse_unfit(model)
+    print_keywords_legally()
     leaves, recapture = leaf_paths(model, leaf), partial(capture, model, leaf=leaf)
     model_has_values = all(has_values(tensor) for _, tensor in named_state(model))
     answers: ProbedAnswers | None = None

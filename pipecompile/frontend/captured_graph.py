@@ -202,11 +202,16 @@ def _propagate(module: fx.GraphModule, inputs: Sequence[Tensor]) -> None:
 def batch_size(tensors: Sequence[Tensor]) -> int:
     """Return the size of dimension 0 of all tensors that have one; InputError if they disagree."""
     sizes = {tensor.shape[0] for tensor in tensors if tensor.dim()}
+    if not tensors:
+        raise InputError(
+            "the sample input has no tensor; give tensors, with the batch as dimension 0 (an array "
+            "of numpy by torch.from_numpy)"
+        )
     if len(sizes) != 1:
         shapes = ", ".join(str(tuple(tensor.shape)) for tensor in tensors)
         raise InputError(
             "dimension 0 of every input is the batch, but the inputs have shapes "
-            f"{shapes or 'none'}"
+            f"{shapes}"
         )
     return sizes.pop()
 

@@ -56,11 +56,15 @@ class ModelFailsError(CaptureError):
 
 @dataclass(frozen=True)
 class _TrainingStep:
-    """All that a training step leaves, by name; `buffers` hold written parameters too."""
+    """All that a training step leaves, by name; `buffers` hold written parameters too.
+
+    `draws_in_backward` says whether its backward drew random numbers.
+    """
 
     outputs: dict[str, Tensor]
     gradients: dict[str, Tensor]
     buffers: dict[str, Tensor]
+    draws_in_backward: bool
 
 
 @dataclass(frozen=True)
@@ -247,6 +251,11 @@ def _original_step(model: nn.Module, call: Arguments) -> _TrainingStep:
             "closure), and now those of its recording; keep them in buffers, and build the "
             "model again"
         )
+    if step.draws_in_backward:
+        raise CaptureError(
+            "the backward of the model draws random numbers, which would depend on the cut and on "
+            "the schedule; draw them in the forward, and save them for the backward"
+        )
     return step
 
 
@@ -315,6 +324,7 @@ def _training_steps(
             waiting.append(tensor_leaves(run()))
             while waiting and (not in_flight or index == count - 1):
                 outputs = waiting.pop(0)
+                before_backward = _random_state(model)
                 gradients = _gradients(outputs, [parameter for _, parameter in trainable])
                 named = zip(trainable, gradients, strict=True)
                 steps.append(
@@ -322,6 +332,7 @@ def _training_steps(
                         outputs={f"output {i}": v.detach() for i, v in enumerate(outputs)},
                         gradients={name: g for (name, _), g in named if g is not None},
                         buffers={},
+                        draws_in_backward=not torch.equal(_random_state(model), before_backward),
                     )
                 )
         written = (
@@ -330,6 +341,12 @@ def _training_steps(
         state = (*model.named_buffers(), *written)
         steps[-1].buffers.update((name, value.detach().clone()) for name, value in state)
     return steps
+
+
+def _random_state(model: nn.Module) -> Tensor:
+    """Return the states of the generators of the CPU and of the model's GPUs together."""
+    states = [torch.cuda.get_rng_state(device) for device in cuda_devices(model)]
+    return torch.cat([torch.get_rng_state(), *states])
 
 
 def _gradients(outputs: Sequence[Tensor], parameters: Sequence[Tensor]) -> Sequence[Tensor | None]:

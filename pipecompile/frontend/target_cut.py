@@ -54,7 +54,14 @@ def cut_targets(targets: Any, sizes: Sequence[int], dims: Any = None) -> list[An
 
 def _batch_dimension(path: str, leaf: Any, samples: int) -> int | None:
     """Return 0 if that is the batch's, None for what has no dimensions; else InputError."""
-    if not isinstance(leaf, Tensor) or not leaf.dim():
+    if not isinstance(leaf, Tensor):
+        if getattr(leaf, "shape", ()):
+            raise InputError(
+                f"the target{path} is a {type(leaf).__module__}.{type(leaf).__name__} of shape "
+                f"{tuple(leaf.shape)}; give a tensor (torch.from_numpy), which can be cut"
+            )
+        return None
+    if not leaf.dim():
         return None
     if leaf.shape[0] == samples:
         return 0

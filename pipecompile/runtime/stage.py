@@ -290,13 +290,15 @@ def _refuse_trained_by_loss(loss: Tensor, number: int, outputs: Sequence[Tensor]
 
 def _checked_scalar(loss: Any) -> Tensor:
     """Return `loss`, or raise InputError if it is not a scalar tensor."""
-    if isinstance(loss, Tensor) and not loss.dim():
+    if isinstance(loss, Tensor) and not loss.dim() and not loss.is_complex():
         return loss
     returned = f"a {type(loss).__name__}"
-    if isinstance(loss, Tensor):
+    if isinstance(loss, Tensor) and not loss.dim():
+        returned = f"a tensor of type {loss.dtype}"
+    elif isinstance(loss, Tensor):
         returned = f"a tensor of shape {tuple(loss.shape)}"
     raise InputError(
-        f"the loss function returned {returned}, but it must be a scalar tensor, for example its "
+        f"the loss function returned {returned}, but it must be a real scalar tensor, such as its "
         "mean, or a tuple of that and of what else you want"
     )
 

@@ -78,6 +78,7 @@ class Pipeline(HeldModel):
         self.seed = seed
         # Random nodes draw from it too: set it when training resumes from a checkpoint.
         self.steps = 0
+        self._evaluations = 0
         super().__init__(target.model, LocalShare(plan, RankPlace.of(plan.ranks, mesh)))
         refuse_parallelize(parallelize, self._share)
         check_links(plan, self._share.place)
@@ -240,7 +241,10 @@ class Pipeline(HeldModel):
                 program = self._programs.in_eval_mode(cut.shape)
                 program.check_unchanged()
                 remainder = self._programs.for_remainder(program, sizes.remainder, cut.shape)
-            minibatch = Minibatch(cut.rows, self._data.targets(sizes, target), self.seed, 0)
+            # Numbers that no step has: each evaluation draws others, and none that a step draws.
+            self._evaluations += 1
+            targets = self._data.targets(sizes, target)
+            minibatch = Minibatch(cut.rows, targets, self.seed, -self._evaluations)
         # An evaluation of many samples may take as long as steps with all of them.
         steps = -(-len(cut.rows) // self.plan.microbatches)
         watched = self._watched(name, steps)

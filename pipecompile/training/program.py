@@ -120,7 +120,7 @@ class Program:
         self._items = AttributeItems(model)
         self._settings = dict(_settings(self.captured))
         self._named_parameters = list(model.named_parameters())
-        self._trainable = [parameter.requires_grad for _, parameter in self._named_parameters]
+        self._trained_as = [_trained_as(parameter) for _, parameter in self._named_parameters]
 
     def check_unchanged(self) -> None:
         """Raise InputError if the model, or the autocast around it, is not as it was when the graph
@@ -142,13 +142,13 @@ class Program:
         # Objects are compared first, in one pass, since a small step takes only a millisecond.
         if not self._items.are_the_same():
             self._check_settings()
-        pairs = zip(self._named_parameters, self._trainable, strict=True)
-        changed = [name for (name, p), flag in pairs if p.requires_grad != flag]
-        if changed:
-            raise InputError(
-                f"requires_grad of {changed[0]} changed since the model was compiled; compile it "
-                "again"
-            )
+        pairs = zip(self._named_parameters, self._trained_as, strict=True)
+        for (name, parameter), (flag, dtype) in pairs:
+            if _trained_as(parameter) != (flag, dtype):
+                what = "requires_grad" if parameter.requires_grad != flag else "the type"
+                raise InputError(
+                    f"{what} of {name} changed since the model was compiled; compile it again"
+                )
 
     def refuse_hooks(self) -> None:
         """Raise InputError for hooks on parameters that would run too often, or on parts of a sum.
@@ -351,6 +351,10 @@ class Programs:
     def _planned_graph(self) -> fx.Graph:
         """The planned graph before it was cut: the nodes that the plan names, in order."""
         return self.planned.captured.graph
+
+
+def _trained_as(parameter: nn.Parameter) -> tuple[bool, torch.dtype]:
+    return parameter.requires_grad, parameter.dtype
 
 
 def _modes_of(model: nn.Module) -> frozenset[str]:

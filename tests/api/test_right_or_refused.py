@@ -308,3 +308,95 @@ def test_a_number_of_a_tensor_that_changes_is_refused(
 def test_a_number_of_what_is_computed_from_a_tensor_is_refused_at_once() -> None:
     with pytest.raises(CaptureError, match="reads a number out of a tensor"):
         run_with(Scaled(NUMBERS["item of a view"]), nn.functional.mse_loss)
+
+
+class KeywordNames(nn.Module):
+    """Its modules and parameters have names that Python's grammar keeps for itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.by_name = nn.ModuleDict({n: nn.Linear(WIDTH, WIDTH) for n in ("class", "in", "a-b")})
+        self.register_parameter("import", nn.Parameter(torch.ones(WIDTH)))
+        self.register_buffer("not", torch.full((WIDTH,), 2.0))
+        self.add_module("0", nn.LayerNorm(WIDTH))
+
+    def forward(self, value: Tensor) -> Tensor:
+        """A value of shape (N, WIDTH) to the same shape."""
+        for layer in self.by_name.values():
+            value = layer(value).tanh()
+        return getattr(self, "0")(value * getattr(self, "import")) + getattr(self, "not")
+
+
+@pytest.mark.parametrize("k", [1, 2, 3])
+def test_names_that_are_keywords_of_python(k: int) -> None:
+    steps_alike(KeywordNames(), BATCHES, k=k)
+
+
+class NoisyGradient(torch.autograd.Function):
+    """Adds noise to the gradient, by one of many ways to draw."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, draw: Callable[[Tensor], Tensor]) -> Tensor:
+        ctx.draw = draw
+        return value * 2
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient + ctx.draw(gradient), None
+
+
+class Noisy(nn.Module):
+    """Draws in its backward."""
+
+    def __init__(self, draw: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.draw = draw
+
+    def forward(self, value: Tensor) -> Tensor:
+        """A value of shape (N, WIDTH) to the same shape."""
+        return NoisyGradient.apply(value, self.draw)
+
+
+@pytest.mark.parametrize(
+    "draw",
+    [
+        torch.randn_like,
+        torch.nn.functional.dropout,
+        torch.bernoulli,
+        lambda gradient: gradient * torch.rand(()),
+        lambda gradient: gradient[torch.randperm(len(gradient))],
+        lambda gradient: torch.empty_like(gradient).uniform_(),
+    ],
+    ids=["randn_like", "dropout", "bernoulli", "rand", "randperm", "uniform_"],
+)
+def test_a_backward_that_draws_is_refused(draw: Callable[[Tensor], Tensor]) -> None:
+    if draw is torch.bernoulli:
+        model = between(Noisy(lambda gradient: torch.bernoulli(gradient.sigmoid())))
+    else:
+        model = between(Noisy(draw))
+    with pytest.raises(CaptureError, match="the backward of the model draws random numbers"):
+        pipecompile(model, X, k=2, costs="flops")
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_a_type_that_changes_is_refused(dtype: torch.dtype) -> None:
+    model = between(nn.Linear(WIDTH, WIDTH))
+    pipeline = pipecompile(model, X, k=2, costs="flops", loss_fn=nn.functional.mse_loss)
+    model[2].to(dtype)
+    with pytest.raises(InputError, match=r"the type of 2\.weight changed since"):
+        pipeline.step(X, X)
+
+
+class Noise(nn.Module):
+    """Adds noise in both modes."""
+
+    def forward(self, value: Tensor) -> Tensor:
+        """A value of shape (N, WIDTH) to the same shape."""
+        return value + torch.randn_like(value)
+
+
+def test_each_evaluation_has_noise_of_its_own() -> None:
+    pipeline = pipecompile(between(Noise()), X, k=2, costs="flops", loss_fn=nn.functional.mse_loss)
+    first, second = pipeline.evaluate(X), pipeline.evaluate(X)
+    assert not torch.equal(first, second)

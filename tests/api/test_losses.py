@@ -1,0 +1,102 @@
+"""Loss functions of many kinds: they train as in a plain loop, or are refused in one line."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from torch import Tensor, nn
+from traps import WIDTH
+
+from pipecompile import InputError, pipecompile
+
+X, Y = (torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(s)) for s in range(2))
+
+
+def layers() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
+
+
+def square(output: Tensor, target: Tensor) -> Tensor:
+    return (output - target).square().mean()
+
+
+READS_VALUES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "item": lambda o, t: square(o, t) * (2.0 if o.detach().mean().item() > 0 else 3.0),
+    "float": lambda o, t: square(o, t) * float(o.detach().abs().max()),
+    "a branch": lambda o, t: square(o, t) if (t > 9).any() else o.abs().mean(),
+    "a selection": lambda o, t: (o - t)[t > 0].square().mean(),
+    "nonzero": lambda o, t: o[t[:, 0].nonzero()[:, 0]].square().mean(),
+    "numpy": lambda o, t: square(o, t) * float(numpy.abs(o.detach().numpy()).max()),
+    "a list": lambda o, t: square(o, t) * max(o.detach().flatten().tolist()),
+}
+
+
+@pytest.mark.parametrize("name", READS_VALUES)
+def test_a_loss_that_reads_values_trains_and_is_not_counted(
+    name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    loss_fn, model = READS_VALUES[name], layers()
+    options: dict[str, Any] = {"k": 2, "microbatches": 2, "costs": "flops", "loss_fn": loss_fn}
+    pipeline = pipecompile(model, X, sample_target=Y, **options)
+    assert "costs leave out the loss" in caplog.text
+    loss = pipeline.step(X, Y)
+    unsplit = layers()
+    losses = [loss_fn(unsplit(x), y) for x, y in zip(X.chunk(2), Y.chunk(2), strict=True)]
+    assert torch.equal(loss, torch.stack(losses).mean())
+    for each in losses:
+        (each / 2).backward()
+    gradients = [parameter.grad for parameter in unsplit.parameters()]
+    for parameter, expected in zip(model.parameters(), gradients, strict=True):
+        assert expected is not None and torch.equal(parameter.grad, expected)
+
+
+class Counting(nn.Module):
+    """A loss that counts its calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, output: Tensor, target: Tensor) -> Tensor:
+        """Two tensors of shape (N, WIDTH) to a scalar."""
+        self.calls += 1
+        return square(output, target)
+
+
+@pytest.mark.parametrize("costs", ["flops", "measured"])
+def test_a_compile_leaves_a_loss_as_it_was(costs: str) -> None:
+    loss_fn = Counting()
+    pipeline = pipecompile(
+        layers(), X, k=2, microbatches=4, costs=costs, loss_fn=loss_fn, sample_target=Y
+    )
+    assert not loss_fn.calls
+    pipeline.step(X, Y)
+    assert loss_fn.calls == 4
+
+
+@pytest.mark.parametrize(
+    ("loss_fn", "target", "words"),
+    [
+        (lambda o, _: o.to(torch.complex64).sum(), Y, "a tensor of type torch.complex64"),
+        (lambda o, _: o.sum().reshape(1), Y, r"a tensor of shape \(1,\)"),
+        (lambda o, _: o.sum().item(), Y, "a float"),
+        (lambda o, _: {"loss": o.sum()}, Y, "a dict"),
+        (lambda o, _: None, Y, "a NoneType"),
+        (lambda o, _: o.detach().sum(), Y, "the loss carries no gradient"),
+        (square, Y.numpy(), r"the target is a numpy.ndarray of shape \(8, 8\)"),
+        (square, {"y": Y.numpy()}, r"the target\['y'\] is a numpy.ndarray"),
+        (square, Y[:1], r"the target is of shape \(1, 8\), but the batch has 8 samples"),
+        (square, [*Y], "the target is a list of 8"),
+    ],
+)
+def test_what_is_no_loss_or_target_is_refused(
+    loss_fn: Callable[..., Any], target: Any, words: str
+) -> None:
+    pipeline = pipecompile(layers(), X, k=2, costs="flops", loss_fn=loss_fn)
+    with pytest.raises(InputError, match=words):
+        pipeline.step(X, target)

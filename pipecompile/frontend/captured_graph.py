@@ -210,8 +210,7 @@ def batch_size(tensors: Sequence[Tensor]) -> int:
     if len(sizes) != 1:
         shapes = ", ".join(str(tuple(tensor.shape)) for tensor in tensors)
         raise InputError(
-            "dimension 0 of every input is the batch, but the inputs have shapes "
-            f"{shapes}"
+            f"dimension 0 of every input is the batch, but the inputs have shapes {shapes}"
         )
     return sizes.pop()
 

@@ -18,7 +18,7 @@ __all__ = ["print_keywords_legally"]
 
 def print_keywords_legally() -> None:
     """Let fx print names of attributes that are keywords as strings, from now on."""
-    fx_graph._format_target = _format_target  # type: ignore[assignment]
+    fx_graph._format_target = _format_target
 
 
 def _format_target(base: str, target: str) -> str:

@@ -42,7 +42,7 @@ class RankState(Value, frozen=True, kw_only=True):
 
     `begun` is how many steps and evaluations it has begun, and `name` the last one's. `peer` is the
     global rank that it waits for. A rank that is `failed` has an `error` of its own; one that is
-    `lost` could not reach another rank in time.
+    `lost` could not reach another rank in time, and has torch's error about that.
     """
 
     begun: int = 0
@@ -74,7 +74,11 @@ def verdict(states: Mapping[int, RankState], silent: Collection[int]) -> str:
         if rank not in culprits and state.phase in ("waiting", "lost")
     ]
     if not culprits:
-        return "; ".join(["the ranks wait for each other", *waiting])
+        # Then an error that looked like that of an exchange may be this rank's own.
+        errors = [
+            f"rank {rank}: {each.error}" for rank, each in sorted(states.items()) if each.error
+        ]
+        return "; ".join(["the ranks wait for each other", *waiting, *errors])
     return "; ".join([*culprits.values(), *waiting])
 
 

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from pipecompile.ir.schedule import Action, Kind
 from pipecompile.runtime.agreement import Agreement
+from pipecompile.runtime.missing_gradients import MissingGradients
 from pipecompile.runtime.watch import Deadline
 
 __all__ = ["Boundaries", "BoundaryShape", "Messages"]
@@ -73,6 +74,8 @@ class Messages:
         self._group = group
         self._remainder: tuple[int, Boundaries] | None = None
         self._buffers: dict[Action, Values] = {}
+        self._flags: dict[Action, Tensor] = {}
+        self._missing = MissingGradients()
         self._receiving: dict[Action, list[dist.Work]] = {}
         self._sending: list[dist.Work] = []
         self._deadline = Deadline()
@@ -84,33 +87,70 @@ class Messages:
         # Values come through the boundary before a stage, gradients through that behind it.
         boundary = self._boundaries_of(action)[action.stage + (not is_forward)]
         # The table holds the buffers while something may be written to them.
+        expected = [is_forward or shape.has_gradient for shape in boundary]
+        if not is_forward:
+            expected = self._expected_gradients(action.stage + 1, expected)
         self._buffers[action] = tuple(
-            shape.buffer(self._device) if is_forward or shape.has_gradient else None
-            for shape in boundary
+            shape.buffer(self._device) if is_expected else None
+            for shape, is_expected in zip(boundary, expected, strict=True)
         )
+        received = [*self._buffers[action]]
+        if not is_forward and self._tells(action.stage + 1, expected):
+            flags = torch.empty(len(boundary), dtype=torch.bool, device=self._device)
+            self._flags[action] = flags
+            received.append(flags)
         peer = self._peers[action.stage - 1 if is_forward else action.stage + 1]
         # The whole message is one batch, so that its tensors cannot overtake each other.
-        self._receiving[action] = self._start(dist.irecv, self._buffers[action], peer)
+        self._receiving[action] = self._start(dist.irecv, received, peer)
 
     def wait(self, action: Action) -> Values:
         """Return what the receive of `action` has brought, once it is there."""
         for work in self._receiving.pop(action):
             self._deadline.wait(work)
-        return self._buffers.pop(action)
+        values = self._buffers.pop(action)
+        if action not in self._flags:
+            return values
+        flags = tuple(self._flags.pop(action).tolist())
+        self._missing.note(action.stage + 1, flags)
+        return tuple(None if is_missing else v for v, is_missing in zip(values, flags, strict=True))
 
     def send(self, action: Action, values: Sequence[Tensor | None]) -> None:
-        """Begin to send `values`; a gradient that is missing but expected is sent as zeros."""
+        """Begin to send `values`."""
         if action.kind is Kind.SEND_FORWARD:
-            peer, sent = self._peers[action.stage + 1], list(values)
+            peer, sent = self._peers[action.stage + 1], [*values]
         else:
-            peer = self._peers[action.stage - 1]
-            pairs = zip(values, self._boundaries_of(action)[action.stage], strict=True)
-            sent = [
-                shape.zeros(self._device) if value is None else value
-                for value, shape in pairs
-                if shape.has_gradient
-            ]
-        self._sending += self._start(dist.isend, sent, peer)
+            peer, sent = self._peers[action.stage - 1], self._gradients_to_send(action, values)
+        # What is sent are bytes, without the bits that say "conjugate" and "negative".
+        plain = [None if each is None else each.resolve_conj().resolve_neg() for each in sent]
+        self._sending += self._start(dist.isend, plain, peer)
+
+    def _gradients_to_send(
+        self, action: Action, values: Sequence[Tensor | None]
+    ) -> list[Tensor | None]:
+        """Return a message of gradients; while it tells what is missing, that is sent as zeros."""
+        shapes = self._boundaries_of(action)[action.stage]
+        expected = [shape.has_gradient for shape in shapes]
+        flags = tuple(value is None for value in values)
+        if not self._tells(action.stage, expected):
+            if any(expected):
+                self._missing.check(action.stage, flags)
+            return [*values]
+        self._missing.note(action.stage, flags)
+        sent: list[Tensor | None] = [
+            shape.zeros(self._device) if value is None and shape.has_gradient else value
+            for value, shape in zip(values, shapes, strict=True)
+        ]
+        return [*sent, torch.tensor(flags, device=self._device)]
+
+    def _expected_gradients(self, stage: int, expected: list[bool]) -> list[bool]:
+        missing = self._missing.of(stage)
+        if missing is None:
+            return expected
+        return [each and not left_out for each, left_out in zip(expected, missing, strict=True)]
+
+    def _tells(self, stage: int, expected: Sequence[bool]) -> bool:
+        """Whether a message of gradients from `stage` tells which are missing."""
+        return self._missing.of(stage) is None and any(expected)
 
     def begin(
         self,
@@ -129,6 +169,8 @@ class Messages:
         # Operations go before the memory that they write to.
         self._receiving.clear()
         self._buffers.clear()
+        self._flags.clear()
+        self._missing.begin_step()
         self._sending.clear()
 
     def finish(self) -> None:
@@ -136,6 +178,7 @@ class Messages:
         self._agree()
         while self._sending:
             self._deadline.wait(self._sending.pop())
+        self._missing.end_step()
 
     def _agree(self) -> None:
         if self._agreement is not None:

@@ -209,6 +209,7 @@ class StepWatch:
             if self._is_of_another(error):
                 # A rank that was late itself has been given up by the others.
                 is_late = self._now.phase == "computing" and self.deadline.is_over()
+                self._error = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
                 self._now = self._now._replace(phase="computing" if is_late else "lost")
                 raise self._fault(beating) from error
             self._fail(f"{type(error).__name__}: {error}")

@@ -39,6 +39,7 @@ from pipecompile.training.parallel_stages import Parallelize, refuse_parallelize
 from pipecompile.training.program import DeclaredShape, Program, Programs
 from pipecompile.training.run_conditions import (
     check_links,
+    refuse_shared_memory,
     warn_of_averages,
     warn_of_other_replicas,
     warn_of_other_shards,
@@ -86,6 +87,8 @@ class Pipeline(HeldModel):
         self._target = target
         warn_of_averages(plan, target.model, self._share.place)
         self._programs = Programs(plan, captured, target, self._share, self_check=self_check)
+        if self._share.is_distributed:
+            refuse_shared_memory(plan, target.model, self._programs.planned.ties)
         was_on_meta = lacks_values(target.model)
         if was_on_meta:
             self._allocate()

@@ -3,19 +3,29 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
-from itertools import chain
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from itertools import chain, combinations
 
-from torch import nn
+from torch import Tensor, nn
 
 from pipecompile.errors import InputError
+from pipecompile.graph.model_state import named_state
+from pipecompile.graph.storages import storage_key
+from pipecompile.graph.ties import Tie
 from pipecompile.ir.plan import Plan
 from pipecompile.ir.plurals import counted
 from pipecompile.runtime import world
 from pipecompile.runtime.place import RankPlace
 from pipecompile.runtime.shards import local_part, rows_of
 
-__all__ = ["check_links", "warn_of_averages", "warn_of_other_replicas", "warn_of_other_shards"]
+__all__ = [
+    "check_links",
+    "refuse_shared_memory",
+    "warn_of_averages",
+    "warn_of_other_replicas",
+    "warn_of_other_shards",
+]
 
 logger = logging.getLogger("pipecompile.training")
 
@@ -30,6 +40,45 @@ def check_links(plan: Plan, place: RankPlace) -> None:
             f'init_device_mesh(…, (n, {plan.ranks}), mesh_dim_names=("dp", "pp")), or give one '
             "bandwidth and latency for all"
         )
+
+
+def refuse_shared_memory(plan: Plan, model: nn.Module, ties: Mapping[str, Tie]) -> None:
+    """Raise InputError if two tensors of the model lie in the same memory, but on other ranks.
+
+    In one process an update of a parameter changes a buffer that is a view of it; other ranks would
+    keep the old values. One tensor under several names is a tie, and no matter of this.
+    """
+    by_storage = defaultdict[int, list[str]](list)
+    state = dict(named_state(model))
+    for name in ties:
+        by_storage[storage_key(state[name])].append(name)
+    for one, other in chain.from_iterable(combinations(each, 2) for each in by_storage.values()):
+        ranks, others = (
+            sorted({plan.schedule.placement[stage] for stage in ties[name].stages})
+            for name in (one, other)
+        )
+        if ranks != others and _overlap(state[one], state[other]):
+            raise InputError(
+                f"{one} and {other} are tensors in the same memory, but on ranks {ranks} and "
+                f"{others}, where a change of one would not reach the other; make them one "
+                "parameter under two names, compute one from the other in the forward, or keep "
+                "them together with no_split="
+            )
+
+
+def _overlap(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors of one storage have bytes in common, if they had no gaps."""
+    (begin, end), (other_begin, other_end) = map(_bytes_of, (one, other))
+    return begin < other_end and other_begin < end
+
+
+def _bytes_of(tensor: Tensor) -> tuple[int, int]:
+    begin = tensor.storage_offset()
+    pairs = zip(tensor.shape, tensor.stride(), strict=True)
+    end = (
+        begin + 1 + sum((size - 1) * stride for size, stride in pairs) if tensor.numel() else begin
+    )
+    return int(begin) * tensor.element_size(), int(end) * tensor.element_size()
 
 
 def warn_of_other_replicas(plan: Plan, place: RankPlace) -> None:

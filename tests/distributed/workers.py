@@ -71,9 +71,10 @@ def _work(pipe: Connection) -> None:
         rank, ranks, store, job, args, options = message
         try:
             with _group(rank, ranks, store):
-                pipe.send((True, job(*args, **options)))
+                answer = True, job(*args, **options)
         except BaseException:
-            pipe.send((False, traceback.format_exc()))
+            answer = False, traceback.format_exc()
+        pipe.send(answer)
 
 
 @contextmanager

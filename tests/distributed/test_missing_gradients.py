@@ -1,0 +1,187 @@
+"""Messages over ranks: gradients that are missing, conjugate tensors, and memory that is shared."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from pipecompile import InputError, pipecompile
+from tests.distributed.workers import Workers
+
+WIDTH = 8
+BATCHES = [torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(s)) for s in range(3)]
+
+
+class Layers(nn.Module):
+    """Four layers of the same size."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second, self.third, self.last = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
+
+
+class Unread(Layers):
+    """The loss does not read what its first layer gives, which crosses all boundaries."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """A tensor of shape (N, WIDTH) to two of them."""
+        unread = self.first(x)
+        return self.last(self.third(self.second(x)).tanh()), unread.tanh()
+
+
+class HalfRead(Layers):
+    """Only the last half of a minibatch leads to the loss by its first layer."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """A tensor of shape (N, WIDTH) to two of them."""
+        sometimes = self.first(x)
+        return self.last(self.third(self.second(x)).tanh()), sometimes.tanh()
+
+
+class Conjugate(Layers):
+    """A complex tensor crosses a boundary, and back, with the bit that says it is conjugate."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        """A tensor of shape (N, WIDTH) to one like it."""
+        waves = torch.fft.fft(self.second(self.first(x))).conj()
+        return (self.last(self.third(waves.real) + waves.imag),)
+
+
+class Negative(Layers):
+    """The imaginary part of a conjugate tensor has a bit that says it is negative."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        """A tensor of shape (N, WIDTH) to one like it."""
+        part = torch.fft.fft(self.second(self.first(x))).conj().imag
+        return (self.last(self.third(part) * part),)
+
+
+def first_of(output: tuple[Tensor, ...], _: object) -> Tensor:
+    return output[0].square().mean()
+
+
+def both_later(output: tuple[Tensor, Tensor], target: Tensor) -> Tensor:
+    """The mean squares of the first output, and where the targets are 1 those of the second."""
+    loss = output[0].square().mean()
+    return loss + output[1].square().mean() if target.all() else loss
+
+
+def steps_with(
+    kind: type[Layers], loss_fn: Callable[..., Tensor], targets: Tensor, schedule: str
+) -> list[str]:
+    """The parameters whose gradients differ from the loop's, after each of three steps of AdamW."""
+    model, unsplit = kind(), kind()
+    pipeline = pipecompile(
+        model,
+        BATCHES[0],
+        k=dist.get_world_size(),
+        microbatches=2,
+        loss_fn=loss_fn,
+        costs="flops",
+        schedule=schedule,  # type: ignore[arg-type]
+        self_check=False,
+    )
+    own, whole = (torch.optim.AdamW(m.parameters(), lr=0.1) for m in (pipeline, unsplit))
+    different: list[str] = []
+    for batch in BATCHES:
+        pipeline.zero_grad(), whole.zero_grad()
+        pipeline.step(batch, targets)
+        for rows, wanted in zip(batch.chunk(2), targets.chunk(2), strict=True):
+            (loss_fn(unsplit(rows), wanted) / 2).backward()
+        own.step(), whole.step()
+        expected = dict(unsplit.named_parameters())
+        for name, parameter in pipeline.named_parameters():
+            there = expected[name].grad
+            same_gradient = (parameter.grad is None) == (there is None)
+            if not (same_gradient and torch.equal(parameter, expected[name])):
+                different.append(name)
+    return different
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+@pytest.mark.parametrize(
+    ("kind", "loss_fn", "read"),
+    [
+        (Unread, first_of, (1, 1)),
+        (HalfRead, both_later, (0, 1)),
+        (HalfRead, both_later, (0, 0)),
+        (HalfRead, both_later, (1, 1)),
+        (Conjugate, first_of, (1, 1)),
+        (Negative, first_of, (1, 1)),
+    ],
+)
+def test_steps_over_ranks_leave_the_gradients_of_the_loop(
+    workers: Workers,
+    tmp_path: Path,
+    kind: type[Layers],
+    loss_fn: Callable[..., Tensor],
+    read: tuple[int, int],
+    schedule: str,
+) -> None:
+    targets = torch.tensor(read).repeat_interleave(4)
+    assert workers.run(3, steps_with, kind, loss_fn, targets, schedule, folder=str(tmp_path)) == [
+        [],
+        [],
+        [],
+    ]
+
+
+def changed_pattern() -> str:
+    """What this rank says if a gradient is missing in a later step that was there in the first."""
+    pipeline = pipecompile(
+        HalfRead(),
+        BATCHES[0],
+        k=2,
+        microbatches=2,
+        loss_fn=both_later,
+        costs="flops",
+        self_check=False,
+        step_timeout=2,
+    )
+    pipeline.step(BATCHES[0], torch.ones(8))
+    try:
+        pipeline.step(BATCHES[0], torch.zeros(8))
+    except Exception as error:
+        dist.destroy_process_group()
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def test_a_gradient_that_is_missing_later_is_refused(workers: Workers, tmp_path: Path) -> None:
+    first, last = workers.run(2, changed_pattern, folder=str(tmp_path))
+    text = "before stage 1 was there in the first step, and is missing now"
+    assert first.startswith("RankFaultError: rank 1 failed in 1SEND_B0") and text in first
+    assert last.startswith("InputError: the gradient of tensor ") and text in last
+
+
+class Shared(Layers):
+    """A buffer is a view of a parameter that another stage has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("view", self.first.weight.detach()[:4])
+
+    def forward(self, x: Tensor) -> Tensor:
+        """A tensor of shape (N, WIDTH) to one of shape (N, 4)."""
+        return self.last(self.third(self.second(self.first(x)))) @ self.view.T
+
+
+def shared_memory() -> str:
+    """What a rank says of memory that two ranks would share."""
+    try:
+        pipecompile(Shared(), BATCHES[0], k=2, costs="flops", self_check=False)
+    except InputError as error:
+        return str(error)
+    return ""
+
+
+def test_memory_that_ranks_would_share_is_refused(workers: Workers, tmp_path: Path) -> None:
+    words = "first.weight and view are tensors in the same memory, but on ranks [0] and [1]"
+    for text in workers.run(2, shared_memory, folder=str(tmp_path)):
+        assert text.startswith(words)

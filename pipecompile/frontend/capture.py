@@ -59,20 +59,31 @@ class _RecordingMethod:
     symbolic: bool
     allows_data: bool
     hides_fakes: bool = False
+    reads_inputs: bool = False
 
 
+IN_SIGHT = _RecordingMethod(
+    "recorded with fakes in sight", exporting=False, symbolic=True, allows_data=False
+)
+INPUTS_READ = _RecordingMethod(
+    "recorded, inputs read",
+    exporting=False,
+    symbolic=True,
+    allows_data=False,
+    hides_fakes=True,
+    reads_inputs=True,
+)
 METHODS = (
     _RecordingMethod(
         "recorded", exporting=False, symbolic=True, allows_data=False, hides_fakes=True
     ),
-    _RecordingMethod(
-        "recorded with fakes in sight", exporting=False, symbolic=True, allows_data=False
-    ),
+    IN_SIGHT,
     _RecordingMethod("recorded as for export", exporting=True, symbolic=True, allows_data=False),
     _RecordingMethod("recorded, data probed", exporting=False, symbolic=True, allows_data=True),
     _RecordingMethod(
         "recorded as for export, data probed", exporting=True, symbolic=True, allows_data=True
     ),
+    INPUTS_READ,
     _RecordingMethod(
         "recorded for one batch size", exporting=False, symbolic=False, allows_data=True
     ),
@@ -115,15 +126,15 @@ def captures(model: nn.Module, call: Arguments, leaf: Sequence[str] = ()) -> Ite
         # One probe serves all methods.
         if method.allows_data and answers is None:
             answers = _probe_data(model, call, failures)
-        options = RecordingOptions(
-            method.exporting, method.hides_fakes, leaves, answers if method.allows_data else None
-        )
+        by = partial(_capture_by, model, call, leaves=leaves, recapture=recapture)
         try:
-            recorded = _capture_by(model, call, method, options, recapture)
+            recorded = by(method, answers=answers if method.allows_data else None)
         except UnsupportedError as error:
             failures.append(error)
         else:
             has_capture = True
+            if method is IN_SIGHT:
+                yield from _as_outside(by)
             yield recorded
     try:
         yield export_capture(model, call, recapture)
@@ -147,14 +158,35 @@ def _probe_data(
         raise CaptureError(f"the model fails on the sample input: {error}") from error
 
 
+def _as_outside(by: Callable[[_RecordingMethod], Capture]) -> Iterator[Capture]:
+    """Yield the capture of the path that the model takes where it sees no fakes, if that leaves out
+    an input which it has read, such as a mask that masks nothing.
+
+    A sample with padding is captured by the next way, with which batches may be padded or not.
+    """
+    try:
+        capture = by(INPUTS_READ)
+    except UnsupportedError:
+        return
+    read = {name for answer in capture.constant_answers for name in answer.inputs}
+    nodes = capture.graph.nodes
+    if any(node.target in read and not node.users for node in nodes if node.op == "placeholder"):
+        yield capture
+
+
 def _capture_by(
     model: nn.Module,
     call: Arguments,
     method: _RecordingMethod,
-    options: RecordingOptions,
+    *,
+    leaves: frozenset[str],
     recapture: Callable[[Arguments], Capture],
+    answers: ProbedAnswers | None = None,
 ) -> Capture:
     """Record `model` by one method; its attributes are restored."""
+    options = RecordingOptions(
+        method.exporting, method.hides_fakes, leaves, answers, method.reads_inputs
+    )
     record = partial(record_forward, model, call, options, symbolic=method.symbolic)
     before = ModuleAttributes.of(model)
     try:

@@ -50,7 +50,7 @@ class Capture:
     the same model for another call. `asks_layout` is where the forward asks how a tensor lies in
     memory, "" if it does not: then inputs may lie in any way. `value_reads` are tensors whose
     values are numbers in the graph, and `constant_answers` what was read out of tensors that are
-    computed from sizes.
+    computed from sizes, or from inputs of whole numbers.
     """
 
     model: nn.Module
@@ -88,7 +88,7 @@ class Capture:
         batch = batch_size(tensors)
         self._check_modes()
         # The graph may be wrong here: the forward would have taken another branch.
-        if self.guards.violation(batch) or not self._answers_hold(batch):
+        if self.guards.violation(batch) or self.other_answer(tensors) is not None:
             return self.recaptured(call).instantiate(call)
         graph = _substituted(self.graph, self.guards.symbol, batch)
         self._set_answers(graph, call)
@@ -115,12 +115,16 @@ class Capture:
             )
         return other
 
-    def _answers_hold(self, batch: int) -> bool:
-        """Whether what the forward read out of computed tensors is the same at this size."""
+    def other_answer(self, tensors: Sequence[Tensor]) -> ConstantAnswer | None:
+        """Return what the forward would read otherwise of these inputs, None if nothing."""
+        batch = batch_size(tensors)
         sizes = {} if self.guards.symbol is None else {self.guards.symbol: sympy.Integer(batch)}
-        return batch == self.guards.batch or all(
-            answer.holds(sizes) for answer in self.constant_answers
-        )
+        inputs = dict(zip(self.inputs.tensor_names, tensors, strict=True))
+        for answer in self.constant_answers:
+            is_asked = batch != self.guards.batch or answer.inputs
+            if is_asked and not answer.holds(sizes, inputs):
+                return answer
+        return None
 
     def _check_modes(self) -> None:
         for path, module in self.model.named_modules():

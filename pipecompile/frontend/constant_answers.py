@@ -1,4 +1,4 @@
-"""Answers that a forward reads out of tensors which it computes from sizes alone.
+"""Answers that a forward reads out of tensors which it computes from sizes, or from masks.
 
 Fake tensors have no values, but positions and masks often come from `arange` and shapes:
 
@@ -6,13 +6,18 @@ Fake tensors have no values, but positions and masks often come from `arange` an
     if ((positions.diff() != 1).cumsum(-1) == 0).all():       so its value is known: True
 
 The nodes that led there are kept: at another batch size they are run again, and the recording holds
-if the answer is the same.
+if the answer is the same. Where nothing else can express the forward, inputs of whole numbers or
+booleans may lead there as well, such as a mask of padding, and each step runs the nodes again:
+
+    if attention_mask.all():                                  True on the sample; a batch with
+        attention_mask = None                                 padding is then refused
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import sympy
@@ -26,35 +31,55 @@ from pipecompile.frontend.recording import SymbolicNumber
 __all__ = ["ConstantAnswer"]
 
 CPU = torch.device("cpu")
+Sizes = Mapping[sympy.Symbol, sympy.Integer]
 
 
 @dataclass(frozen=True)
 class ConstantAnswer:
-    """What `read`, such as `Tensor.item`, gave of the last node of `graph`."""
+    """What `read`, such as `Tensor.item`, gave of the last node of `graph`, and where that was.
+
+    `inputs` are the names of the model's inputs that the graph depends on.
+    """
 
     graph: fx.Graph
     read: Callable[[Tensor], Any]
     answer: Any
+    where: str
+    inputs: tuple[str, ...]
 
     @staticmethod
     def of(
-        node: fx.Node, read: Callable[[Tensor], Any], sizes: Mapping[sympy.Symbol, sympy.Integer]
+        node: fx.Node,
+        read: Callable[[Tensor], Any],
+        sizes: Sizes,
+        where: str,
+        inputs: Mapping[str, Tensor] = MappingProxyType({}),
     ) -> ConstantAnswer | None:
-        """Return the answer where symbolic sizes have these values; None if `node` depends on an
-        input, on the model's tensors or on chance, or if something writes to what it depends on.
+        """Return the answer where symbolic sizes and some of the inputs have these values.
+
+        None if `node` depends on another input, on the model's tensors or on chance, or if
+        something writes to what it depends on.
         """
-        graph = _computation(node)
+        readable = {name for name, value in inputs.items() if not _has_gradient_type(value)}
+        graph = _computation(node, readable)
         if graph is None:
             return None
-        return ConstantAnswer(graph, read, _answer(graph, read, sizes))
+        read_inputs = tuple(str(each.target) for each in graph.nodes if each.op == "placeholder")
+        return ConstantAnswer(graph, read, _answer(graph, read, sizes, inputs), where, read_inputs)
 
-    def holds(self, sizes: Mapping[sympy.Symbol, sympy.Integer]) -> bool:
-        """Whether the answer is the same for other sizes."""
-        return bool(_answer(self.graph, self.read, sizes) == self.answer)
+    def holds(self, sizes: Sizes, inputs: Mapping[str, Tensor]) -> bool:
+        """Whether the answer is the same for other sizes and inputs."""
+        return bool(_answer(self.graph, self.read, sizes, inputs) == self.answer)
 
 
-def _computation(node: fx.Node) -> fx.Graph | None:
-    """Return a copy of `node` and all that it depends on; None if that is more than sizes."""
+def _has_gradient_type(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
+def _computation(node: fx.Node, inputs: Collection[str]) -> fx.Graph | None:
+    """Return a copy of `node` and all that it depends on; None if that is more than sizes and these
+    inputs.
+    """
     needed: set[fx.Node] = set()
     stack = [node]
     while stack:
@@ -62,7 +87,8 @@ def _computation(node: fx.Node) -> fx.Graph | None:
         if current in needed:
             continue
         is_call = current.op in ("call_function", "call_method")
-        if not is_call or current.meta.get("random") or _is_written(current):
+        is_input = current.op == "placeholder" and current.target in inputs
+        if not (is_call or is_input) or current.meta.get("random") or _is_written(current):
             return None
         needed.add(current)
         stack += current.all_input_nodes
@@ -88,7 +114,7 @@ def _is_written(node: fx.Node) -> bool:
 
 
 def _answer(
-    graph: fx.Graph, read: Callable[[Tensor], Any], sizes: Mapping[sympy.Symbol, sympy.Integer]
+    graph: fx.Graph, read: Callable[[Tensor], Any], sizes: Sizes, inputs: Mapping[str, Tensor]
 ) -> Any:
     """Run the graph on the CPU, also for a model on the meta device, and read its last node."""
     values: dict[fx.Node, Any] = {}
@@ -104,7 +130,9 @@ def _answer(
         for node in graph.nodes:
             args = map_aggregate(node.args, concrete)
             kwargs = map_aggregate(node.kwargs, concrete)
-            if node.op == "call_function":
+            if node.op == "placeholder":
+                values[node] = inputs[str(node.target)].to(CPU)
+            elif node.op == "call_function":
                 values[node] = node.target(*args, **kwargs)
             else:
                 values[node] = getattr(args[0], node.target)(*args[1:], **kwargs)

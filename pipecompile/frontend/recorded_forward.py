@@ -20,7 +20,7 @@ from pipecompile.frontend.settings import qualified_name
 from pipecompile.frontend.signature import Arguments, InputStructure, OutputStructure
 from pipecompile.frontend.source import error_line
 from pipecompile.frontend.torch_patches import silence_torch
-from pipecompile.graph.model_state import distinct_tensors, fake_state
+from pipecompile.graph.model_state import distinct_tensors, fake_state, has_values
 
 __all__ = ["RecordedForward", "record_forward"]
 
@@ -83,6 +83,8 @@ def _record_once(
     symbol = batch_symbol(fakes)
     if symbol is not None:
         recorder.sizes = {symbol: sympy.Integer(batch_size(tensors))}
+    if all(map(has_values, tensors)):
+        recorder.inputs = dict(zip(inputs.tensor_names, tensors, strict=True))
     outputs = _run_model(recorder, model, inputs.unflatten(fakes))
     eliminate_dead_code(recorder.recording.graph)
     guards = Guards.of(batch_size(tensors), symbol, environment)

@@ -85,13 +85,15 @@ class RecordingOptions:
     `exporting` sets the flags by which models learn that they are captured; many then avoid
     shortcuts that depend on data. `leaves` are the paths of modules that become one node, besides
     those of torch.nn. `answers` are those of a data probe; without them a data-dependent module is
-    an error. With `hiding` the forward does not see that its tensors are fakes.
+    an error. With `hiding` the forward does not see that its tensors are fakes. With `reads_inputs`
+    what the forward reads out of inputs of whole numbers is that of the sample.
     """
 
     exporting: bool
     hiding: bool
     leaves: frozenset[str] = frozenset()
     answers: ProbedAnswers | None = None
+    reads_inputs: bool = False
 
 
 class ForwardRecorder(TorchFunctionMode):
@@ -102,8 +104,8 @@ class ForwardRecorder(TorchFunctionMode):
     inside and whose forward hooks ran. `assignments` maps (module, attribute) to the line that set
     the attribute. `failed_in` is the innermost module that raised. `asks_layout` is the first line
     that asks how a tensor lies in memory, "" without one. `value_reads` are tensors whose values
-    are numbers in the graph; `constant_answers` were read out of what sizes alone make. `sizes`
-    are those of the sample, by symbol.
+    are numbers in the graph; `constant_answers` were read out of what sizes alone make, or inputs.
+    `sizes` are those of the sample, by symbol, and `inputs` its tensors, by name.
     """
 
     def __init__(
@@ -121,6 +123,7 @@ class ForwardRecorder(TorchFunctionMode):
         self.failed_in: str | None = None
         self.asks_layout = ""
         self.sizes: dict[sympy.Symbol, sympy.Integer] = {}
+        self.inputs: dict[str, Tensor] = {}
         self.value_reads: list[ValueRead] = []
         self.constant_answers: list[ConstantAnswer] = []
         self.data_dependent: dict[str, str] = {}
@@ -236,11 +239,14 @@ class ForwardRecorder(TorchFunctionMode):
             return func(tensor)
 
     def _constant_answer(self, func: Any, tensor: Tensor) -> ConstantAnswer | None:
-        """What is read out of a tensor that was computed from sizes; None for other tensors."""
+        """What is read out of a tensor that was computed from sizes, or if options allow that from
+        inputs; None for other tensors.
+        """
         node = self.recording.node_of(tensor)
         if node is None:
             return None
-        return ConstantAnswer.of(node, func, self.sizes)
+        inputs = self.inputs if self.options.reads_inputs else {}
+        return ConstantAnswer.of(node, func, self.sizes, self.recording.where(), inputs)
 
     def _read_attribute(self, func: Any, args: Any) -> Any:
         """Run a getter of a tensor; record it if its value is a tensor of the forward, as `x.T`."""

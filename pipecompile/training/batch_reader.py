@@ -65,6 +65,8 @@ class BatchReader:
                     "convert it, or plan again with such a sample_input"
                 )
         self._declared[shape].check_layouts(names, tensors)
+        # Where the user has them: on every rank, and on the CPU if that is where they come from.
+        self._declared[shape].check_answers(sizes.split(tensors))
         rows = sizes.split([self._runner.at_stage(0, tensor) for tensor in tensors])
         return CutBatch(shape, sizes, rows)
 

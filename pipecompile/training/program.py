@@ -112,6 +112,22 @@ class Program:
                     "alike, for example by .contiguous()"
                 )
 
+    def check_answers(self, rows: Sequence[Sequence[Tensor]]) -> None:
+        """Raise InputError if the forward would read something else out of the inputs of a
+        microbatch than it did of the sample's, and so go another way.
+        """
+        if not any(answer.inputs for answer in self.captured.constant_answers):
+            return
+        for number, tensors in enumerate(rows):
+            other = self.captured.other_answer(tensors)
+            if other is not None:
+                raise InputError(
+                    f"{other.where} read {other.answer!r} out of {' and '.join(other.inputs)} of "
+                    f"sample_input, but reads something else of microbatch {number}; give batches "
+                    "like the sample, or compile with a sample like this one (with padding, for "
+                    "example)"
+                )
+
     def remember(self) -> None:
         """Remember the model as it is now: `check_unchanged` compares it, except for tensors and
         what its forward sets.

@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from plain_loop import steps_alike
+from plain_loop import mean_square, steps_alike
 from torch import Tensor, nn
 
+from pipecompile import InputError, pipecompile
 from pipecompile.errors import CaptureError
 from pipecompile.frontend.capture import capture
 from pipecompile.frontend.self_check import proven_capture
@@ -170,3 +171,57 @@ def test_a_model_does_not_see_that_tensors_are_fake() -> None:
     capture(model, arguments_of(model, torch.randn(4, WIDTH)))
     assert seen == [False]
     assert torch._subclasses.FakeTensor is torch._subclasses.fake_tensor.FakeTensor
+
+
+class Masked(nn.Module):
+    """Branches by a mask in its own forward, beside its weights."""
+
+    def __init__(self, choose: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.one, self.other = nn.Parameter(torch.ones(WIDTH)), nn.Parameter(torch.ones(WIDTH))
+        self.layer, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.choose = choose
+
+    def forward(self, value: Tensor, mask: Tensor) -> Tensor:
+        """A value of shape (N, WIDTH) and a mask like it to a value of that shape."""
+        value = self.layer(value) * (self.one if self.choose(mask) else self.other * mask)
+        return self.last(value.tanh())
+
+
+MASKS: dict[str, Callable[[Tensor], Any]] = {
+    "all": lambda mask: mask.all(),
+    "any": lambda mask: not (mask == 0).any(),
+    "sum": lambda mask: mask.sum().item() == mask.numel(),
+    "min": lambda mask: int(mask.min()) == 1,
+    "list": lambda mask: mask[:, 0].tolist() == [1] * mask.shape[0],
+    "rows": lambda mask: bool(mask.long().cumsum(-1)[:, -1].eq(WIDTH).all()),
+}
+
+
+@pytest.mark.parametrize("name", MASKS)
+@pytest.mark.parametrize("dtype", [torch.int64, torch.bool])
+def test_what_is_read_of_a_mask_is_compared_at_each_step(name: str, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    model, full = Masked(MASKS[name]), torch.ones(8, WIDTH, dtype=dtype)
+    batches = [(torch.randn(8, WIDTH), full) for _ in range(2)]
+    steps_alike(model, batches)
+    padded = full.clone()
+    padded[5, 0] = 0
+    options: dict[str, Any] = {"k": 2, "microbatches": 4, "costs": "flops", "loss_fn": mean_square}
+    pipeline = pipecompile(model, batches[0], **options)
+    assert pipeline.plan.capture.method == "recorded, inputs read"
+    with pytest.raises(InputError, match=r"out of mask of sample_input, but .* of microbatch 2;"):
+        pipeline.step((batches[0][0], padded))
+    # A sample with padding goes the other way, and so must each of its microbatches.
+    padded[:, 0] = 0
+    steps_alike(model, [(values, padded) for values, _ in batches])
+
+
+def test_a_decoder_with_grouped_queries_takes_a_mask_of_ones() -> None:
+    tokens, model = torch.randint(50, (4, 16)), decoder("llama", 2, 16, torch.float32)
+    mask = torch.ones(4, 16, dtype=torch.int64)
+    batch = {"input_ids": tokens, "attention_mask": mask, "labels": tokens}
+    steps_alike(model, [batch], loss_fn=lambda output, _: output.loss)
+    _, module, _ = proven_capture(model, arguments_of(model, batch))
+    calls = [n.kwargs for n in module.graph.nodes if "scaled_dot_product" in str(n.target)]
+    assert all(call["is_causal"] and call["attn_mask"] is None for call in calls)

@@ -2,9 +2,24 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 
 import pytest
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Leave all but one in `period` cases of a test marked `one_case_in(period)` for the sweep."""
+    seen = Counter[str]()
+    for item in items:
+        mark = item.get_closest_marker("one_case_in")
+        if mark is None or item.get_closest_marker("sweep") is not None:
+            continue
+        test = item.nodeid.partition("[")[0]
+        if seen[test] % mark.args[0]:
+            item.add_marker("sweep")
+        seen[test] += 1
 
 
 @pytest.fixture(autouse=True, scope="session")

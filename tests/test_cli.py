@@ -399,6 +399,7 @@ def test_the_fields_of_a_partition(graph_file: str) -> None:
     }
 
 
+@pytest.mark.one_case_in(3)
 @pytest.mark.parametrize(
     "arguments",
     [

@@ -37,6 +37,7 @@ def plan_of(**options: Any) -> Plan:
     return pipecompile(model, x, loss_fn=squares, costs="flops", microbatches=4, **options).plan
 
 
+@pytest.mark.one_case_in(3)
 @pytest.mark.parametrize("k", [1, 2, 4])
 @pytest.mark.parametrize("options", [{}, {"recompute": "stage"}, {"recompute": "block"}])
 def test_a_pipeline_trains_by_the_minibatch(k: int, options: dict[str, Any]) -> None:
@@ -69,6 +70,7 @@ def test_evaluation_uses_the_averages_and_leaves_them() -> None:
     torch.testing.assert_close(output, copy.deepcopy(model).eval()(x))
 
 
+@pytest.mark.one_case_in(2)
 @pytest.mark.parametrize("dropout", [0.0, 0.5])
 def test_verify_compares_averages_of_the_minibatch(dropout: float) -> None:
     model, x = images(dropout=dropout)

@@ -98,6 +98,7 @@ def pipeline_of(whole: Target, **options: Any) -> Pipeline:
     )
 
 
+@pytest.mark.one_case_in(2)
 @pytest.mark.parametrize("options", OPTIONS, ids=lambda options: "-".join(options.values()))
 def test_dropout_batch_norm_and_ties_in_every_kind_of_step(options: dict[str, Any]) -> None:
     """In each step a batch of another size: whole, with a remainder, only a remainder."""
@@ -124,6 +125,7 @@ def test_dropout_batch_norm_and_ties_in_every_kind_of_step(options: dict[str, An
         assert same(dict(whole.model.named_buffers()), dict(reference.model.named_buffers()))
 
 
+@pytest.mark.one_case_in(2)
 @pytest.mark.parametrize("name", ["unet", "sequential"])
 def test_a_single_sample_is_left_over(name: str) -> None:
     """The graph for one sample comes from a capture of its own, which is proven."""

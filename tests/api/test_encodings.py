@@ -146,6 +146,7 @@ def trained(plan: Plan) -> tuple[list[Tensor], list[Tensor]]:
     return gradients, [buffer.clone() for buffer in subject.model.buffers()]
 
 
+@pytest.mark.one_case_in(4)
 @pytest.mark.parametrize("forms", [("mask", "relu", "pool"), ("offload",)])
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_a_step_is_the_same_under_every_schedule(
@@ -216,6 +217,7 @@ def test_half_precision_is_for_what_nothing_exact_lets_fit_and_is_said_not_to_be
     }
 
 
+@pytest.mark.one_case_in(2)
 @pytest.mark.parametrize(("share", "exact"), [(0.85, True), (0.7, False)])
 def test_verify_says_whether_a_step_is_exact(share: float, exact: bool) -> None:
     cap = int(share * max(peaks(planned(k=1))))

@@ -68,6 +68,7 @@ def test_the_granularity_is_part_of_the_plan_and_coarser_cuts_are_no_better() ->
     assert "cut between" not in summary(plans["operators"])
 
 
+@pytest.mark.one_case_in(3)
 @pytest.mark.parametrize(
     "choices",
     [

@@ -36,6 +36,7 @@ def peaks(plan: Plan) -> list[int]:
     return [rank.total.bound for rank in plan.prediction.memory]
 
 
+@pytest.mark.one_case_in(2)
 @pytest.mark.parametrize(
     ("name", "policy"),
     [("unet", "block"), ("gpt2", "sqrt"), sweep("unet", "sqrt"), sweep("gpt2", "block")],
@@ -92,6 +93,7 @@ def normed() -> Target:
     return Target.of(made, "normed")
 
 
+@pytest.mark.one_case_in(2)
 @pytest.mark.parametrize("recompute", ["none", "stage"])
 def test_regions_are_offered_where_nothing_less_fits(recompute: str) -> None:
     """The last stage is over its cap, and only `auto` recomputes anything of it: that is
@@ -123,6 +125,7 @@ EXACT = (
 )
 
 
+@pytest.mark.one_case_in(4)
 @pytest.mark.parametrize(("policy", "schedule"), EXACT)
 def test_every_policy_is_exact_under_every_schedule_that_allows_it(
     policy: str, schedule: str
@@ -228,6 +231,7 @@ def test_nothing_is_recomputed_where_all_fits() -> None:
     assert planned("unet", recompute="auto", memory="1GiB").regions == {}
 
 
+@pytest.mark.one_case_in(2)
 @pytest.mark.parametrize(("microbatches", "kind"), [(2, "stage"), (4, "regions")])
 def test_whole_stages_recompute_where_waiting_ranks_make_that_faster(
     microbatches: int, kind: str
@@ -302,6 +306,7 @@ class TiedUnderAutocast(nn.Module):
         return logits
 
 
+@pytest.mark.one_case_in(2)
 @pytest.mark.parametrize("policy", ["block", "sqrt"])
 def test_what_the_cut_parts_need_not_lie_in_one_region(policy: str) -> None:
     """Readers of a parameter that autocast casts go together only within their stage."""

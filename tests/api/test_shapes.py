@@ -79,6 +79,7 @@ STEPS = [(8, 16), (16, 8), (4, 12), (7, 16), (13, 8), (8, 16), (3, 12), (2, 8), 
 """Samples and length: whole batches, and batches with a remainder, in turns."""
 
 
+@pytest.mark.one_case_in(2)
 @pytest.mark.parametrize(
     "options",
     [{"schedule": "1f1b", "recompute": "block"}, {"schedule": "zb-h1", "self_check": True}],

@@ -27,6 +27,7 @@ def compiled(target: Target, **options: Any) -> Pipeline:
     return pipecompile(target.model, target.call, loss_fn=target.loss_fn, **options)
 
 
+@pytest.mark.one_case_in(3)
 @pytest.mark.parametrize(
     ("name", "k", "schedule"),  # tests/distributed has the other pairs
     [
@@ -49,6 +50,7 @@ def test_a_step_equals_the_unsplit_models(name: str, k: int, schedule: str) -> N
         assert len(comparison.differences) >= len(list(example(name).model.parameters()))
 
 
+@pytest.mark.one_case_in(3)
 @pytest.mark.parametrize(
     ("name", "schedule", "recompute"),
     [
@@ -111,6 +113,7 @@ def test_losses_follow_the_unsplit_run_over_five_optimizer_steps(name: str) -> N
     assert pipeline.steps == 5
 
 
+@pytest.mark.one_case_in(4)
 @pytest.mark.parametrize("name", ["sequential", "unet"])
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 @pytest.mark.parametrize("size", [2, 6])
@@ -188,6 +191,7 @@ def test_evaluation_between_steps_changes_nothing() -> None:
     assert same(*losses)
 
 
+@pytest.mark.one_case_in(2)
 @pytest.mark.parametrize("name", ["sequential", "unet", sweep("gpt2")])
 def test_train_and_eval_switch_a_step(name: str) -> None:
     """Each step is that of a pipeline that was compiled in the mode the model is in."""

@@ -70,6 +70,7 @@ def faked(given: Target) -> Target:
     return replace(given, model=model)
 
 
+@pytest.mark.one_case_in(3)
 @pytest.mark.parametrize(
     ("name", "inputs"), [("llama", False), ("gpt2", True), sweep("resnet50", True), ("unet", True)]
 )
@@ -83,6 +84,7 @@ def test_costs_are_those_of_the_model_in_memory(name: str, inputs: bool) -> None
     assert not profile.verified
 
 
+@pytest.mark.one_case_in(2)
 @pytest.mark.parametrize(("name", "without"), [("sequential", without_inputs), ("gpt2", faked)])
 def test_fakes_of_the_user_and_inputs_on_meta_will_do(name: str, without: object) -> None:
     given = target(name)

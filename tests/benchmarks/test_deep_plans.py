@@ -44,6 +44,7 @@ def fits(capacity: LayerCapacity, layers: tuple[int, ...]) -> bool:
     return True
 
 
+@pytest.mark.one_case_in(3)
 @pytest.mark.parametrize(("recompute", "mebibytes"), [("none", 120), ("stage", 100), ("auto", 90)])
 def test_no_cut_between_layers_has_one_more(recompute: str, mebibytes: int) -> None:
     capacity = small(recompute, mebibytes)
@@ -57,6 +58,7 @@ def test_no_cut_between_layers_has_one_more(recompute: str, mebibytes: int) -> N
     assert not [cut for cut in cuts if fits(capacity, cut)]
 
 
+@pytest.mark.one_case_in(2)
 @pytest.mark.parametrize("format", FORMATS, ids=lambda format: format.name)
 def test_parameters_take_what_the_paper_says(format: Format) -> None:
     for k in (1, 8):

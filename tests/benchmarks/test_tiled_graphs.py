@@ -105,6 +105,7 @@ def anonymous(graph: CostGraph) -> CostGraph:
     )
 
 
+@pytest.mark.one_case_in(2)
 @pytest.mark.parametrize(
     ("layer", "dtype"), [(TransformerLayer, torch.float32), (FusedLayer, torch.bfloat16)]
 )

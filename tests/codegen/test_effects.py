@@ -29,6 +29,7 @@ CUT = {
 }
 
 
+@pytest.mark.one_case_in(3)
 @pytest.mark.parametrize("name", CUT)
 def test_cut_at_every_legal_place(name: str) -> None:
     target = Target.of(MODELS[name](), name)
@@ -99,6 +100,7 @@ class LateHooks(nn.Module):
         return (out + first).cos().exp()
 
 
+@pytest.mark.one_case_in(3)
 @pytest.mark.parametrize("kind", [Regions, Exchanged, LateHooks])
 def test_effects_together_cut_at_every_legal_place(kind: type[nn.Module]) -> None:
     torch.manual_seed(0)

@@ -154,6 +154,7 @@ class Case:
         return found
 
 
+@pytest.mark.one_case_in(2)
 @pytest.mark.parametrize(
     ("name", "encodings"),
     [

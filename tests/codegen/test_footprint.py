@@ -362,6 +362,7 @@ Cut = Sequence[Sequence[str]]
 Figures = dict[str, tuple[int, int]]
 
 
+@pytest.mark.one_case_in(3)
 @pytest.mark.parametrize("most", [SOME, sweep(ALL)])
 @pytest.mark.parametrize("name", MODELS)
 def test_a_stage_holds_what_its_footprint_says(name: str, most: int) -> None:
@@ -377,6 +378,7 @@ def test_a_stage_holds_what_its_footprint_says(name: str, most: int) -> None:
     )
 
 
+@pytest.mark.one_case_in(3)
 @pytest.mark.parametrize("most", [SOME, sweep(ALL)])
 @pytest.mark.parametrize("name", MODELS)
 def test_a_stage_holds_what_its_footprint_says_between_the_halves_of_a_backward(
@@ -394,6 +396,7 @@ def test_a_stage_holds_what_its_footprint_says_between_the_halves_of_a_backward(
     )
 
 
+@pytest.mark.one_case_in(4)
 @pytest.mark.parametrize("most", [SOME, sweep(ALL)])
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("first", [1, 0])
@@ -638,6 +641,7 @@ NESTED: dict[tuple[range, ...], float] = {
 }
 
 
+@pytest.mark.one_case_in(2)
 @pytest.mark.parametrize("regions", NESTED)
 def test_regions_within_regions_hold_what_the_footprint_says(regions: tuple[range, ...]) -> None:
     """In all of two backwards, of a stage whose values are as large as each other."""

@@ -86,6 +86,7 @@ def expected_bytes(
     return sum(held.values())
 
 
+@pytest.mark.one_case_in(4)
 @pytest.mark.parametrize("name", KEPT)
 def test_between_forward_and_backward_a_stage_keeps_what_regions_read(name: str) -> None:
     region_case = case(name)

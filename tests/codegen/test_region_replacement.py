@@ -56,6 +56,7 @@ def test_regions_where_values_skip_stages() -> None:
         )
 
 
+@pytest.mark.one_case_in(4)
 @pytest.mark.parametrize("name", [*KEPT, *ZOO_NAMES, "gpt2"])
 def test_any_regions_train_as_none(name: str) -> None:
     """Several in each stage, side by side and within each other."""

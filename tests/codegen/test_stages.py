@@ -26,6 +26,7 @@ def case(name: str) -> Case:
     return case_of(target.model, first(2, target.call))
 
 
+@pytest.mark.one_case_in(2)
 @pytest.mark.parametrize("name", ["gpt2", "unet"])
 @settings(max_examples=12)
 @given(data=st.data())
@@ -37,6 +38,7 @@ def test_wherever_it_is_cut_gradients_are_the_unsplit_graphs(
     assert_equal(made, sorted(data.draw(st.sets(places, min_size=1, max_size=5), label="cuts")))
 
 
+@pytest.mark.one_case_in(3)
 @pytest.mark.parametrize("name", ["gpt2", "unet", "t5"])
 def test_cut_at_every_place_at_once(name: str) -> None:
     made = case(name)

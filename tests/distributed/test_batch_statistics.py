@@ -37,6 +37,7 @@ def test_ranks_without_batch_norms_take_part(workers: Workers, tmp_path: Path) -
     assert workers.run(2, jobs.without_norms, folder=str(tmp_path)) == [None, None]
 
 
+@pytest.mark.one_case_in(3)
 @pytest.mark.parametrize(
     ("schedule", "recompute"), [("1f1b", "none"), ("gpipe", "stage"), ("zb-h1", "none")]
 )

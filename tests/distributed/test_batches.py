@@ -13,6 +13,7 @@ from tests.distributed.workers import Workers
 EXACT = 1e-12
 
 
+@pytest.mark.one_case_in(2)
 @pytest.mark.parametrize(
     ("ranks", "replicas", "options"),
     [
@@ -33,6 +34,7 @@ def test_a_step_over_any_batch_is_the_unsplit_step(
         assert max(differences) <= EXACT
 
 
+@pytest.mark.one_case_in(2)
 @pytest.mark.parametrize(("ranks", "replicas"), [(2, 1), (2, 2)])
 def test_steps_that_accumulate_may_have_batches_of_several_sizes(
     workers: Workers, tmp_path: Path, ranks: int, replicas: int
@@ -43,6 +45,7 @@ def test_steps_that_accumulate_may_have_batches_of_several_sizes(
         assert difference <= EXACT
 
 
+@pytest.mark.one_case_in(2)
 @pytest.mark.parametrize(("ranks", "replicas"), [(2, 2), (4, 1)])
 def test_evaluation_of_any_batch_and_its_loss(
     workers: Workers, tmp_path: Path, ranks: int, replicas: int

@@ -32,6 +32,7 @@ PLACES = [
 PLACES = [place for place in PLACES if place != ("1f1b", "stage", "2R1")]
 
 
+@pytest.mark.one_case_in(2)
 @pytest.mark.parametrize(
     ("schedule", "recompute", "action", "fault"),
     [*one_in(12, ((*place, fault) for fault in ("raise", "hang") for place in PLACES))],
@@ -49,6 +50,7 @@ def test_every_rank_names_the_rank_at_fault(
         assert seconds < WITHIN + (2 if fault == "hang" and rank == culprit else 0)
 
 
+@pytest.mark.one_case_in(2)
 @pytest.mark.parametrize(
     ("action", "fault"),
     [*one_in(5, product(("1REDUCE_GRAD", "0F1", "1B1", "0REDUCE_GRAD"), ("raise", "hang")))],
@@ -67,6 +69,7 @@ def test_all_ranks_name_the_rank_at_fault_in_a_replica(
         assert seconds < WITHIN + (2 if fault == "hang" and rank == culprit else 0)
 
 
+@pytest.mark.one_case_in(3)
 @pytest.mark.parametrize(("schedule", "recompute", "action"), [*one_in(8, PLACES)])
 def test_a_rank_that_dies_is_named(
     tmp_path: Path, schedule: str, recompute: str, action: str

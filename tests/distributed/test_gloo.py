@@ -35,6 +35,7 @@ HAND_MADE = tuple(
 )
 
 
+@pytest.mark.one_case_in(3)
 @pytest.mark.parametrize(
     ("name", "k", "schedule"),  # tests/api/test_step.py has the other pairs
     [
@@ -96,6 +97,7 @@ def assert_planned(
         assert {tensor for tensor, _ in verdict.unequal} <= verdict.tied
 
 
+@pytest.mark.one_case_in(3)
 @pytest.mark.parametrize(
     ("schedule", "each", "ranks", "recompute"),
     [
@@ -126,6 +128,7 @@ def assert_exact(workers: Workers, folder: Path, name: str, order: PipelineOrder
         assert {tensor for tensor, _ in verdict.unequal} <= verdict.tied
 
 
+@pytest.mark.one_case_in(4)
 @pytest.mark.parametrize("order", HAND_MADE, ids=str)
 def test_every_order_is_the_unsplit_step(
     workers: Workers, tmp_path: Path, order: PipelineOrder
@@ -140,6 +143,7 @@ MIXTURE = (
 )
 
 
+@pytest.mark.one_case_in(2)
 @pytest.mark.parametrize(
     ("name", "order"),
     [
@@ -157,6 +161,7 @@ def test_ties_skips_and_buffers_under_split_backwards(
     assert_exact(workers, tmp_path, name, order)
 
 
+@pytest.mark.one_case_in(2)
 @pytest.mark.parametrize(
     "order", [PipelineOrder("late", 2, 2, "v"), PipelineOrder("behind", 2, 2, "loop")], ids=str
 )
@@ -174,6 +179,7 @@ def test_ranks_of_several_stages_train_evaluate_and_hold_state(
     )
 
 
+@pytest.mark.one_case_in(2)
 @pytest.mark.parametrize(
     ("name", "schedule", "recompute"),
     [
@@ -220,6 +226,7 @@ def test_losses_follow_over_optimizer_steps(
     assert len(set(own)) == 5  # it trains
 
 
+@pytest.mark.one_case_in(3)
 @pytest.mark.parametrize("name", [*EFFECTS, sweep("dispatch_moe")])
 def test_models_that_do_more_than_compute_step_as_unsplit(
     workers: Workers, tmp_path: Path, name: str
@@ -228,6 +235,7 @@ def test_models_that_do_more_than_compute_step_as_unsplit(
         assert verdict.passed, verdict
 
 
+@pytest.mark.one_case_in(3)
 @pytest.mark.parametrize("name", ["t5", "buffers", "wav2vec2", "shared", "parametrized"])
 def test_the_ranks_hold_the_original_state_together(
     workers: Workers, tmp_path: Path, name: str

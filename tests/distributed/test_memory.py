@@ -12,6 +12,7 @@ from tests.distributed.workers import Workers
 from tests.sweeps import sweep
 
 
+@pytest.mark.one_case_in(3)
 @pytest.mark.parametrize(
     "setting",
     [
@@ -43,6 +44,7 @@ def test_ranks_hold_what_is_expected_and_no_more_than_the_bound(
         assert setting.memory is None or bound <= setting.memory
 
 
+@pytest.mark.one_case_in(2)
 @pytest.mark.parametrize("recompute", ["none", "stage"])
 def test_so_do_those_of_the_transformer_of_the_gpipe_paper(
     workers: Workers, tmp_path: Path, recompute: str

@@ -104,6 +104,7 @@ def steps_with(
     return different
 
 
+@pytest.mark.one_case_in(2)
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
 @pytest.mark.parametrize(
     ("kind", "loss_fn", "read"),

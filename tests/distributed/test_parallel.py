@@ -15,6 +15,7 @@ EXACT = 1e-12
 sweep = pytest.mark.sweep
 
 
+@pytest.mark.one_case_in(2)
 @pytest.mark.parametrize(
     ("ranks", "replicas", "schedule", "reshard"),
     [
@@ -76,6 +77,7 @@ def test_sharded_stages_evaluate_and_read_weights(workers: Workers, tmp_path: Pa
         assert max(distances) <= EXACT
 
 
+@pytest.mark.one_case_in(2)
 @pytest.mark.parametrize("reshard", [None, True])
 def test_sharded_replicas_evaluate_unequally_many_samples(
     workers: Workers, tmp_path: Path, reshard: bool | None
@@ -115,6 +117,7 @@ def test_a_sharded_run_goes_on_unsplit_and_sharded_again(workers: Workers, tmp_p
     assert max((state[name] - wanted[name]).abs().max().item() for name in wanted) <= EXACT
 
 
+@pytest.mark.one_case_in(3)
 @pytest.mark.parametrize(
     ("sizes", "schedule"),
     [

@@ -13,6 +13,7 @@ from tests.distributed.workers import Workers
 EXACT = 1e-12
 
 
+@pytest.mark.one_case_in(2)
 @pytest.mark.parametrize(
     ("ranks", "replicas", "options"),
     [(2, 1, {"schedule": "1f1b", "recompute": "stage"}), (2, 2, {"schedule": "zb-h1"})],
@@ -35,6 +36,7 @@ def test_evaluation_of_both_shapes(workers: Workers, tmp_path: Path) -> None:
     assert max(rows[1]) <= EXACT
 
 
+@pytest.mark.one_case_in(2)
 @pytest.mark.parametrize(("ranks", "replicas"), [(2, 1), (1, 2)])
 def test_ranks_and_replicas_with_different_shapes_are_told(
     workers: Workers, tmp_path: Path, ranks: int, replicas: int

@@ -74,6 +74,7 @@ def queue(module: Written, value: Tensor) -> Tensor:
 FUNCTIONS = (running_scale, through_data, soft_codes, counted, through_a_view, replaced, queue)
 
 
+@pytest.mark.one_case_in(2)
 @pytest.mark.parametrize("function", FUNCTIONS)
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
 def test_each_microbatch_sees_the_buffer_as_a_plain_loop_would(

@@ -150,6 +150,7 @@ def test_decoders_with_grouped_queries_run_as_outside(kind: str) -> None:
     assert is_as_outside(decoder(kind, 2, 16, torch.float32))
 
 
+@pytest.mark.one_case_in(3)
 @pytest.mark.parametrize("head_size", [8, 64, 128])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_llama_of_any_head_size_and_type(head_size: int, dtype: torch.dtype) -> None:
@@ -198,6 +199,7 @@ MASKS: dict[str, Callable[[Tensor], Any]] = {
 }
 
 
+@pytest.mark.one_case_in(2)
 @pytest.mark.parametrize("name", MASKS)
 @pytest.mark.parametrize("dtype", [torch.int64, torch.bool])
 def test_what_is_read_of_a_mask_is_compared_at_each_step(name: str, dtype: torch.dtype) -> None:

@@ -81,6 +81,7 @@ class Around(nn.Module):
 KINDS = (Branch, Item, Listed, Nonzero, Masked, Unique)
 
 
+@pytest.mark.one_case_in(2)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_data_dependent_module_is_one_node_and_exact_at_other_batches(kind: type[Part]) -> None:
     captured_model = exact(Around(kind()), sample(7), batches=(4, 2, 7))
@@ -156,6 +157,7 @@ def test_a_result_whose_shape_depends_on_data_up_to_the_root_is_refused() -> Non
     assert "shape depends on the values of another" in message
 
 
+@pytest.mark.one_case_in(2)
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_model_itself_cannot_be_one_node(kind: type[Part]) -> None:
     message = refusal(kind())

@@ -61,6 +61,7 @@ def test_constants_and_none_between_the_outputs_are_kept() -> None:
     exact(Tree(), X)
 
 
+@pytest.mark.one_case_in(2)
 @pytest.mark.parametrize("how", ["replaced", "in place"])
 def test_buffers_are_written(how: str) -> None:
     class Averaging(Mapped):

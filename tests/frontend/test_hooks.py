@@ -153,6 +153,7 @@ def of_a_bound_argument(x: Tensor) -> Callable[[Tensor], Tensor]:
     return partial(torch.mul, x)
 
 
+@pytest.mark.one_case_in(2)
 @pytest.mark.parametrize("make", [of_a_tensor, of_a_list, of_a_default, of_a_bound_argument])
 def test_a_hook_that_encloses_a_tensor_is_refused(
     make: Callable[[Tensor], Callable[[Tensor], Tensor]],

@@ -100,6 +100,7 @@ FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
+@pytest.mark.one_case_in(2)
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_arguments_that_are_no_literals_are_referred_to(name: str) -> None:
     torch.manual_seed(0)
@@ -142,6 +143,7 @@ class Held(Two):
         return self.second(Through.apply(layers[self.how], value))
 
 
+@pytest.mark.one_case_in(2)
 @pytest.mark.parametrize("how", ["module", "method", "closure", "tensor", "value"])
 def test_an_object_with_tensors_is_refused_where_their_gradients_would_be_lost(how: str) -> None:
     refused(Held(how), "that holds tensors", "test_printed_values.py:")

@@ -227,6 +227,7 @@ def saved_bytes(device: str, dtype: torch.dtype, name: str) -> int:
     return node.saved_bytes
 
 
+@pytest.mark.one_case_in(2)
 @pytest.mark.parametrize(
     ("device", "dtype", "fused"),
     [

@@ -65,6 +65,7 @@ CONVOLUTIONS = [
 ]  # fmt: skip
 
 
+@pytest.mark.one_case_in(3)
 @pytest.mark.parametrize("layout", [PLAIN, LAST], ids=str)
 @pytest.mark.parametrize("shape", CONVOLUTIONS, ids=str)
 def test_a_convolution_takes_no_more_than_its_margin(

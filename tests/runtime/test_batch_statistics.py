@@ -206,6 +206,7 @@ def assert_close(model: nn.Module, other: nn.Module) -> None:
         assert (got - wanted).abs().max() <= TOLERANCE, name
 
 
+@pytest.mark.one_case_in(3)
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("k", [1, 3])
 @pytest.mark.parametrize("name", EXACT)
@@ -246,6 +247,7 @@ def test_averages_of_single_microbatches_are_far_off() -> None:
     assert (norms_of(model)[0].running_var - norms_of(unsplit)[0].running_var).abs().max() > 0.1
 
 
+@pytest.mark.one_case_in(3)
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("name", MODELS)
 def test_losses_and_gradients_are_those_of_microbatch_updates(name: str, recompute: bool) -> None:

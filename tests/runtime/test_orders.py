@@ -44,6 +44,7 @@ def assert_equal(order: PipelineOrder, name: str) -> None:
     assert comparison.losses[0] == comparison.losses[1]
 
 
+@pytest.mark.one_case_in(4)
 @pytest.mark.parametrize("order", [*HAND_MADE, *NAMED, *BUT_LAST], ids=str)
 def test_every_order_trains_the_unsplit_model(order: PipelineOrder) -> None:
     assert_equal(order, "sequential")
@@ -52,6 +53,7 @@ def test_every_order_trains_the_unsplit_model(order: PipelineOrder) -> None:
 LATE, BEHIND = PipelineOrder("late", 4), PipelineOrder("behind", 2, 2, "v", recompute=True)
 
 
+@pytest.mark.one_case_in(3)
 @pytest.mark.parametrize(
     ("name", "order"),
     [
@@ -67,6 +69,7 @@ def test_split_backwards_train_every_model(name: str, order: PipelineOrder) -> N
     assert_equal(order, name)
 
 
+@pytest.mark.one_case_in(3)
 @pytest.mark.parametrize(
     "order",
     one_in(2, (order for order in NAMED if order.name.startswith(("zb", "v-", "dual")))),
@@ -76,6 +79,7 @@ def test_ties_are_summed_as_in_the_unsplit_model(order: PipelineOrder) -> None:
     assert_equal(order, "gpt2")
 
 
+@pytest.mark.one_case_in(2)
 @pytest.mark.parametrize("shape", ["loop", "v"])
 def test_evaluation_of_several_stages_on_a_rank(shape: str) -> None:
     target = example("unet")

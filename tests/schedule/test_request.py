@@ -428,6 +428,7 @@ def _known() -> dict[str, int]:
     return {name: case["best_found_ns"] for name, case in cases.items() if "-p4-" in name}
 
 
+@pytest.mark.one_case_in(3)
 @pytest.mark.skipif(not _known(), reason="the schedule instances are not here")
 @pytest.mark.parametrize("name", _known())
 def test_published_instances_are_solved_as_well_as_is_known(name: str) -> None:

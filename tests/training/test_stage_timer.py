@@ -49,6 +49,7 @@ def measured(target: Target, **options: object) -> list[set[Kind]]:
     return [set(each) for each in times]
 
 
+@pytest.mark.one_case_in(2)
 @pytest.mark.parametrize("name", ["unet", "gpt2"])
 def test_model_gradients_and_random_state_stay_as_they_were(name: str) -> None:
     target = example(name)
@@ -66,6 +67,7 @@ def test_model_gradients_and_random_state_stay_as_they_were(name: str) -> None:
     assert target.model.training
 
 
+@pytest.mark.one_case_in(2)
 @pytest.mark.parametrize(
     ("options", "first", "last"),
     [

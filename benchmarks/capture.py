@@ -6,8 +6,8 @@ It compares pipecompile with torch.export, torch.fx and torch.distributed.pipeli
 ways captures each model in a process of its own, with a time limit, in train mode and with a batch
 of 4. The capture then takes two seeded steps: at that batch, at another one, and after `.eval()`.
 Outputs, all gradients and all buffers must equal the model's bit for bit. pipecompile is judged at
-four more batches, and captures the model a second time for eval mode. The figures also say how the
-others do with a second capture.
+four more batches. It captures the model a second time for eval mode, and models of language and
+vision a third time in bfloat16. The figures also say how the others do with a second capture.
 
 Prints a table; writes results/capture.json and the table in docs/design/capture.md. Models that are
 not named keep their figures.
@@ -20,6 +20,7 @@ import multiprocessing
 import os
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -31,10 +32,14 @@ from benchmarks.capture_rivals import RIVALS, differences_of_rival
 from benchmarks.command_line import chosen_names
 from pipecompile.frontend.capture import capture
 from pipecompile.frontend.self_check import check_capture
+from pipecompile.frontend.signature import Arguments
 from pipecompile.frontend.target import Target
 from tests.zoo import first
+from tests.zoo.decoders import DECODERS
 from tests.zoo.judge import BATCHES, by_pipecompile, verdict
+from tests.zoo.language import LANGUAGE
 from tests.zoo.models import MODELS
+from tests.zoo.vision import VISION
 
 RESULT = Path(__file__).parent / "results" / "capture.json"
 DOCS = Path(__file__).parents[1] / "docs" / "design" / "capture.md"
@@ -42,6 +47,7 @@ MARKS = ("<!-- zoo table: python -m benchmarks.capture -->", "<!-- end -->")
 OURS = "pipecompile"
 WAYS = (OURS, *RIVALS)
 CHECKS = ("train", "batch", "eval")
+IN_BFLOAT16 = LANGUAGE | DECODERS | VISION
 OTHER_BATCH = 2  # at which rivals are judged too
 SECONDS = 120.0  # for one way on one model
 SIGNS = {"exact": "✓", "wrong": "✗", "refused": "–"}
@@ -84,7 +90,7 @@ def _cell(answer: Row) -> str:
 
 def table(models: dict[str, Row]) -> str:
     """Return the totals and all models as two tables in Markdown."""
-    heads = ("model", "nodes", "s", "s with the self-check", *WAYS)
+    heads = ("model", "nodes", "s", "s with the self-check", "bf16", *WAYS)
     rows = [_markdown(name, row) for name, row in models.items()]
     summary = (
         "way",
@@ -102,7 +108,8 @@ def table(models: dict[str, Row]) -> str:
             "",
             "Per model: in training with the batch it was captured at, with another batch, "
             "in eval mode. ✓ bit for bit, ✗ wrong",
-            "without an error, – refused with an error.",
+            "without an error, – refused with an error. The column bf16 is pipecompile's, in "
+            "training.",
             "",
             *_head(heads),
             *rows,
@@ -116,11 +123,15 @@ def _head(names: tuple[str, ...]) -> tuple[str, str]:
 
 def _markdown(name: str, row: Row) -> str:
     figures = [str(row[OURS].get(key, "–")) for key in ("nodes", "seconds", "seconds_with_check")]
+    half = row[OURS].get("bfloat16")
+    figures.append("" if half is None else SIGNS[half.partition(":")[0]])
     return f"| {' | '.join((name, *figures, *(_cell(row[way]) for way in WAYS)))} |"
 
 
 def totals(models: dict[str, Row]) -> Iterator[str]:
     """Yield a line with the totals of each way."""
+    half = [row[OURS]["bfloat16"] for row in models.values() if "bfloat16" in row[OURS]]
+    yield f"{OURS} in bfloat16: {half.count('exact')} of {len(half)} exact"
     for way in WAYS:
         yield f"{way:20} " + ", ".join(
             f"{key} {value}" for key, value in _total(models, way).items()
@@ -184,6 +195,9 @@ def _child(sender: Connection, way: str, name: str) -> None:
     target = Target.of(MODELS[name](), name)
     try:
         figures = judge_ours(target) if way == OURS else judge_rival(way, target)
+        if way == OURS and name in IN_BFLOAT16:
+            target = in_bfloat16(Target.of(MODELS[name](), name))
+            figures["bfloat16"] = _check(partial(_verdict, target, BATCHES, ("train",)))
         answer = {"captured": True} | figures
     except Exception as error:
         answer = _failed(_one_line(error))
@@ -219,6 +233,18 @@ def judge_ours(target: Target) -> Row:
             for check, where in batches_and_modes.items()
         },
     }
+
+
+def in_bfloat16(target: Target) -> Target:
+    """Return the target with its model, and inputs that are no whole numbers, in that type."""
+    target.model.to(torch.bfloat16)
+    inputs = target.call.args, target.call.kwargs
+    args, kwargs = torch.utils._pytree.tree_map_only(torch.Tensor, _in_bfloat16, inputs)
+    return replace(target, call=Arguments(args, kwargs))
+
+
+def _in_bfloat16(value: torch.Tensor) -> torch.Tensor:
+    return value.to(torch.bfloat16) if value.is_floating_point() else value
 
 
 def _verdict(target: Target, batches: tuple[int, ...], modes: tuple[str, ...]) -> list[str]:

@@ -37,8 +37,8 @@ from pipecompile.frontend.recorder import RecordingOptions
 from pipecompile.frontend.refusals import UnsupportedError
 from pipecompile.frontend.signature import Arguments
 from pipecompile.graph.attributes import ModuleAttributes
-from pipecompile.graph.keyword_names import print_keywords_legally
 from pipecompile.graph.model_state import has_values, named_state
+from pipecompile.graph.torch_repairs import repair_torch
 
 __all__ = ["capture", "captures"]
 
@@ -113,7 +113,7 @@ def captures(model: nn.Module, call: Arguments, leaf: Sequence[str] = ()) -> Ite
     Each is captured when the caller needs it. CaptureError if there is none.
     """
     _refuse_unfit(model)
-    print_keywords_legally()
+    repair_torch()
     leaves, recapture = leaf_paths(model, leaf), partial(capture, model, leaf=leaf)
     model_has_values = all(has_values(tensor) for _, tensor in named_state(model))
     answers: ProbedAnswers | None = None
@@ -233,12 +233,22 @@ def _notes(forward: RecordedForward, changed: Sequence[Attribute]) -> Iterator[C
         yield CaptureNote(
             f"forward hooks of {hooked} are part of the graph: nothing calls them again"
         )
+    norms = [name for name, part in recorder.root.named_modules() if _normalises_a_batch(part)]
+    if norms:
+        yield CaptureNote(
+            f"batch norm {_first_of(norms)}: each microbatch is normalised by itself, as in a loop "
+            "over microbatches"
+        )
     if changed:
         names = [forward.attribute_path(*attribute) for attribute in changed]
         line = recorder.assignments.get(changed[0], "")
         yield CaptureNote(
             f"the forward sets {_first_of(names)}: the pipeline leaves that as it was", line
         )
+
+
+def _normalises_a_batch(module: nn.Module) -> bool:
+    return isinstance(module, nn.modules.batchnorm._BatchNorm) and module.training
 
 
 def _first_of(names: Sequence[str]) -> str:

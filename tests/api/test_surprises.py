@@ -328,7 +328,7 @@ def test_a_group_that_names_nothing_is_refused() -> None:
 
 def test_a_loss_that_is_no_scalar_is_refused() -> None:
     pipeline = pipecompile(linears(), X, k=2, costs="flops", loss_fn=lambda output, target: output)
-    with pytest.raises(InputError, match="must be a scalar tensor"):
+    with pytest.raises(InputError, match="must be a real scalar tensor"):
         pipeline.step(X)
 
 

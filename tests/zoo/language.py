@@ -30,14 +30,14 @@ def _tokens() -> Tensor:
     return torch.randint(SPECIAL, VOCABULARY, (BATCH, TOKENS), generator=generator)
 
 
-def _with_loss(kind: Callable[..., nn.Module], config: Any) -> dict[str, Any]:
+def with_loss(kind: Callable[..., nn.Module], config: Any) -> dict[str, Any]:
     """A model that is given the labels and computes its loss itself."""
     torch.manual_seed(0)
     tokens = _tokens()
     return {"model": kind(config), "sample_input": {"input_ids": tokens, "labels": tokens}}
 
 
-def _with_logits(kind: Callable[..., nn.Module], config: Any) -> dict[str, Any]:
+def with_logits(kind: Callable[..., nn.Module], config: Any) -> dict[str, Any]:
     """A model that ends with its logits; the loss lies outside."""
     torch.manual_seed(0)
     tokens = _tokens()
@@ -52,7 +52,7 @@ def _with_logits(kind: Callable[..., nn.Module], config: Any) -> dict[str, Any]:
 
 def llama() -> dict[str, Any]:
     """Rotary positions, gated feed-forward, a key-value head for each head; the loss is outside."""
-    return _with_logits(
+    return with_logits(
         transformers.LlamaForCausalLM, transformers.LlamaConfig(**SMALL, use_cache=False)
     )
 
@@ -67,7 +67,7 @@ def qwen2() -> dict[str, Any]:
     config = transformers.Qwen2Config(
         **SMALL, num_key_value_heads=2, tie_word_embeddings=True, use_cache=False
     )
-    return _with_loss(transformers.Qwen2ForCausalLM, config)
+    return with_loss(transformers.Qwen2ForCausalLM, config)
 
 
 def mistral() -> dict[str, Any]:
@@ -75,19 +75,19 @@ def mistral() -> dict[str, Any]:
     config = transformers.MistralConfig(
         **SMALL, num_key_value_heads=2, sliding_window=8, use_cache=False
     )
-    return _with_logits(transformers.MistralForCausalLM, config)
+    return with_logits(transformers.MistralForCausalLM, config)
 
 
 def gemma() -> dict[str, Any]:
     """One key-value head for all heads, scaled embeddings, a head tied to them."""
     config = transformers.GemmaConfig(**SMALL, num_key_value_heads=1, head_dim=32, use_cache=False)
-    return _with_loss(transformers.GemmaForCausalLM, config)
+    return with_loss(transformers.GemmaForCausalLM, config)
 
 
 def phi() -> dict[str, Any]:
     """Attention and feed-forward side by side, positions rotated in a part of each head."""
     config = transformers.PhiConfig(**SMALL, resid_pdrop=0.1, embd_pdrop=0.1, use_cache=False)
-    return _with_logits(transformers.PhiForCausalLM, config)
+    return with_logits(transformers.PhiForCausalLM, config)
 
 
 def opt() -> dict[str, Any]:
@@ -102,7 +102,7 @@ def opt() -> dict[str, Any]:
         max_position_embeddings=64,
         use_cache=False,
     )
-    return _with_loss(transformers.OPTForCausalLM, config)
+    return with_loss(transformers.OPTForCausalLM, config)
 
 
 def bloom() -> dict[str, Any]:
@@ -116,13 +116,13 @@ def bloom() -> dict[str, Any]:
         attention_dropout=0.1,
         use_cache=False,
     )
-    return _with_loss(transformers.BloomForCausalLM, config)
+    return with_loss(transformers.BloomForCausalLM, config)
 
 
 def gpt_neox() -> dict[str, Any]:
     """One projection for queries, keys and values, a parallel residual."""
     config = transformers.GPTNeoXConfig(**SMALL, hidden_dropout=0.1, use_cache=False)
-    return _with_logits(transformers.GPTNeoXForCausalLM, config)
+    return with_logits(transformers.GPTNeoXForCausalLM, config)
 
 
 def falcon() -> dict[str, Any]:
@@ -135,7 +135,7 @@ def falcon() -> dict[str, Any]:
         hidden_dropout=0.1,
         use_cache=False,
     )
-    return _with_logits(transformers.FalconForCausalLM, config)
+    return with_logits(transformers.FalconForCausalLM, config)
 
 
 def mixtral() -> dict[str, Any]:
@@ -147,13 +147,13 @@ def mixtral() -> dict[str, Any]:
         output_router_logits=True,
         use_cache=False,
     )
-    return _with_loss(transformers.MixtralForCausalLM, config)
+    return with_loss(transformers.MixtralForCausalLM, config)
 
 
 def roberta() -> dict[str, Any]:
     """Positions counted from the tokens that are not padding."""
     config = transformers.RobertaConfig(**SMALL, max_position_embeddings=64)
-    return _with_logits(transformers.RobertaForMaskedLM, config)
+    return with_logits(transformers.RobertaForMaskedLM, config)
 
 
 def distilbert() -> dict[str, Any]:
@@ -166,18 +166,18 @@ def distilbert() -> dict[str, Any]:
         n_heads=4,
         max_position_embeddings=64,
     )
-    return _with_logits(transformers.DistilBertForMaskedLM, config)
+    return with_logits(transformers.DistilBertForMaskedLM, config)
 
 
 def albert() -> dict[str, Any]:
     """One layer, called three times: every stage shares its weights."""
     config = transformers.AlbertConfig(**SMALL, embedding_size=32, hidden_dropout_prob=0.1)
-    return _with_loss(transformers.AlbertForMaskedLM, config)
+    return with_loss(transformers.AlbertForMaskedLM, config)
 
 
 def electra() -> dict[str, Any]:
     """Embeddings narrower than the layers; each token is judged genuine or replaced."""
-    target = _with_loss(
+    target = with_loss(
         transformers.ElectraForPreTraining, transformers.ElectraConfig(**SMALL, embedding_size=32)
     )
     target["sample_input"]["labels"] = target["sample_input"]["labels"] % 2
@@ -195,7 +195,7 @@ def deberta() -> dict[str, Any]:
         norm_rel_ebd="layer_norm",
         share_att_key=True,
     )
-    return _with_loss(transformers.DebertaV2ForMaskedLM, config)
+    return with_loss(transformers.DebertaV2ForMaskedLM, config)
 
 
 def bart() -> dict[str, Any]:
@@ -212,7 +212,7 @@ def bart() -> dict[str, Any]:
         max_position_embeddings=64,
         use_cache=False,
     )
-    return _with_loss(transformers.BartForConditionalGeneration, config)
+    return with_loss(transformers.BartForConditionalGeneration, config)
 
 
 def mamba() -> dict[str, Any]:
@@ -220,7 +220,7 @@ def mamba() -> dict[str, Any]:
     config = transformers.MambaConfig(
         vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=2, state_size=4, use_cache=False
     )
-    return _with_logits(transformers.MambaForCausalLM, config)
+    return with_logits(transformers.MambaForCausalLM, config)
 
 
 LANGUAGE: dict[str, Callable[[], Any]] = {

@@ -6,11 +6,19 @@ from collections.abc import Callable
 from typing import Any
 
 from .custom_layers import CUSTOM_LAYERS
+from .decoders import DECODERS
 from .effects import EFFECTS
 from .language import LANGUAGE
 from .modules import MODULES
 from .vision import VISION
 
-MODELS: dict[str, Callable[[], Any]] = {**MODULES, **CUSTOM_LAYERS, **EFFECTS, **LANGUAGE, **VISION}
+MODELS: dict[str, Callable[[], Any]] = {
+    **MODULES,
+    **CUSTOM_LAYERS,
+    **EFFECTS,
+    **LANGUAGE,
+    **DECODERS,
+    **VISION,
+}
 
 globals().update(MODELS)  # The command line looks a factory up as an attribute of this module.

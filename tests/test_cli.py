@@ -46,6 +46,7 @@ def fresh(*arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.one_case_in(2)
 def test_a_second_plan_is_the_same_bytes_in_another_process(plan_file: str, tmp_path: Path) -> None:
     again = tmp_path / "again.json"
     result = fresh(
@@ -134,6 +135,7 @@ def test_view(plan_file: str, tmp_path: Path) -> None:
     assert invoke("view", plan_file, "-o", str(tmp_path / "nowhere" / "plan.html")).exit_code == 2
 
 
+@pytest.mark.one_case_in(3)
 @pytest.mark.parametrize("form", FORMATS)
 def test_check_of_a_sound_plan(plan_file: str, form: str) -> None:
     result = invoke("check", plan_file, UNET, "--format", form)
@@ -256,6 +258,7 @@ def test_simulate(plan_file: str, form: str, tmp_path: Path) -> None:
     assert svg.read_text().startswith("<svg")
 
 
+@pytest.mark.one_case_in(3)
 @pytest.mark.parametrize("form", FORMATS)
 def test_verify(form: str) -> None:
     target = f"{MODELS}:sequential"

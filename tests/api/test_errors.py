@@ -160,6 +160,7 @@ REFUSALS: dict[str, tuple[type[PipecompileError], int, list[str], dict[str, Any]
 }
 
 
+@pytest.mark.one_case_in(2)
 @pytest.mark.parametrize("case", REFUSALS)
 def test_options_that_cannot_be_met(case: str, output: Path) -> None:
     kind, code, arguments, options, message = REFUSALS[case]
@@ -376,6 +377,7 @@ DAMAGES: dict[str, tuple[Callable[[bytes], bytes], str]] = {
 }
 
 
+@pytest.mark.one_case_in(2)
 @pytest.mark.parametrize("case", DAMAGES)
 def test_a_damaged_plan(case: str, plan_file: Path) -> None:
     damage, message = DAMAGES[case]

@@ -125,7 +125,7 @@ EXACT = (
 )
 
 
-@pytest.mark.one_case_in(4)
+@pytest.mark.one_case_in(6)
 @pytest.mark.parametrize(("policy", "schedule"), EXACT)
 def test_every_policy_is_exact_under_every_schedule_that_allows_it(
     policy: str, schedule: str

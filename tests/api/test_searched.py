@@ -34,6 +34,7 @@ def test_a_searched_step_is_never_longer_than_1f1b_in_the_same_memory() -> None:
     assert searched.prediction.step_ns <= named.prediction.step_ns
 
 
+@pytest.mark.sweep
 def test_a_searched_step_is_shorter_than_1f1b_in_half_as_much_memory_again_and_exact() -> None:
     target = Target.of(models.gpt2(), "gpt2")
     named = planned(target, "1f1b")

@@ -204,6 +204,7 @@ def test_a_shape_that_was_not_declared_is_refused() -> None:
     assert pipeline.steps == steps
 
 
+@pytest.mark.one_case_in(2)
 @pytest.mark.parametrize(
     ("shapes", "message"),
     [

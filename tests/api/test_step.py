@@ -297,6 +297,7 @@ def tie_of(pipeline: Pipeline) -> tuple[int, ...]:
     return found.stages
 
 
+@pytest.mark.one_case_in(2)
 @pytest.mark.parametrize(
     ("k", "groups", "stages"),
     [(4, [], (0, 3)), (1, [["transformer.wte", "lm_head"]], (0,))],

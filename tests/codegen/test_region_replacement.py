@@ -177,6 +177,7 @@ STATE: dict[str, Callable[[], nn.Module]] = {
 }
 
 
+@pytest.mark.one_case_in(2)
 @pytest.mark.parametrize(
     ("name", "autocast"),
     [*((name, False) for name in STATE), ("lesson", True), ("statistics", True)],
@@ -193,6 +194,7 @@ def test_state_of_every_kind_in_regions_of_every_kind(name: str, autocast: bool)
             assert differences(wanted, outcome(region_case, assignment, regions)) == [], regions
 
 
+@pytest.mark.one_case_in(2)
 @pytest.mark.parametrize("name", STATE)
 def test_regions_copy_what_is_said_of_their_nodes(name: str) -> None:
     """Each region runs twice for each of two microbatches, inner regions too."""

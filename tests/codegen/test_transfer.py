@@ -39,7 +39,7 @@ def cut_in(parts: int, found: Capture, call: Arguments) -> tuple[dict[str, int],
     }
 
 
-@pytest.mark.one_case_in(2)
+@pytest.mark.one_case_in(3)
 @pytest.mark.parametrize("name", ["gpt2", "bert", "t5", "unet", "sequential"])
 def test_every_node_lies_where_its_parameters_do(name: str) -> None:
     target = example(name)

@@ -232,6 +232,7 @@ LOSSES: dict[str, Callable[[bool], Any]] = {
 }
 
 
+@pytest.mark.one_case_in(2)
 @pytest.mark.parametrize("kind", LOSSES)
 def test_costs_depend_on_the_loss(kind: str) -> None:
     make = LOSSES[kind]

@@ -60,6 +60,7 @@ def costed(target: Target, costs: str) -> CostGraph:
     )
 
 
+@pytest.mark.one_case_in(3)
 @pytest.mark.parametrize("costs", ["flops", "roofline:h100", "roofline:cpu"])
 def test_a_table_gives_the_times_that_were_written(costs: str, tmp_path: Path) -> None:
     target = Target(
@@ -174,6 +175,7 @@ def test_what_is_no_time_is_refused(given: object) -> None:
         costs_by_name(lambda node, call: given)
 
 
+@pytest.mark.one_case_in(3)
 @pytest.mark.parametrize("field", [field.name for field in fields(CallCost)])
 @pytest.mark.parametrize("given", [-1, 1.5, True])
 def test_every_figure_of_a_cost_is_held_to_the_same(field: str, given: Any) -> None:

@@ -97,7 +97,7 @@ def assert_planned(
         assert {tensor for tensor, _ in verdict.unequal} <= verdict.tied
 
 
-@pytest.mark.one_case_in(3)
+@pytest.mark.one_case_in(6)
 @pytest.mark.parametrize(
     ("schedule", "each", "ranks", "recompute"),
     [
@@ -198,6 +198,7 @@ def test_recompute_is_exact(
     assert all(verdict.passed for verdict in verdicts), verdicts[0]
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("schedule", ["interleaved-1f1b", sweep("looped-bfs")])
 def test_regions_on_ranks_of_several_stages(
     workers: Workers, tmp_path: Path, schedule: str

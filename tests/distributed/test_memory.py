@@ -12,7 +12,7 @@ from tests.distributed.workers import Workers
 from tests.sweeps import sweep
 
 
-@pytest.mark.one_case_in(3)
+@pytest.mark.one_case_in(5)
 @pytest.mark.parametrize(
     "setting",
     [

@@ -15,7 +15,7 @@ EXACT = 1e-12
 sweep = pytest.mark.sweep
 
 
-@pytest.mark.one_case_in(2)
+@pytest.mark.one_case_in(3)
 @pytest.mark.parametrize(
     ("ranks", "replicas", "schedule", "reshard"),
     [

@@ -31,6 +31,7 @@ def test_a_step_of_all_replicas_is_the_unsplit_step(
         assert loss <= EXACT
 
 
+@pytest.mark.one_case_in(2)
 @pytest.mark.parametrize(("ranks", "replicas"), [(2, 1), (2, 2)])
 def test_steps_that_accumulate_exchange_no_gradients(
     workers: Workers, tmp_path: Path, ranks: int, replicas: int

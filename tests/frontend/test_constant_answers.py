@@ -145,6 +145,7 @@ def is_as_outside(model: nn.Module) -> bool:
     )
 
 
+@pytest.mark.one_case_in(2)
 @pytest.mark.parametrize("kind", DECODERS)
 def test_decoders_with_grouped_queries_run_as_outside(kind: str) -> None:
     assert is_as_outside(decoder(kind, 2, 16, torch.float32))
@@ -199,7 +200,7 @@ MASKS: dict[str, Callable[[Tensor], Any]] = {
 }
 
 
-@pytest.mark.one_case_in(2)
+@pytest.mark.one_case_in(4)
 @pytest.mark.parametrize("name", MASKS)
 @pytest.mark.parametrize("dtype", [torch.int64, torch.bool])
 def test_what_is_read_of_a_mask_is_compared_at_each_step(name: str, dtype: torch.dtype) -> None:

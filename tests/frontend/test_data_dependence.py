@@ -88,6 +88,7 @@ def test_a_data_dependent_module_is_one_node_and_exact_at_other_batches(kind: ty
     assert called(captured_model.graph) == ["stem", "sin", "part", "head"]
 
 
+@pytest.mark.one_case_in(2)
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_note_names_the_module_and_the_line(kind: type[Part]) -> None:
     captured_model = capture(Around(kind()), Arguments((sample(),), {}))

@@ -209,6 +209,7 @@ FOREIGN: dict[str, Callable[[Two], dict[str, Tensor]]] = {
 }
 
 
+@pytest.mark.one_case_in(3)
 @pytest.mark.parametrize("weights", FOREIGN.values(), ids=FOREIGN)
 def test_leaf_called_with_other_weights(weights: Callable[[Two], dict[str, Tensor]]) -> None:
     """The graph itself is compared, since users can switch the self-check off."""

@@ -60,7 +60,7 @@ def example(name: str) -> tuple[nn.Module, Any]:
     return model.train(), sample
 
 
-@pytest.mark.one_case_in(2)
+@pytest.mark.one_case_in(4)
 @pytest.mark.parametrize("name", ["gpt2", "bert", "t5", "llama", "resnet50", "unet", "sequential"])
 def test_the_saved_storages_are_those_of_a_real_run_of_the_graph(name: str) -> None:
     model, sample = example(name)

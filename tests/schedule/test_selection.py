@@ -186,6 +186,7 @@ def test_halves_of_unknown_length_are_not_scheduled() -> None:
 TIMES = st.lists(st.tuples(*[st.integers(1, 40)] * 3), min_size=6, max_size=10)
 
 
+@pytest.mark.sweep
 @settings(max_examples=30)
 @given(TIMES, st.integers(2, 3), st.integers(2, 5), st.sampled_from([1, 2]))
 def test_a_searched_plan_is_no_longer_than_any_named_one(
@@ -201,6 +202,7 @@ def test_a_searched_plan_is_no_longer_than_any_named_one(
     ) or made.ordering.searched_ns in (made.ordering.named_ns.values())
 
 
+@pytest.mark.one_case_in(2)
 @pytest.mark.parametrize("each", [1, 2])
 def test_a_search_uses_the_memory_that_there_is(each: int) -> None:
     roomy = planned(EVEN, schedule="search", k=4 * each, stages_per_rank=each)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any, Unpack
+from typing import Any, Unpack, get_args
 
 import torch
 from torch import nn
@@ -28,9 +28,11 @@ from pipecompile.frontend.signature import arguments_of
 from pipecompile.frontend.target import LossFunction, Target
 from pipecompile.frontend.target_capture import Captured, capture_target
 from pipecompile.ir.links import FREE, Links
+from pipecompile.ir.options import known_name
 from pipecompile.ir.plan import Options, Plan
 from pipecompile.ir.serialization import decode, encode, read
 from pipecompile.runtime import world
+from pipecompile.runtime.distributed_pipeline import Engine
 from pipecompile.runtime.place import check_world, running_replicas
 from pipecompile.schedule.selection import placements
 from pipecompile.training.materialisation import lacks_values, on_meta
@@ -59,6 +61,7 @@ def pipecompile(
     weights: str | Path | None = None,
     shapes: Sequence[Any] = (),
     parallelize: Parallelize | None = None,
+    engine: Engine = "own",
     **choices: Unpack[Choices],
 ) -> Pipeline:
     """Return `model` as a pipeline of `k` stages (4 unless `k` or `ranks` is given), ready to
@@ -94,6 +97,8 @@ def pipecompile(
                     `simulate()` are for `sample_input`, which is to be the largest.
     parallelize     `parallelize(stage, mesh)` divides each stage of a rank in place: `fully_shard`
                     over replicas, `parallelize_module` over another dimension of `mesh`.
+    engine          What walks through the actions of a rank: a loop of our own, or "torch", the
+                    runtime of torch.distributed.pipelining, which takes longer.
     choices         `help(pipecompile.Choices)` lists them: ranks, microbatches, schedule, memory …
 
     Under torchrun rank 0 plans for all ranks. Raises InputError, CaptureError, InfeasibleError or
@@ -102,6 +107,7 @@ def pipecompile(
     check_names(choices)
     if step_timeout is not None and not step_timeout > 0:
         raise InputError(f"step_timeout={step_timeout}, but it is a number of seconds above 0")
+    known_name("engine", engine, get_args(Engine))
     if mesh is not None and not isinstance(mesh, DeviceMesh):
         raise InputError(f"mesh is a {type(mesh).__name__}; make it with init_device_mesh")
     # Before anything is planned: from here on the ranks of a torchrun job talk to each other.
@@ -144,6 +150,7 @@ def pipecompile(
             weights=weights,
             shapes=declared,
             parallelize=parallelize,
+            engine=engine,
         )
 
 

@@ -29,7 +29,7 @@ def repair_torch() -> None:
     """Let torch do what it should, from now on."""
     fx_graph._format_target = _format_target
     if _fake_grouped_product is not None:
-        _meta_registrations._meta_grouped_mm_common = _grouped_product
+        vars(_meta_registrations)["_meta_grouped_mm_common"] = _grouped_product
 
 
 def _format_target(base: str, target: str) -> str:

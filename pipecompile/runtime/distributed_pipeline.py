@@ -1,31 +1,24 @@
-"""The runtime under torchrun, on torch.distributed.pipelining.
+"""The runtime under torchrun: each rank performs its row of the schedule.
 
-This is the only module that knows torch's private names there. torch walks through the list of
-actions, which is the schedule that was simulated and checked, and calls back for each of them;
-rank_step.py performs it:
+The rows are those that were simulated and checked. rank_step.py performs their actions, with the
+messages of messages.py, one after the other:
 
-    schedule row        0F0      0SEND_F0   0B0             0R0
-    action of torch     FORWARD  SEND_F     FULL_BACKWARD   UNSHARD
-    performed by        RankStep, with the messages of messages.py
+    row of rank 0      0F0  0SEND_F0  0F1  0SEND_F1  0RECV_B0  0B0  …
+    row of rank 1      1RECV_F0  1F0  1B0  1SEND_B0  …
 
-torch's own stages would infer shapes at boundaries by a step on uninitialised memory.
+With `engine="torch"` the runtime of torch.distributed.pipelining walks through the same rows
+(torch_engine.py), as an oracle of the loop here.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch.distributed.pipelining import PipelineStage
-from torch.distributed.pipelining.schedules import (
-    _Action,
-    _ComputationType,
-    _PipelineScheduleRuntime,
-)
 
-from pipecompile.ir.schedule import BACKWARDS, Action, Kind, Schedule
+from pipecompile.ir.schedule import BACKWARDS, Schedule
 from pipecompile.runtime.agreement import Agreement
 from pipecompile.runtime.messages import Boundaries, Messages
 from pipecompile.runtime.rank_step import (
@@ -37,31 +30,13 @@ from pipecompile.runtime.rank_step import (
     recomputed_microbatches,
 )
 from pipecompile.runtime.stage import EagerStage
+from pipecompile.runtime.torch_engine import TorchEngine
 from pipecompile.runtime.watch import StepWatch
 
-__all__ = ["DistributedPipeline", "SizedStages"]
+__all__ = ["DistributedPipeline", "Engine", "SizedStages"]
 
-# torch has no recompute action. UNSHARD stands for it: torch only hands it on.
-KINDS = {
-    Kind.FORWARD: _ComputationType.FORWARD,
-    Kind.BACKWARD: _ComputationType.FULL_BACKWARD,
-    Kind.BACKWARD_INPUT: _ComputationType.BACKWARD_INPUT,
-    Kind.BACKWARD_WEIGHT: _ComputationType.BACKWARD_WEIGHT,
-    Kind.RECOMPUTE: _ComputationType.UNSHARD,
-    Kind.SEND_FORWARD: _ComputationType.SEND_F,
-    Kind.RECEIVE_FORWARD: _ComputationType.RECV_F,
-    Kind.SEND_BACKWARD: _ComputationType.SEND_B,
-    Kind.RECEIVE_BACKWARD: _ComputationType.RECV_B,
-    Kind.REDUCE: _ComputationType.REDUCE_GRAD,
-}
-OWN_KINDS = {theirs: ours for ours, theirs in KINDS.items()}
-
-
-class _ActionWalk(_PipelineScheduleRuntime):
-    """torch's walk through the actions of a rank, without what it prepares for its own stages."""
-
-    def _initialize_stages(self, *_: Any, **__: Any) -> None:
-        """Neither infer shapes nor make buffers."""
+Engine = Literal["own", "torch"]
+"""What walks through the actions of a rank."""
 
 
 class SizedStages(NamedTuple):
@@ -84,12 +59,15 @@ class DistributedPipeline:
         device: torch.device,
         boundaries: Boundaries,
         group: dist.ProcessGroup | None = None,
+        engine: Engine = "own",
     ) -> None:
         self._stages = dict(stages)
         self._device = device
         self._boundaries = boundaries
         self._group = group
-        self._walks: dict[Schedule, _ActionWalk] = {}
+        self._torch = None
+        if engine == "torch":
+            self._torch = TorchEngine(self._stages, len(boundaries), device, group)
         self._messages_by_placement: dict[tuple[int, ...], Messages] = {}
 
     def run(
@@ -111,14 +89,14 @@ class DistributedPipeline:
         tensors, or if it is `with_loss` losses. `remainder` are the stages for the last microbatch
         if that is smaller than the others.
         """
-        runtime, messages = self._walk(schedule), self._messages(schedule)
+        messages = self._messages(schedule)
         last = schedule.microbatches - 1
         messages.begin(
             watch.deadline,
             agreement,
             None if remainder is None else (last, remainder.boundaries),
         )
-        row = schedule.rows[runtime.rank]
+        row = schedule.rows[dist.get_rank(self._group)]
         trains = any(action.kind in BACKWARDS for action in row)
         rank_step = RankStep(
             self._stages,
@@ -132,9 +110,12 @@ class DistributedPipeline:
             with_loss=with_loss,
             remainder=None if remainder is None else remainder.stages,
         )
-        _perform_by(runtime, rank_step)
         with torch.set_grad_enabled(trains):
-            runtime._step_microbatches([()] * schedule.microbatches)
+            if self._torch is not None:
+                self._torch.perform(schedule, rank_step)
+            else:
+                for action in row:
+                    rank_step.perform(action)
         watch.actions_are_done()
         rank_step.finish()
         return rank_step.result()
@@ -148,39 +129,3 @@ class DistributedPipeline:
             messages = Messages(self._boundaries, peers, self._device, self._group)
             self._messages_by_placement[schedule.placement] = messages
         return self._messages_by_placement[schedule.placement]
-
-    def _walk(self, schedule: Schedule) -> _ActionWalk:
-        """Return torch's runtime for a schedule, which is created only once."""
-        if schedule not in self._walks:
-            stages = [
-                PipelineStage(
-                    stage.module, index, len(self._boundaries), self._device, group=self._group
-                )
-                for index, stage in sorted(self._stages.items())
-            ]
-            runtime = _ActionWalk(  # type: ignore[no-untyped-call]
-                stages, schedule.microbatches, scale_grads=False
-            )
-            # torch's own way to set the rows validates what was validated already, and refuses rows
-            # without backwards.
-            runtime.pipeline_order_with_comms = {
-                rank: [_translate(action) for action in row]
-                for rank, row in enumerate(schedule.rows)
-            }
-            self._walks[schedule] = runtime
-        return self._walks[schedule]
-
-
-def _perform_by(runtime: _ActionWalk, rank_step: RankStep) -> None:
-    """Let `rank_step` perform every action that torch walks to."""
-
-    def perform(action: _Action, context: Any) -> None:
-        kind = OWN_KINDS[action.computation_type]
-        rank_step.perform(Action(action.stage_index, kind, action.microbatch_index))
-
-    # The method to register a function does not take the kinds that send and receive.
-    runtime._comp_type_to_function_map = dict.fromkeys(OWN_KINDS, perform)
-
-
-def _translate(action: Action) -> _Action:
-    return _Action(action.stage, KINDS[action.kind], action.microbatch)

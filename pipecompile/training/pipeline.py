@@ -23,6 +23,7 @@ from pipecompile.ir.schedule import Timeline
 from pipecompile.runtime import world
 from pipecompile.runtime.action_recorder import ActionRecorder
 from pipecompile.runtime.batch_statistics import MinibatchStatistics
+from pipecompile.runtime.distributed_pipeline import Engine
 from pipecompile.runtime.gradients import StepGradients, divide_gradients
 from pipecompile.runtime.local_share import LocalShare
 from pipecompile.runtime.messages import Boundaries
@@ -74,6 +75,7 @@ class Pipeline(HeldModel):
         weights: str | Path | None = None,
         shapes: Sequence[DeclaredShape] = (),
         parallelize: Parallelize | None = None,
+        engine: Engine = "own",
     ) -> None:
         self.plan = plan
         self.seed = seed
@@ -92,7 +94,8 @@ class Pipeline(HeldModel):
         was_on_meta = lacks_values(target.model)
         if was_on_meta:
             self._allocate()
-        self._runner = Runner(plan, target, self._share, self._programs.planned, step_timeout)
+        planned = self._programs.planned
+        self._runner = Runner(plan, target, self._share, planned, step_timeout, engine)
         # Now that the stages are on the devices where they stay.
         for shape in shapes:
             self._programs.declare(shape)

@@ -18,7 +18,7 @@ from pipecompile.frontend.target import Target
 from pipecompile.ir.plan import Plan
 from pipecompile.ir.schedule import Schedule
 from pipecompile.runtime import one_process, world
-from pipecompile.runtime.distributed_pipeline import DistributedPipeline, SizedStages
+from pipecompile.runtime.distributed_pipeline import DistributedPipeline, Engine, SizedStages
 from pipecompile.runtime.gradients import spread_overflow
 from pipecompile.runtime.local_share import LocalShare
 from pipecompile.runtime.norm import total_norm
@@ -42,7 +42,7 @@ class Runner:
     """The stages of this process, for each program, and how their gradients are summed.
 
     `planned` is the program of the plan. The stages move to the device of this rank. A step of
-    several ranks may take `step_timeout` seconds.
+    several ranks may take `step_timeout` seconds; `engine` walks through its actions.
     """
 
     def __init__(
@@ -52,11 +52,13 @@ class Runner:
         share: LocalShare,
         planned: Program,
         step_timeout: float | None,
+        engine: Engine = "own",
     ) -> None:
         self._plan = plan
         self._target = target
         self._share = share
         self._planned = planned
+        self._engine = engine
         self._orders = PlanOrders(plan)
         self._local: dict[Program, list[EagerStage]] = {}
         self._own: dict[Program, SizedStages] = {}
@@ -370,7 +372,9 @@ class Runner:
         if program not in self._pipelines:
             stages, boundaries = self._own_stages(program)
             group = self._share.place.pipeline_group
-            self._pipelines[program] = DistributedPipeline(stages, self.device, boundaries, group)
+            self._pipelines[program] = DistributedPipeline(
+                stages, self.device, boundaries, group, self._engine
+            )
         return self._pipelines[program]
 
     def _own_stages(self, program: Program) -> SizedStages:

@@ -185,8 +185,6 @@ class GradientFlow:
         for storage, tensors in self._inputs_by_storage(is_input_backward=is_input_backward):
             names = tuple(tensor.producer for tensor in tensors)
             yield names, tensors[-1].gradient_bytes, id(storage) in held
-        for tensor in self._zero_gradients:
-            yield (tensor.producer,), tensor.gradient_bytes, False
 
     @cached_property
     def relayed_gradients(self) -> Mapping[str, Sequence[str]]:
@@ -202,8 +200,10 @@ class GradientFlow:
         return relayed
 
     @property
-    def _zero_gradients(self) -> Iterator[Tensor]:
-        """Inputs that end here and get no gradient: torch.distributed.pipelining sends zeros."""
+    def missing(self) -> Iterator[Tensor]:
+        """Inputs that end here and get no gradient: zeros are sent in the first step only, and then
+        nothing.
+        """
         leaving = {tensor.producer for tensor in self.stage.leaving}
         for tensor, _ in self.stage.arriving:
             ends = tensor.producer not in leaving
@@ -295,8 +295,6 @@ class GradientFlow:
             if storage is None:  # autograd copies it: others hold it too, or it is not contiguous
                 at = self.nodes[0] if tensor.producer in copied_at_end else place
                 yield LivenessChange(at, tensor.gradient_bytes, begins=True)
-        for tensor in self._zero_gradients:
-            yield LivenessChange(self.nodes[0], tensor.gradient_bytes, begins=True)
 
     def _last_place(self, gradient: GradientStorage) -> int:
         """Return the node of the stage in whose backward the gradient is freed."""

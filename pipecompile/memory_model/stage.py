@@ -26,10 +26,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 
-from pipecompile.ir.amount import ZERO
+from pipecompile.ir.amount import ZERO, Amount
 from pipecompile.ir.encodings import Encoding
 from pipecompile.ir.footprint import Footprint, MessageStorage, ReceivedTensor, SharedParameter
-from pipecompile.ir.graph import Parameter
+from pipecompile.ir.graph import Parameter, Tensor
 from pipecompile.memory_model.encodings import EncodedPlaces
 from pipecompile.memory_model.live_ranges import LiveRanges
 from pipecompile.memory_model.optimizer import optimizer_bytes
@@ -226,7 +226,7 @@ class _StageMemory(StageBackward):
             if tensor.gradient_bytes:
                 yield ReceivedTensor(
                     name=tensor.producer,
-                    size=self.allocator.amount([tensor.gradient_bytes]),
+                    size=self._received_gradient(tensor),
                     is_needed_by_weight_backward=tensor.producer in needed,
                     relayed_as=tuple(self.gradients.relayed_gradients.get(tensor.producer, ())),
                 )
@@ -261,6 +261,22 @@ class _StageMemory(StageBackward):
                 size=self.allocator.amount([size]),
                 is_needed_by_weight_backward=is_held,
             )
+        for tensor in self.gradients.missing:
+            yield MessageStorage(
+                names=(tensor.producer,),
+                size=self._only_in_first_step(tensor),
+                is_needed_by_weight_backward=False,
+            )
+
+    def _received_gradient(self, tensor: Tensor) -> Amount:
+        places = (self.ranges.place[name] for name in tensor.consumers_with_gradient)
+        if any(map(self.is_later, places)):
+            return self.allocator.amount([tensor.gradient_bytes])
+        return self._only_in_first_step(tensor)
+
+    def _only_in_first_step(self, tensor: Tensor) -> Amount:
+        """A gradient that no stage behind makes is received, as zeros, in the first step only."""
+        return Amount(expected=0, bound=self.allocator.amount([tensor.gradient_bytes]).bound)
 
     def _inputs_for_weight_backward(self) -> Iterator[str]:
         """Yield the inputs that W needs: saved ones, and those that autograd's nodes lead to."""

@@ -75,6 +75,8 @@ class _Rank(NaiveForward):
                 key = (stage.index, microbatch, "received", tensor.producer)
                 self.live.hold(key, tensor.bytes)
             if kind is Kind.RECEIVE_BACKWARD and stage.leaves(tensor.producer, tensor.consumers):
+                if not stage.is_later(tensor.consumers_with_gradient):
+                    continue  # nothing is sent
                 key = (stage.index, microbatch, "received gradient", tensor.producer)
                 self.live.hold(key, tensor.gradient_bytes)
 

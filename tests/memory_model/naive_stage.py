@@ -50,13 +50,6 @@ class NaiveStage(NaiveSplit):
                 gradient.producer,
                 last,
             )
-        for tensor in self.zero_gradients():
-            yield (
-                ("complete", "zeros", tensor.producer),
-                tensor.gradient_bytes,
-                self.nodes[0].name,
-                None,
-            )
         for tensor in self.inputs_with_gradient():
             if tensor.producer not in homes and not (
                 is_input_backward and tensor.producer in self.parts
@@ -218,20 +211,4 @@ class NaiveStage(NaiveSplit):
             if not self.is_only_viewed(tensor):
                 _, names = collected.get(home, (0, []))
                 collected[home] = tensor.gradient_bytes, [*names, tensor.producer]
-        return collected | {
-            tensor.producer: (tensor.gradient_bytes, [tensor.producer])
-            for tensor in self.zero_gradients()
-        }
-
-    def zero_gradients(self) -> list[Tensor]:
-        """Return the inputs that end here and get no gradient: zeros are sent for them."""
-        arriving = [
-            t
-            for t in self.graph.tensors
-            if self.arrives(t.producer, t.consumers) and t.gradient_bytes
-        ]
-        return [
-            t
-            for t in arriving
-            if not self.inside(t.consumers_with_gradient) and not self.is_later(t.consumers)
-        ]
+        return collected

@@ -96,7 +96,9 @@ METHODS = (
 )
 
 
-def capture(model: nn.Module, call: Arguments, leaf: Sequence[str] = ()) -> Capture:
+def capture(
+    model: nn.Module, call: Arguments, leaf: Sequence[str] = (), *, as_outside: bool = True
+) -> Capture:
     """Return `model` as a graph, by the best way that can express it.
 
     Modules of torch.nn, their subclasses and the modules that `leaf` names (paths or classes) are
@@ -104,13 +106,16 @@ def capture(model: nn.Module, call: Arguments, leaf: Sequence[str] = ()) -> Capt
     and its state are restored. CaptureError, with the module and the line, if no graph is known to
     be right.
     """
-    return next(captures(model, call, leaf))
+    return next(captures(model, call, leaf, as_outside=as_outside))
 
 
-def captures(model: nn.Module, call: Arguments, leaf: Sequence[str] = ()) -> Iterator[Capture]:
+def captures(
+    model: nn.Module, call: Arguments, leaf: Sequence[str] = (), *, as_outside: bool = True
+) -> Iterator[Capture]:
     """Yield the captures by all ways that can express `model`, best first.
 
-    Each is captured when the caller needs it. CaptureError if there is none.
+    Each is captured when the caller needs it. With `as_outside` inputs may be left out that this
+    call does not need, such as a mask of ones. CaptureError if there is none.
     """
     _refuse_unfit(model)
     repair_torch()
@@ -133,7 +138,7 @@ def captures(model: nn.Module, call: Arguments, leaf: Sequence[str] = ()) -> Ite
             failures.append(error)
         else:
             has_capture = True
-            if method is IN_SIGHT:
+            if method is IN_SIGHT and as_outside:
                 yield from _as_outside(by)
             yield recorded
     try:
@@ -180,7 +185,7 @@ def _capture_by(
     method: _RecordingMethod,
     *,
     leaves: frozenset[str],
-    recapture: Callable[[Arguments], Capture],
+    recapture: Callable[..., Capture],
     answers: ProbedAnswers | None = None,
 ) -> Capture:
     """Record `model` by one method; its attributes are restored."""
@@ -208,10 +213,11 @@ def _capture_by(
         notes=tuple(_notes(forward, changed)),
         assigned_attributes=frozenset(forward.attribute_path(*attribute) for attribute in changed),
         training={path: module.training for path, module in model.named_modules()},
-        recapture=recapture,
+        # A graph that keeps its masks is for batches with and without padding: so is a further one.
+        recapture=partial(recapture, as_outside=method.reads_inputs),
         asks_layout=forward.recorder.asks_layout,
         value_reads=tuple(forward.recorder.value_reads),
-        constant_answers=tuple(forward.recorder.constant_answers),
+        constant_answers=tuple(forward.recorder.constant_answers.values()),
     )
 
 
@@ -233,7 +239,12 @@ def _notes(forward: RecordedForward, changed: Sequence[Attribute]) -> Iterator[C
         yield CaptureNote(
             f"forward hooks of {hooked} are part of the graph: nothing calls them again"
         )
-    norms = [name for name, part in recorder.root.named_modules() if _normalises_a_batch(part)]
+    called = [str(n.target) for n in recorder.recording.graph.nodes if n.op == "call_module"]
+    norms = [
+        name
+        for name in dict.fromkeys(called)
+        if _normalises_a_batch(recorder.root.get_submodule(name))
+    ]
     if norms:
         yield CaptureNote(
             f"batch norm {_first_of(norms)}: each microbatch is normalised by itself, as in a loop "

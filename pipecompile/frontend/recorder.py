@@ -125,7 +125,8 @@ class ForwardRecorder(TorchFunctionMode):
         self.sizes: dict[sympy.Symbol, sympy.Integer] = {}
         self.inputs: dict[str, Tensor] = {}
         self.value_reads: list[ValueRead] = []
-        self.constant_answers: list[ConstantAnswer] = []
+        # Once for each question: every layer may ask the same.
+        self.constant_answers: dict[tuple[str, Any], ConstantAnswer] = {}
         self.data_dependent: dict[str, str] = {}
         self.hooked: set[str] = set()
         self.assignments: dict[tuple[nn.Module, str], str] = {}
@@ -213,7 +214,7 @@ class ForwardRecorder(TorchFunctionMode):
         if name in VALUE_READS:
             constant = self._constant_answer(func, args[0])
             if constant is not None:
-                self.constant_answers.append(constant)
+                self.constant_answers.setdefault((str(constant.graph), func), constant)
                 return constant.answer
         call = RecordedCall(self.recording, self._tracker, args, kwargs)
         result = call.run(lambda: func(*args, **kwargs))

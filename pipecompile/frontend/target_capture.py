@@ -119,12 +119,13 @@ def capture_for_remainder(
     # The forward made a number of the batch size, and the graph has that number in it.
     if capture.guards.is_fixed:
         raise InputError(refusal % f"its graph is for one size only, since {violation}")
+    is_other = violation is not None or capture.other_answer(capture.inputs.flatten(call))
     try:
-        if violation is not None:
+        if is_other:
             capture = capture.recaptured(call)
         module = capture.instantiate(call)
         # The planned capture was proven at several sizes; a new one was not.
-        if verify and violation is not None and target.has_values:
+        if verify and is_other and target.has_values:
             check_capture(capture, module, call)
     except (CaptureError, UnsupportedError) as error:
         raise InputError(refusal % error) from error

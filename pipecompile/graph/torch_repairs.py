@@ -7,7 +7,7 @@ for identifiers:
                                       getattr(self, "class").weight
 
 Fake tensors multiply groups of matrices, as mixtures of experts do, in bfloat16 only (until torch
-2.14), while real ones do so in other types too.
+2.14), while real ones do so in float32 too.
 """
 
 from __future__ import annotations
@@ -47,11 +47,18 @@ def _attribute(base: str, name: str) -> str:
     return f'getattr({base}, "{name}")'
 
 
-def _grouped_product(left: Tensor, right: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """Return the fake product of fakes in their own type, by that of bfloat16."""
+def _grouped_product(
+    left: Tensor, right: Tensor, *args: Any, offs: Tensor | None = None, **kwargs: Any
+) -> Tensor:
+    """Return the fake product of fakes; torch's checks are for types of 16 bits."""
     assert _fake_grouped_product is not None
-    pair = left, right
-    if left.dtype == right.dtype and left.dtype in (torch.float32, torch.float16):
-        pair = left.to(torch.bfloat16), right.to(torch.bfloat16)
-    product: Tensor = _fake_grouped_product(*pair, *args, **kwargs)
-    return product.to(left.dtype) if pair[0] is not left else product
+    if left.dtype != torch.float32 or right.dtype != torch.float32:
+        product: Tensor = _fake_grouped_product(left, right, *args, offs=offs, **kwargs)
+        return product
+    rows, columns = left.shape[-2], right.shape[-1]
+    # Groups are those of a batch, or ranges of rows, of columns, or of what is summed over.
+    if left.dim() == 3 and right.dim() == 3:
+        return left.new_empty(left.shape[0], rows, columns)
+    if left.dim() == 2 and right.dim() == 2 and offs is not None:
+        return left.new_empty(offs.shape[0], rows, columns)
+    return left.new_empty(rows, columns)

@@ -31,7 +31,8 @@ class Agreement:
     """What this rank says of its step, told to the ranks of `group`, and what they say.
 
     `said` has the same names on all of them, only `REFUSAL` on one that refuses. `group` is None
-    for all processes.
+    for all processes. `history` is how many steps of this kind the rank has ended; ranks may differ
+    in it, if one failed in a step that others have ended.
     """
 
     def __init__(
@@ -40,12 +41,14 @@ class Agreement:
         group: dist.ProcessGroup | None,
         device: torch.device,
         watch: StepWatch,
+        history: int = 0,
     ) -> None:
         # As text, since a rank must be able to print what another one has.
         self._said = {name: str(value) for name, value in said.items()}
         self._group = group
         self._watch = watch
-        own = torch.tensor([_digest(self._said)], device=device)
+        self.is_history_the_same = True
+        own = torch.tensor([_digest(self._said), history], device=device)
         self._all = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
         self._work: dist.Work | None = watch.deadline.start_all_gather(self._all, own, group)
 
@@ -56,8 +59,10 @@ class Agreement:
         with self._watch.waiting_for_begin():
             self._watch.deadline.wait(self._work)
             self._work = None
-            if len(set(torch.cat(self._all).tolist())) > 1:
+            digests, histories = zip(*(each.tolist() for each in self._all), strict=True)
+            if len(set(digests)) > 1:
                 self._raise()
+            self.is_history_the_same = len(set(histories)) == 1
 
     def _raise(self) -> None:
         """Raise what differs: all ranks have read the same digests, and come here together."""

@@ -30,7 +30,6 @@ from pipecompile.runtime.rank_step import (
     recomputed_microbatches,
 )
 from pipecompile.runtime.stage import EagerStage
-from pipecompile.runtime.torch_engine import TorchEngine
 from pipecompile.runtime.watch import StepWatch
 
 __all__ = ["DistributedPipeline", "Engine", "SizedStages"]
@@ -67,6 +66,9 @@ class DistributedPipeline:
         self._group = group
         self._torch = None
         if engine == "torch":
+            # Here: our own engine does not depend on torch's private names.
+            from pipecompile.runtime.torch_engine import TorchEngine
+
             self._torch = TorchEngine(self._stages, len(boundaries), device, group)
         self._messages_by_placement: dict[tuple[int, ...], Messages] = {}
 
@@ -119,6 +121,11 @@ class DistributedPipeline:
         watch.actions_are_done()
         rank_step.finish()
         return rank_step.result()
+
+    @property
+    def history(self) -> int:
+        """How many training steps its messages have ended."""
+        return sum(messages.steps for messages in self._messages_by_placement.values())
 
     def _messages(self, schedule: Schedule) -> Messages:
         """Return the messages between the ranks of a placement."""

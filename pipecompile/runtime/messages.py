@@ -54,6 +54,11 @@ Boundaries = Sequence[Sequence[BoundaryShape]]
 """The tensors that enter each stage."""
 
 
+def _key(stage: int, boundary: Sequence[BoundaryShape]) -> tuple[int, tuple[BoundaryShape, ...]]:
+    """Return what names a boundary: of a smaller microbatch it is another one."""
+    return stage, tuple(boundary)
+
+
 class Messages:
     """The messages of one rank.
 
@@ -75,7 +80,7 @@ class Messages:
         self._remainder: tuple[int, Boundaries] | None = None
         self._buffers: dict[Action, Values] = {}
         self._flags: dict[Action, Tensor] = {}
-        self._missing = MissingGradients()
+        self._missing = MissingGradients(tells_always=device.type == "cpu")
         self._receiving: dict[Action, list[dist.Work]] = {}
         self._sending: list[dist.Work] = []
         self._deadline = Deadline()
@@ -83,19 +88,17 @@ class Messages:
 
     def receive(self, action: Action) -> None:
         """Post the receive of `action`, a RECV of either direction."""
+        self._agree()
         is_forward = action.kind is Kind.RECEIVE_FORWARD
         # Values come through the boundary before a stage, gradients through that behind it.
         boundary = self._boundaries_of(action)[action.stage + (not is_forward)]
-        # The table holds the buffers while something may be written to them.
-        expected = [is_forward or shape.has_gradient for shape in boundary]
-        if not is_forward:
-            expected = self._expected_gradients(action.stage + 1, expected)
-        self._buffers[action] = tuple(
-            shape.buffer(self._device) if is_expected else None
-            for shape, is_expected in zip(boundary, expected, strict=True)
-        )
+        # The tables hold the buffers while something may be written to them.
+        if is_forward:
+            self._buffers[action] = tuple(shape.buffer(self._device) for shape in boundary)
+        else:
+            self._buffers[action] = self._gradient_buffers(action.stage + 1, boundary)
         received = [*self._buffers[action]]
-        if not is_forward and self._tells(action.stage + 1, expected):
+        if not is_forward and self._tells(action.stage + 1, boundary):
             flags = torch.empty(len(boundary), dtype=torch.bool, device=self._device)
             self._flags[action] = flags
             received.append(flags)
@@ -111,11 +114,13 @@ class Messages:
         if action not in self._flags:
             return values
         flags = tuple(self._flags.pop(action).tolist())
-        self._missing.note(action.stage + 1, flags)
+        boundary = self._boundaries_of(action)[action.stage + 1]
+        self._missing.note(_key(action.stage + 1, boundary), flags)
         return tuple(None if is_missing else v for v, is_missing in zip(values, flags, strict=True))
 
     def send(self, action: Action, values: Sequence[Tensor | None]) -> None:
         """Begin to send `values`."""
+        self._agree()
         if action.kind is Kind.SEND_FORWARD:
             peer, sent = self._peers[action.stage + 1], [*values]
         else:
@@ -127,30 +132,39 @@ class Messages:
     def _gradients_to_send(
         self, action: Action, values: Sequence[Tensor | None]
     ) -> list[Tensor | None]:
-        """Return a message of gradients; while it tells what is missing, that is sent as zeros."""
-        shapes = self._boundaries_of(action)[action.stage]
-        expected = [shape.has_gradient for shape in shapes]
+        """Return a message of gradients: zeros for those that are missing and not left out."""
+        boundary = self._boundaries_of(action)[action.stage]
+        if not any(shape.has_gradient for shape in boundary):
+            return []
+        key = _key(action.stage, boundary)
         flags = tuple(value is None for value in values)
-        if not self._tells(action.stage, expected):
-            if any(expected):
-                self._missing.check(action.stage, flags)
-            return [*values]
-        self._missing.note(action.stage, flags)
+        self._missing.check(key, action.stage, flags)
+        self._missing.note(key, flags)
+        left_out = self._missing.left_out(key, len(boundary))
         sent: list[Tensor | None] = [
-            shape.zeros(self._device) if value is None and shape.has_gradient else value
-            for value, shape in zip(values, shapes, strict=True)
+            shape.zeros(self._device) if value is None and shape.has_gradient and not out else value
+            for value, shape, out in zip(values, boundary, left_out, strict=True)
         ]
-        return [*sent, torch.tensor(flags, device=self._device)]
+        if self._missing.tells(key):
+            sent.append(torch.tensor(flags, device=self._device))
+        return sent
 
-    def _expected_gradients(self, stage: int, expected: list[bool]) -> list[bool]:
-        missing = self._missing.of(stage)
-        if missing is None:
-            return expected
-        return [each and not left_out for each, left_out in zip(expected, missing, strict=True)]
+    def _gradient_buffers(self, stage: int, boundary: Sequence[BoundaryShape]) -> Values:
+        left_out = self._missing.left_out(_key(stage, boundary), len(boundary))
+        return tuple(
+            shape.buffer(self._device) if shape.has_gradient and not out else None
+            for shape, out in zip(boundary, left_out, strict=True)
+        )
 
-    def _tells(self, stage: int, expected: Sequence[bool]) -> bool:
+    def _tells(self, stage: int, boundary: Sequence[BoundaryShape]) -> bool:
         """Whether a message of gradients from `stage` tells which are missing."""
-        return self._missing.of(stage) is None and any(expected)
+        some = any(shape.has_gradient for shape in boundary)
+        return some and self._missing.tells(_key(stage, boundary))
+
+    @property
+    def steps(self) -> int:
+        """How many training steps it knows what is missing from."""
+        return self._missing.steps
 
     def begin(
         self,
@@ -183,6 +197,8 @@ class Messages:
     def _agree(self) -> None:
         if self._agreement is not None:
             self._agreement.settle()
+            if not self._agreement.is_history_the_same:
+                self._missing.forget()
             self._agreement = None
 
     def _boundaries_of(self, action: Action) -> Boundaries:

@@ -2,14 +2,18 @@
 
 A parameter without a gradient is one that the optimizer leaves alone; with a gradient of zeros its
 weight would decay, and momentum would move it. A tensor at a boundary has no gradient if nothing
-that leads to the loss reads it. In its first step a sender tells that with each message, and from
+that leads to the loss reads it. A sender tells that with each message of its first step, and from
 then on such tensors are left out:
 
     first step    d loss/d h, zeros, flags (has, missing)      for h and an unused d
-    later steps   d loss/d h
+    later steps   d loss/d h, flags
+
+To read flags a GPU must wait, so there later steps have none.
 """
 
 from __future__ import annotations
+
+from collections.abc import Hashable
 
 from pipecompile.errors import InputError
 
@@ -20,44 +24,61 @@ Flags = tuple[bool, ...]
 
 
 class MissingGradients:
-    """What messages of gradients leave out, by the stage behind the boundary.
+    """What messages of gradients leave out, by boundary.
 
-    Sender and receiver see the same messages, and so know the same.
+    Sender and receiver see the same messages, and so know the same if they have ended the same
+    `steps`. With `tells_always` messages of all steps have flags.
     """
 
-    def __init__(self) -> None:
-        self._known: dict[int, Flags] = {}
-        self._seen: dict[int, set[Flags]] = {}
+    def __init__(self, *, tells_always: bool) -> None:
+        self.steps = 0
+        self._tells_always = tells_always
+        self._known: dict[Hashable, Flags] = {}
+        self._seen: dict[Hashable, set[Flags]] = {}
 
-    def of(self, stage: int) -> Flags | None:
-        """Return what is left out before `stage`; None while messages tell it."""
-        return self._known.get(stage)
+    def left_out(self, boundary: Hashable, count: int) -> Flags:
+        """Return which of the `count` gradients of a message are left out."""
+        return self._known.get(boundary, (False,) * count)
 
-    def note(self, stage: int, flags: Flags) -> None:
+    def tells(self, boundary: Hashable) -> bool:
+        """Whether a message has flags."""
+        return self._tells_always or boundary not in self._known
+
+    def note(self, boundary: Hashable, flags: Flags) -> None:
         """Take in what a message has told."""
-        self._seen.setdefault(stage, set()).add(flags)
+        self._seen.setdefault(boundary, set()).add(flags)
 
     def begin_step(self) -> None:
         """Forget what a step before this one has told, which may have failed."""
         self._seen.clear()
 
     def end_step(self) -> None:
-        """From the next step on leave out what was missing in every message of this one."""
-        for stage, seen in self._seen.items():
-            if len(seen) == 1:  # else it depends on data, and messages go on telling it
-                (self._known[stage],) = seen
+        """From the next step on leave out what was missing in every message of the first one."""
+        self.steps += bool(self._seen)
+        for boundary, seen in self._seen.items():
+            # If messages differ it depends on data: they go on sending zeros.
+            if boundary not in self._known and len(seen) == 1:
+                (self._known[boundary],) = seen
+        self._seen.clear()
 
-    def check(self, stage: int, flags: Flags) -> None:
-        """Raise InputError if a gradient is missing that was there in the first step, or the other
-        way round.
+    def forget(self) -> None:
+        """Begin anew, since another rank has not ended the same steps."""
+        self.steps = 0
+        self._known.clear()
+
+    def check(self, boundary: Hashable, stage: int, flags: Flags) -> None:
+        """Raise InputError if a message before `stage` has a gradient that is left out, or lacks
+        one that is not, and cannot tell.
         """
-        known = self._known[stage]
-        if flags != known:
-            changed = [was != now for was, now in zip(known, flags, strict=True)].index(True)
+        pairs = list(zip(self._known.get(boundary, flags), flags, strict=True))
+        tells = self.tells(boundary)
+        changed = [(was and not now) or (now and not was and not tells) for was, now in pairs]
+        if any(changed):
+            index = changed.index(True)
+            was, now = ("missing" if each else "there" for each in pairs[index])
             raise InputError(
-                f"the gradient of tensor {changed} before stage {stage} was "
-                f"{'missing' if known[changed] else 'there'} in the first step, and is "
-                f"{'missing' if flags[changed] else 'there'} now: a module or the loss branches on "
-                "data, and the rank before cannot know what to wait for; let all branches give the "
-                "same tensors a gradient (one of zeros by adding 0 * x)"
+                f"the gradient of tensor {index} before stage {stage} was {was} in the first step, "
+                f"and is {now} now: a module or the loss branches on data, and the rank before "
+                "cannot know what to wait for; let all branches give the same tensors a gradient "
+                "(one of zeros by adding 0 * x)"
             )

@@ -66,6 +66,7 @@ class ReplicaSums:
         self._sharded = sharded
         self._works: list[dist.Work] = []
         self._buckets: list[tuple[Tensor, list[Tensor]]] = []
+        self._missing: list[tuple[Tensor, Sequence[Tensor], list[bool]]] = []
 
     def start(self, stage: int) -> None:
         """Begin to sum the gradients of `stage`."""
@@ -83,14 +84,18 @@ class ReplicaSums:
             # Copied back, because optimizers and users hold the gradients themselves.
             parts = _unflatten_dense_tensors(flat, gradients)
             torch._foreach_copy_(gradients, list(parts))
+        self._drop_missing()
 
     def _sum(self, parameters: Collection[Tensor]) -> None:
         for parameter in parameters:
             settle_gradient(parameter)
         if self._group is None:
             return
-        # The replicas run the same graph: a gradient that is missing here is missing everywhere.
-        gradients = [local_part(p.grad) for p in parameters if p.grad is not None]
+        trained = [parameter for parameter in parameters if parameter.requires_grad]
+        if not trained:
+            return
+        self._tell_missing(trained)
+        gradients = [local_part(p.grad) for p in trained if p.grad is not None]
         sizes, types = [each.nbytes for each in gradients], [each.dtype for each in gradients]
         for run in buckets(sizes, types):
             bucket = [gradients[index] for index in run]
@@ -101,6 +106,27 @@ class ReplicaSums:
                 flat = _flatten_dense_tensors(bucket)
                 self._buckets.append((flat, bucket))
                 self._start(flat)
+
+    def _tell_missing(self, parameters: Sequence[Tensor]) -> None:
+        """Put zeros where a gradient is missing: a branch on data may have led to one elsewhere."""
+        missing = [parameter.grad is None for parameter in parameters]
+        counts = torch.tensor(missing, dtype=torch.float32, device=parameters[0].device)
+        for parameter, is_missing in zip(parameters, missing, strict=True):
+            if is_missing:
+                parameter.grad = torch.zeros_like(parameter)
+        self._missing.append((counts, parameters, missing))
+        self._start(counts)
+
+    def _drop_missing(self) -> None:
+        """Drop gradients that are missing on all replicas."""
+        while self._missing:
+            counts, parameters, missing = self._missing.pop()
+            if not any(missing):  # most often: then nothing need be read from a GPU
+                continue
+            replicas = dist.get_world_size(self._group)
+            for parameter, count in zip(parameters, counts.tolist(), strict=True):
+                if count == replicas:
+                    parameter.grad = None
 
     def _start(self, tensor: Tensor) -> None:
         self._works.append(self._deadline.start_all_reduce(tensor, self._group))

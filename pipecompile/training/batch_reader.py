@@ -12,7 +12,7 @@ from pipecompile.frontend.microbatch import MicrobatchSizes, shape_of
 from pipecompile.frontend.signature import arguments_of, call_of
 from pipecompile.frontend.target_cut import cut_targets
 from pipecompile.ir.plan import Plan
-from pipecompile.training.program import Programs
+from pipecompile.training.program import Program, Programs
 from pipecompile.training.runner import Runner
 
 __all__ = ["BatchReader", "CutBatch"]
@@ -22,12 +22,20 @@ class CutBatch(NamedTuple):
     """A batch cut into microbatches.
 
     `shape` is the index of its declared shape, 0 for the planned one. `rows` are the input tensors
-    of each microbatch.
+    of each microbatch where they run, and `given` those as they were given.
     """
 
     shape: int
     sizes: MicrobatchSizes
     rows: list[list[Tensor]]
+    given: list[list[Tensor]]
+
+    def check(self, program: Program, remainder: Program | None) -> None:
+        """Raise InputError if a microbatch is not what the graph that it runs on is for."""
+        whole = self.given if remainder is None else self.given[:-1]
+        program.check_inputs(whole)
+        if remainder is not None:
+            remainder.check_inputs(self.given[-1:])
 
 
 class BatchReader:
@@ -64,11 +72,8 @@ class BatchReader:
                     f"{name} is of type {tensor.dtype}, but the plan was made for {planned[1]}; "
                     "convert it, or plan again with such a sample_input"
                 )
-        self._declared[shape].check_layouts(names, tensors)
-        # Where the user has them: on every rank, and on the CPU if that is where they come from.
-        self._declared[shape].check_answers(sizes.split(tensors))
         rows = sizes.split([self._runner.at_stage(0, tensor) for tensor in tensors])
-        return CutBatch(shape, sizes, rows)
+        return CutBatch(shape, sizes, rows, sizes.split(tensors))
 
     def read_planned(self, batch: Any) -> CutBatch:
         """Return what `read` does; InputError if there are more microbatches than planned."""

@@ -90,7 +90,9 @@ class Pipeline(HeldModel):
         warn_of_averages(plan, target.model, self._share.place)
         self._programs = Programs(plan, captured, target, self._share, self_check=self_check)
         if self._share.is_distributed:
-            refuse_shared_memory(plan, target.model, self._programs.planned.ties)
+            planned = self._programs.planned
+            written = [buffer for stage in planned.stages for buffer in stage.buffers]
+            refuse_shared_memory(plan, target.model, planned.ties, written)
         was_on_meta = lacks_values(target.model)
         if was_on_meta:
             self._allocate()
@@ -204,6 +206,7 @@ class Pipeline(HeldModel):
                 program.check_unchanged()
                 program.refuse_hooks()
                 remainder = self._programs.for_remainder(program, cut.sizes.remainder, cut.shape)
+            cut.check(program, remainder)
         with self._watched(name):
             flags = {
                 "accumulate=True": accumulate,
@@ -240,6 +243,9 @@ class Pipeline(HeldModel):
         computes in eval mode while gradients are on, even if it takes a shortcut without them.
         """
         name = f"the evaluation after {self.steps} steps"
+        # Each evaluation draws other numbers, and none that a step draws. It is counted before
+        # anything is refused, so that all ranks count alike.
+        self._evaluations += 1
         with self._runner.refusing_together(name, is_step=False):
             cut = self._data.read(batch)
             sizes, with_loss = cut.sizes, target is not None
@@ -247,8 +253,7 @@ class Pipeline(HeldModel):
                 program = self._programs.in_eval_mode(cut.shape)
                 program.check_unchanged()
                 remainder = self._programs.for_remainder(program, sizes.remainder, cut.shape)
-            # Numbers that no step has: each evaluation draws others, and none that a step draws.
-            self._evaluations += 1
+            cut.check(program, remainder)
             targets = self._data.targets(sizes, target)
             minibatch = Minibatch(cut.rows, targets, self.seed, -self._evaluations)
         # An evaluation of many samples may take as long as steps with all of them.

@@ -96,12 +96,20 @@ class Program:
         """The tensors that enter each stage."""
         return [self.inputs, *(list(map(_shape, stage.inputs)) for stage in self.stages[1:])]
 
-    def check_layouts(self, names: Sequence[str], tensors: Sequence[Tensor]) -> None:
+    def check_inputs(self, rows: Sequence[Sequence[Tensor]]) -> None:
+        """Raise InputError if the inputs of a microbatch, as the user gave them, are not those that
+        the graph is for.
+        """
+        for tensors in rows if self.captured.asks_layout else ():
+            self._check_layouts(tensors)
+        if any(answer.inputs for answer in self.captured.constant_answers):
+            self._check_answers(rows)
+
+    def _check_layouts(self, tensors: Sequence[Tensor]) -> None:
         """Raise InputError if an input lies in memory in another way than that of the sample, and
         the forward asks for that.
         """
-        if not self.captured.asks_layout:
-            return
+        names = self.captured.inputs.tensor_names
         for name, tensor, planned in zip(names, tensors, self._input_strides, strict=True):
             own = tensor.stride()
             # The stride of a dimension of size 1 is never used.
@@ -112,20 +120,18 @@ class Program:
                     "alike, for example by .contiguous()"
                 )
 
-    def check_answers(self, rows: Sequence[Sequence[Tensor]]) -> None:
+    def _check_answers(self, rows: Sequence[Sequence[Tensor]]) -> None:
         """Raise InputError if the forward would read something else out of the inputs of a
         microbatch than it did of the sample's, and so go another way.
         """
-        if not any(answer.inputs for answer in self.captured.constant_answers):
-            return
         for number, tensors in enumerate(rows):
             other = self.captured.other_answer(tensors)
             if other is not None:
                 raise InputError(
                     f"{other.where} read {other.answer!r} out of {' and '.join(other.inputs)} of "
                     f"sample_input, but reads something else of microbatch {number}; give batches "
-                    "like the sample, or compile with a sample like this one (with padding, for "
-                    "example)"
+                    "like the sample, or compile with a sample whose first microbatch is like this "
+                    "one (with padding, for example)"
                 )
 
     def remember(self) -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from itertools import chain, combinations
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from itertools import chain
 
 from torch import Tensor, nn
 
@@ -42,22 +42,27 @@ def check_links(plan: Plan, place: RankPlace) -> None:
         )
 
 
-def refuse_shared_memory(plan: Plan, model: nn.Module, ties: Mapping[str, Tie]) -> None:
+def refuse_shared_memory(
+    plan: Plan, model: nn.Module, ties: Mapping[str, Tie], written: Collection[Tensor]
+) -> None:
     """Raise InputError if two tensors of the model lie in the same memory, but on other ranks.
 
-    In one process an update of a parameter changes a buffer that is a view of it; other ranks would
-    keep the old values. One tensor under several names is a tie, and no matter of this.
+    In one process an update of a parameter, or a forward that has `written` to a buffer, changes
+    what is a view of it; other ranks would keep the old values. One tensor under several names is a
+    tie, and no matter of this.
     """
-    by_storage = defaultdict[int, list[str]](list)
     state = dict(named_state(model))
+    changing = {id(tensor) for tensor in written}
+    by_storage = defaultdict[int, list[str]](list)
     for name in ties:
         by_storage[storage_key(state[name])].append(name)
-    for one, other in chain.from_iterable(combinations(each, 2) for each in by_storage.values()):
+    for one, other in chain.from_iterable(_overlaps(each, state) for each in by_storage.values()):
         ranks, others = (
             sorted({plan.schedule.placement[stage] for stage in ties[name].stages})
             for name in (one, other)
         )
-        if ranks != others and _overlap(state[one], state[other]):
+        pair = state[one], state[other]
+        if ranks != others and any(t.requires_grad or id(t) in changing for t in pair):
             raise InputError(
                 f"{one} and {other} are tensors in the same memory, but on ranks {ranks} and "
                 f"{others}, where a change of one would not reach the other; make them one "
@@ -66,10 +71,14 @@ def refuse_shared_memory(plan: Plan, model: nn.Module, ties: Mapping[str, Tie]) 
             )
 
 
-def _overlap(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors of one storage have bytes in common, if they had no gaps."""
-    (begin, end), (other_begin, other_end) = map(_bytes_of, (one, other))
-    return begin < other_end and other_begin < end
+def _overlaps(names: Sequence[str], state: Mapping[str, Tensor]) -> Iterator[tuple[str, str]]:
+    """Yield the pairs of tensors of one storage that have bytes in common, if they had no gaps."""
+    spans = sorted((*_bytes_of(state[name]), name) for name in names)
+    for index, (_, end, name) in enumerate(spans):
+        for other_begin, _, other in spans[index + 1 :]:
+            if other_begin >= end:
+                break
+            yield min(name, other), max(name, other)
 
 
 def _bytes_of(tensor: Tensor) -> tuple[int, int]:

@@ -148,7 +148,8 @@ class Runner:
             order = self._orders.actions(schedule)
             smaller = None if remainder is None else self._local_stages(remainder)
             return one_process.step(self._local_stages(program), order, batch, observers, smaller)
-        agreement = self._agreement.of_step(program, batch, self.watch, flags)
+        history = self._pipeline(program).history
+        agreement = self._agreement.of_step(program, batch, self.watch, flags, history)
         sums = self._replica_sums(program) if reduces else None
         with self._sharded() as sharded:
             result = self._pipeline(program).run(

@@ -42,13 +42,18 @@ class StepAgreement:
         self._steps = 0
 
     def of_step(
-        self, program: Program, minibatch: Minibatch, watch: StepWatch, flags: Mapping[str, bool]
+        self,
+        program: Program,
+        minibatch: Minibatch,
+        watch: StepWatch,
+        flags: Mapping[str, bool],
+        history: int,
     ) -> Agreement:
         """Begin to compare a step over all ranks of all replicas, whose gradients weigh alike.
 
-        `flags` are what else is given to `step`.
+        `flags` are what else is given to `step`; for `history` see `Agreement`.
         """
-        agreement = self._begin("a step", program, minibatch, watch, None, flags)
+        agreement = self._begin("a step", program, minibatch, watch, None, flags, history)
         self._check_data(minibatch, watch)
         return agreement
 
@@ -105,6 +110,7 @@ class StepAgreement:
         watch: StepWatch,
         group: dist.ProcessGroup | None,
         flags: Mapping[str, bool],
+        history: int = 0,
     ) -> Agreement:
         inputs = minibatch.inputs
         shapes, last = _described(inputs[0]), _described(inputs[-1])
@@ -116,11 +122,11 @@ class StepAgreement:
             "the number of microbatches": len(inputs),
             "the input of the last microbatch": last,
             "the set of modules in train mode": sorted(program.modes),
-            "the number of the step": minibatch.step,
+            f"the number of the {what.partition(' ')[2]}": minibatch.step,
             "the seed": minibatch.seed,
             **{f"whether it was given {name}": flag for name, flag in flags.items()},
         }
-        agreement = Agreement(said, group, self._device, watch)
+        agreement = Agreement(said, group, self._device, watch, history)
         kind = (what, len(inputs), shapes, last, program.modes)
         # A pipeline of one rank has no messages, before which it would be settled.
         if kind not in self._kinds or len(self._place.global_ranks) == 1:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -11,6 +13,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from pipecompile import InputError, pipecompile
+from pipecompile.runtime.missing_gradients import MissingGradients
+from pipecompile.runtime.rank_step import RankStep
 from tests.distributed.workers import Workers
 
 WIDTH = 8
@@ -145,9 +149,12 @@ def changed_pattern() -> str:
         self_check=False,
         step_timeout=2,
     )
-    pipeline.step(BATCHES[0], torch.ones(8))
+    # As on a GPU, where flags are told in the first step only.
+    tell = patch.object(MissingGradients, "tells", lambda own, boundary: boundary not in own._known)
     try:
-        pipeline.step(BATCHES[0], torch.zeros(8))
+        with tell:
+            pipeline.step(BATCHES[0], torch.ones(8))
+            pipeline.step(BATCHES[0], torch.zeros(8))
     except Exception as error:
         dist.destroy_process_group()
         return f"{type(error).__name__}: {error}"
@@ -186,3 +193,134 @@ def test_memory_that_ranks_would_share_is_refused(workers: Workers, tmp_path: Pa
     words = "first.weight and view are tensors in the same memory, but on ranks [0] and [1]"
     for text in workers.run(2, shared_memory, folder=str(tmp_path)):
         assert text.startswith(words)
+
+
+class Buffered(Layers):
+    """Every layer has a view of one table, which nobody writes to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        table = torch.ones(WIDTH, WIDTH)
+        for name in ("one", "two", "three"):
+            self.register_buffer(name, table.view(1, WIDTH, WIDTH)[0])
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        """A tensor of shape (N, WIDTH) to one like it."""
+        x = self.second(self.first(x @ self.one) @ self.two)
+        return (self.last(self.third(x) @ self.three),)
+
+
+def test_constants_of_one_memory_may_lie_on_several_ranks(workers: Workers, tmp_path: Path) -> None:
+    arguments = Buffered, first_of, torch.ones(8), "1f1b"
+    assert workers.run(3, steps_with, *arguments, folder=str(tmp_path)) == [[], [], []]
+
+
+class Sized(Layers):
+    """Small microbatches send one tensor less to the next stage."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        """A tensor of shape (N, WIDTH) to one like it."""
+        one, other = self.first(x), self.second(x)
+        if x.shape[0] > 2:
+            return (self.last(self.third(one).tanh()) + other,)
+        return (self.last(self.third(one + other).tanh()),)
+
+
+def sizes_alike(sizes: list[int]) -> bool:
+    """Whether steps of so many samples leave the weights of the loop."""
+    model, unsplit = Sized(), Sized()
+    options: dict[str, Any] = {"k": 2, "microbatches": 2, "costs": "flops", "self_check": False}
+    pipeline = pipecompile(model, BATCHES[0], loss_fn=first_of, **options)
+    own, whole = (torch.optim.SGD(m.parameters(), lr=0.1) for m in (pipeline, unsplit))
+    for size in sizes:
+        pipeline.zero_grad(), whole.zero_grad()
+        pipeline.step(BATCHES[0][:size])
+        for rows in BATCHES[0][:size].split(4):
+            (first_of(unsplit(rows), None) * len(rows) / size).backward()
+        own.step(), whole.step()
+    expected = dict(unsplit.named_parameters())
+    pairs = [(p, expected[name]) for name, p in pipeline.named_parameters()]
+    return all((one - other).abs().max() < 1e-6 for one, other in pairs)
+
+
+@pytest.mark.parametrize("sizes", [[8, 5, 8], [1, 8, 5, 1]])
+def test_smaller_microbatches_have_messages_of_their_own(
+    workers: Workers, tmp_path: Path, sizes: list[int]
+) -> None:
+    assert workers.run(2, sizes_alike, sizes, folder=str(tmp_path)) == [True, True]
+
+
+def replicas_alike() -> list[str]:
+    """The parameters that differ from a step of the whole batch, if replicas lead to the loss by
+    other parameters.
+    """
+    rank = dist.get_rank()
+    targets = torch.zeros(8) if rank < 2 else torch.ones(8)
+    options: dict[str, Any] = {"k": 2, "microbatches": 2, "costs": "flops", "self_check": False}
+    pipeline = pipecompile(HalfRead(), BATCHES[0], loss_fn=both_later, **options)
+    pipeline.step(BATCHES[rank // 2], targets)
+    unsplit = HalfRead()
+    for batch, wanted in ((BATCHES[0], torch.zeros(8)), (BATCHES[1], torch.ones(8))):
+        for rows, part in zip(batch.chunk(2), wanted.chunk(2), strict=True):
+            (both_later(unsplit(rows), part) / 4).backward()
+    expected = dict(unsplit.named_parameters())
+    gradients = [(n, p.grad, expected[n].grad) for n, p in pipeline.named_parameters()]
+    return [n for n, own, other in gradients if own is None or not torch.allclose(own, other)]
+
+
+def test_replicas_may_lead_to_the_loss_by_other_parameters(
+    workers: Workers, tmp_path: Path
+) -> None:
+    assert workers.run(4, replicas_alike, folder=str(tmp_path)) == [[]] * 4
+
+
+def repeated_after_failure() -> bool:
+    """Whether a step goes well that failed on one rank, which the others have ended."""
+    options: dict[str, Any] = {"k": 2, "microbatches": 2, "costs": "flops", "self_check": False}
+    pipeline = pipecompile(Unread(), BATCHES[0], loss_fn=first_of, **options)
+    backward = RankStep._backward
+
+    def failing(own: RankStep, index: int, microbatch: int) -> None:
+        backward(own, index, microbatch)
+        if index == 0 and microbatch == 1:
+            raise ValueError("planted")
+
+    try:
+        with patch.object(RankStep, "_backward", failing):
+            pipeline.step(BATCHES[0])
+    except ValueError:
+        pass
+    pipeline.steps = 1
+    pipeline.zero_grad()
+    pipeline.step(BATCHES[0])
+    missing = [name for name, p in pipeline.named_parameters() if p.grad is None]
+    return missing == (["first.weight", "first.bias"] if dist.get_rank() == 0 else [])
+
+
+def test_a_step_is_repeated_that_failed_on_one_rank(workers: Workers, tmp_path: Path) -> None:
+    assert workers.run(2, repeated_after_failure, folder=str(tmp_path)) == [True, True]
+
+
+def evaluated_after_refusal() -> bool:
+    """Whether an evaluation goes well after one that was refused on one rank."""
+    pipeline = pipecompile(
+        Layered(), BATCHES[0], k=2, costs="flops", self_check=False, step_timeout=10
+    )
+    try:
+        pipeline.evaluate(BATCHES[0][:, : 4 if dist.get_rank() else WIDTH])
+    except InputError:
+        output = pipeline.evaluate(BATCHES[0])
+        return (output is None) == (dist.get_rank() == 0)
+    return False
+
+
+class Layered(Layers):
+    """One layer after the other."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """A tensor of shape (N, WIDTH) to one like it."""
+        return self.last(self.third(self.second(self.first(x))))
+
+
+def test_an_evaluation_follows_one_that_a_rank_refused(workers: Workers, tmp_path: Path) -> None:
+    assert workers.run(2, evaluated_after_refusal, folder=str(tmp_path)) == [True, True]

@@ -228,3 +228,74 @@ def test_a_decoder_with_grouped_queries_takes_a_mask_of_ones() -> None:
     _, module, _ = proven_capture(model, arguments_of(model, batch))
     calls = [n.kwargs for n in module.graph.nodes if "scaled_dot_product" in str(n.target)]
     assert all(call["is_causal"] and call["attn_mask"] is None for call in calls)
+
+
+class MaskedInEvaluation(Masked):
+    """Asks for the mask in one mode only."""
+
+    def __init__(self, asks_in_training: bool) -> None:
+        super().__init__(lambda mask: self.training == asks_in_training and mask.all())
+
+
+def masked_rows(*padded: int) -> tuple[Tensor, Tensor]:
+    """A batch of 8, in which these rows are padded."""
+    mask = torch.ones(8, WIDTH, dtype=torch.int64)
+    mask[list(padded), 0] = 0
+    return torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(1)), mask
+
+
+def test_a_smaller_microbatch_keeps_the_mask_of_the_plan() -> None:
+    torch.manual_seed(0)
+    tokens, model = torch.randint(50, (4, 16)), decoder("llama", 4, 16, torch.float32)
+    mask = torch.ones(4, 16, dtype=torch.int64)
+    mask[1, :4] = 0
+    sample = {"input_ids": tokens, "attention_mask": mask, "labels": tokens}
+    options: dict[str, Any] = {"k": 2, "microbatches": 2, "costs": "flops"}
+    pipeline = pipecompile(model, sample, loss_fn=lambda output, _: output.loss, **options)
+    mask = torch.ones(3, 16, dtype=torch.int64)
+    mask[2, :4] = 0
+    batch = {"input_ids": tokens[:3], "attention_mask": mask, "labels": tokens[:3]}
+    loss = pipeline.step(batch)
+    losses = [
+        model(**{name: value[rows] for name, value in batch.items()}).loss
+        for rows in (slice(0, 2), slice(2, 3))
+    ]
+    assert torch.allclose(loss, (losses[0] * 2 + losses[1]) / 3, rtol=1e-6)
+
+
+def test_a_smaller_microbatch_is_checked_by_its_own_answers() -> None:
+    torch.manual_seed(0)
+    model = Masked(lambda mask: mask.all())
+    options: dict[str, Any] = {"k": 2, "microbatches": 2, "costs": "flops", "loss_fn": mean_square}
+    pipeline = pipecompile(model, masked_rows(1, 5), **options)
+    values, mask = masked_rows(0, 4, 5)
+    loss = pipeline.step((values[:6], mask[:6]))
+    parts = slice(0, 4), slice(4, 6)
+    losses = [mean_square(model(values[part], mask[part]), None) for part in parts]
+    assert torch.allclose(loss, (losses[0] * 4 + losses[1] * 2) / 6)
+    # The first row of the sample, which a microbatch of one is captured by, has no padding.
+    with pytest.raises(InputError, match="of sample_input, but reads something else of microbatch"):
+        pipeline.step((values[:5], mask[:5]))
+
+
+@pytest.mark.parametrize("asks_in_training", [True, False])
+def test_each_mode_has_its_own_answers(asks_in_training: bool) -> None:
+    torch.manual_seed(0)
+    model = MaskedInEvaluation(asks_in_training)
+    options: dict[str, Any] = {"k": 2, "microbatches": 2, "costs": "flops", "loss_fn": mean_square}
+    pipeline = pipecompile(model, masked_rows(), **options)
+    padded = masked_rows(6)
+    act, other = (
+        (pipeline.step, pipeline.evaluate)
+        if asks_in_training
+        else (pipeline.evaluate, pipeline.step)
+    )
+    with pytest.raises(InputError, match="of sample_input, but reads something else of microbatch"):
+        act(padded)
+    other(padded)
+    model.eval()
+    with torch.no_grad():
+        expected = torch.cat(
+            [model(*rows) for rows in zip(*(t.chunk(2) for t in masked_rows()), strict=True)]
+        )
+        assert torch.equal(pipeline.evaluate(masked_rows()), expected)

@@ -68,7 +68,9 @@ def main(names: list[str]) -> None:
         rows[name] = {way: attempt(way, name) for way in WAYS}
         print(_line(name, rows[name]), flush=True)
     models = {name: rows[name] for name in MODELS if name in rows}
-    print("\n".join(["", *totals(models)]))
+    half = [row[OURS]["bfloat16"] for row in models.values() if "bfloat16" in row[OURS]]
+    in_half = f"{OURS} in bfloat16: {half.count('exact')} of {len(half)} exact"
+    print("\n".join(["", *totals(models), in_half]))
     result = {"torch": torch.__version__, "batches": BATCHES, "models": models}
     RESULT.write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n")
     before, rest = DOCS.read_text().split(MARKS[0])
@@ -130,8 +132,6 @@ def _markdown(name: str, row: Row) -> str:
 
 def totals(models: dict[str, Row]) -> Iterator[str]:
     """Yield a line with the totals of each way."""
-    half = [row[OURS]["bfloat16"] for row in models.values() if "bfloat16" in row[OURS]]
-    yield f"{OURS} in bfloat16: {half.count('exact')} of {len(half)} exact"
     for way in WAYS:
         yield f"{way:20} " + ", ".join(
             f"{key} {value}" for key, value in _total(models, way).items()

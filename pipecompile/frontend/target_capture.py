@@ -119,7 +119,8 @@ def capture_for_remainder(
     # The forward made a number of the batch size, and the graph has that number in it.
     if capture.guards.is_fixed:
         raise InputError(refusal % f"its graph is for one size only, since {violation}")
-    is_other = violation is not None or capture.other_answer(capture.inputs.flatten(call))
+    other_answer = capture.other_answer(capture.inputs.flatten(call))
+    is_other = violation is not None or other_answer is not None
     try:
         if is_other:
             capture = capture.recaptured(call)

@@ -93,13 +93,14 @@ class DistributedPipeline:
         """
         messages = self._messages(schedule)
         last = schedule.microbatches - 1
+        row = schedule.rows[dist.get_rank(self._group)]
+        trains = any(action.kind in BACKWARDS for action in row)
         messages.begin(
             watch.deadline,
             agreement,
             None if remainder is None else (last, remainder.boundaries),
+            trains=trains,
         )
-        row = schedule.rows[dist.get_rank(self._group)]
-        trains = any(action.kind in BACKWARDS for action in row)
         rank_step = RankStep(
             self._stages,
             len(self._boundaries),

@@ -80,6 +80,7 @@ class Messages:
         self._remainder: tuple[int, Boundaries] | None = None
         self._buffers: dict[Action, Values] = {}
         self._flags: dict[Action, Tensor] = {}
+        self._trains = True
         self._missing = MissingGradients(tells_always=device.type == "cpu")
         self._receiving: dict[Action, list[dist.Work]] = {}
         self._sending: list[dist.Work] = []
@@ -171,6 +172,8 @@ class Messages:
         deadline: Deadline,
         agreement: Agreement,
         remainder: tuple[int, Boundaries] | None = None,
+        *,
+        trains: bool = True,
     ) -> None:
         """Begin a step that ends by `deadline`; forget what one that failed has left.
 
@@ -180,6 +183,7 @@ class Messages:
         self._deadline = deadline
         self._agreement = agreement
         self._remainder = remainder
+        self._trains = trains
         # Operations go before the memory that they write to.
         self._receiving.clear()
         self._buffers.clear()
@@ -192,7 +196,8 @@ class Messages:
         self._agree()
         while self._sending:
             self._deadline.wait(self._sending.pop())
-        self._missing.end_step()
+        if self._trains:
+            self._missing.end_step()
 
     def _agree(self) -> None:
         if self._agreement is not None:

@@ -111,8 +111,8 @@ class Deadline:
     def _limit(self, options: _Options) -> _Options:
         """Return `options` of a collective that ends soon after the deadline."""
         if self._end is not None:
-            # Later than those that wait for it, which would take its end for an error.
-            options.timeout = timedelta(seconds=self._seconds_left() + SETTLING_SECONDS)
+            # Later than the verdict: NCCL's own watchdog would end the process before it.
+            options.timeout = timedelta(seconds=self._seconds_left() + 3 * SETTLING_SECONDS)
         return options
 
 

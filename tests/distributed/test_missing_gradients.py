@@ -161,6 +161,23 @@ def changed_pattern() -> str:
     return ""
 
 
+def steps_ended() -> tuple[int, int]:
+    """How many steps messages have ended, and what they leave out, where only the first tells."""
+    options: dict[str, Any] = {"microbatches": 2, "costs": "flops", "self_check": False}
+    pipeline = pipecompile(Unread(), BATCHES[0], k=3, loss_fn=first_of, **options)
+    tell = patch.object(MissingGradients, "tells", lambda own, boundary: boundary not in own._known)
+    with tell:
+        for batch in BATCHES:
+            pipeline.step(batch)
+    (distributed,) = pipeline._runner._pipelines.values()
+    (messages,) = distributed._messages_by_placement.values()
+    return messages.steps, len(messages._missing._known)
+
+
+def test_ranks_know_what_is_missing_after_one_step(workers: Workers, tmp_path: Path) -> None:
+    assert workers.run(3, steps_ended, folder=str(tmp_path)) == [(3, 1), (3, 2), (3, 1)]
+
+
 def test_a_gradient_that_is_missing_later_is_refused(workers: Workers, tmp_path: Path) -> None:
     first, last = workers.run(2, changed_pattern, folder=str(tmp_path))
     text = "before stage 1 was there in the first step, and is missing now"

@@ -81,7 +81,7 @@ class Messages:
         self._buffers: dict[Action, Values] = {}
         self._flags: dict[Action, Tensor] = {}
         self._trains = True
-        self._missing = MissingGradients(tells_always=device.type == "cpu")
+        self._missing = MissingGradients()
         self._receiving: dict[Action, list[dist.Work]] = {}
         self._sending: list[dist.Work] = []
         self._deadline = Deadline()

@@ -6,9 +6,9 @@ that leads to the loss reads it. A sender tells that with each message of its fi
 then on such tensors are left out:
 
     first step    d loss/d h, zeros, flags (has, missing)      for h and an unused d
-    later steps   d loss/d h, flags
+    later steps   d loss/d h
 
-To read flags a GPU must wait, so there later steps have none.
+If the messages of the first step differ, it depends on data, and all steps have zeros and flags.
 """
 
 from __future__ import annotations
@@ -27,12 +27,11 @@ class MissingGradients:
     """What messages of gradients leave out, by boundary.
 
     Sender and receiver see the same messages, and so know the same if they have ended the same
-    `steps`. With `tells_always` messages of all steps have flags.
+    `steps`.
     """
 
-    def __init__(self, *, tells_always: bool) -> None:
+    def __init__(self) -> None:
         self.steps = 0
-        self._tells_always = tells_always
         self._known: dict[Hashable, Flags] = {}
         self._seen: dict[Hashable, set[Flags]] = {}
 
@@ -42,7 +41,7 @@ class MissingGradients:
 
     def tells(self, boundary: Hashable) -> bool:
         """Whether a message has flags."""
-        return self._tells_always or boundary not in self._known
+        return boundary not in self._known
 
     def note(self, boundary: Hashable, flags: Flags) -> None:
         """Take in what a message has told."""
@@ -68,15 +67,14 @@ class MissingGradients:
         self._known.clear()
 
     def check(self, boundary: Hashable, stage: int, flags: Flags) -> None:
-        """Raise InputError if a message before `stage` has a gradient that is left out, or lacks
-        one that is not, and cannot tell.
+        """Raise InputError if a message before `stage` misses others than those that are left out
+        or sent, and cannot tell.
         """
-        pairs = list(zip(self._known.get(boundary, flags), flags, strict=True))
-        tells = self.tells(boundary)
-        changed = [(was and not now) or (now and not was and not tells) for was, now in pairs]
-        if any(changed):
-            index = changed.index(True)
-            was, now = ("missing" if each else "there" for each in pairs[index])
+        known = self._known.get(boundary, flags)
+        changed = [index for index, flag in enumerate(flags) if flag != known[index]]
+        if changed:
+            index = changed[0]
+            was, now = ("missing" if each[index] else "there" for each in (known, flags))
             raise InputError(
                 f"the gradient of tensor {index} before stage {stage} was {was} in the first step, "
                 f"and is {now} now: a module or the loss branches on data, and the rank before "

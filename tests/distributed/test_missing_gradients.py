@@ -13,7 +13,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from pipecompile import InputError, pipecompile
-from pipecompile.runtime.missing_gradients import MissingGradients
 from pipecompile.runtime.rank_step import RankStep
 from tests.distributed.workers import Workers
 
@@ -149,12 +148,9 @@ def changed_pattern() -> str:
         self_check=False,
         step_timeout=2,
     )
-    # As on a GPU, where flags are told in the first step only.
-    tell = patch.object(MissingGradients, "tells", lambda own, boundary: boundary not in own._known)
     try:
-        with tell:
-            pipeline.step(BATCHES[0], torch.ones(8))
-            pipeline.step(BATCHES[0], torch.zeros(8))
+        pipeline.step(BATCHES[0], torch.ones(8))
+        pipeline.step(BATCHES[0], torch.zeros(8))
     except Exception as error:
         dist.destroy_process_group()
         return f"{type(error).__name__}: {error}"
@@ -162,13 +158,11 @@ def changed_pattern() -> str:
 
 
 def steps_ended() -> tuple[int, int]:
-    """How many steps messages have ended, and what they leave out, where only the first tells."""
+    """How many steps messages have ended, and what they leave out."""
     options: dict[str, Any] = {"microbatches": 2, "costs": "flops", "self_check": False}
     pipeline = pipecompile(Unread(), BATCHES[0], k=3, loss_fn=first_of, **options)
-    tell = patch.object(MissingGradients, "tells", lambda own, boundary: boundary not in own._known)
-    with tell:
-        for batch in BATCHES:
-            pipeline.step(batch)
+    for batch in BATCHES:
+        pipeline.step(batch)
     (distributed,) = pipeline._runner._pipelines.values()
     (messages,) = distributed._messages_by_placement.values()
     return messages.steps, len(messages._missing._known)

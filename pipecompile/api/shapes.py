@@ -30,7 +30,7 @@ from pipecompile.memory_model.stage import footprint_of
 from pipecompile.runtime import world
 from pipecompile.schedule.stages import memory_by_rank
 from pipecompile.training.materialisation import lacks_values
-from pipecompile.training.program import DeclaredShape
+from pipecompile.training.programs import DeclaredShape
 
 __all__ = ["declared_shapes"]
 

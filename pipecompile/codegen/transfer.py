@@ -1,7 +1,7 @@
 """Transfer of stages, regions and encoded runs to another graph of the same model.
 
 A plan is made for the training graph. The graph of the evaluation, for example, has no dropout, so
-its nodes differ a little. `training/program.py` calls this when the model runs in another mode, or
+its nodes differ a little. `training/programs.py` calls this when the model runs in another mode, or
 on batches of another shape.
 """
 

@@ -2,7 +2,8 @@
 
     pipeline          what a user holds
     batch_reader      reads the batch of a step
-    program           the graph cut into stages, once for each set of modes and size of microbatches
+    program           the graph cut into stages
+    programs          one for each set of modes, shape and size of microbatches
     runner            runs a program on this process
     materialisation   gives values to a model on the meta device
     checkpoint, held_model, safetensors_file    state that is saved and loaded

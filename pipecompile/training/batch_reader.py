@@ -12,7 +12,8 @@ from pipecompile.frontend.microbatch import MicrobatchSizes, shape_of
 from pipecompile.frontend.signature import arguments_of, call_of
 from pipecompile.frontend.target_cut import cut_targets
 from pipecompile.ir.plan import Plan
-from pipecompile.training.program import Program, Programs
+from pipecompile.training.program import Program
+from pipecompile.training.programs import Programs
 from pipecompile.training.runner import Runner
 
 __all__ = ["BatchReader", "CutBatch"]

@@ -13,14 +13,12 @@ from torch import Tensor, fx
 from torch.amp.grad_scaler import GradScaler
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim.lr_scheduler import LRScheduler
-from torch.utils._pytree import tree_map_only
 
 from pipecompile.frontend.microbatch import MicrobatchSizes
 from pipecompile.frontend.target import Target
 from pipecompile.frontend.target_capture import Captured
 from pipecompile.ir.plan import Plan
 from pipecompile.ir.schedule import Timeline
-from pipecompile.runtime import world
 from pipecompile.runtime.action_recorder import ActionRecorder
 from pipecompile.runtime.batch_statistics import MinibatchStatistics
 from pipecompile.runtime.distributed_pipeline import Engine
@@ -37,7 +35,8 @@ from pipecompile.training.checkpoint import Checkpoint
 from pipecompile.training.held_model import HeldModel
 from pipecompile.training.materialisation import allocate, check_all_set, initialise, lacks_values
 from pipecompile.training.parallel_stages import Parallelize, refuse_parallelize
-from pipecompile.training.program import DeclaredShape, Program, Programs
+from pipecompile.training.program import Program
+from pipecompile.training.programs import DeclaredShape, Programs
 from pipecompile.training.run_conditions import (
     check_links,
     refuse_shared_memory,
@@ -217,8 +216,8 @@ class Pipeline(HeldModel):
             if scaler is not None and not accumulate:
                 self._runner.spread_overflow(program.parameters)
             self.steps += 1
-            returned = self._mean_over_replicas(result, cut.sizes)
-            return self._everywhere(returned) if everywhere else returned
+            returned = self._runner.mean_result(result, cut.sizes)
+            return self._runner.everywhere(returned) if everywhere else returned
 
     def record(self) -> AbstractContextManager[RunRecorder]:
         """Record the steps of a block: `with pipeline.record() as run`, and behind it
@@ -264,7 +263,7 @@ class Pipeline(HeldModel):
                 program, minibatch, with_loss=with_loss, remainder=remainder
             )
             if with_loss:
-                return self._mean_over_replicas(result, sizes)
+                return self._runner.mean_result(result, sizes)
         if result is None:
             return None
         program.check_joinable(result.values[0])
@@ -379,32 +378,6 @@ class Pipeline(HeldModel):
         targets = self._data.targets(sizes, target)
         first = self._share.place.replica * len(rows)
         return Minibatch(rows, targets, self.seed, self.steps, gradients, first)
-
-    def _mean_over_replicas(self, result: StepResult | None, sizes: MicrobatchSizes) -> Any:
-        """The mean loss, with what came with it: scalars are means too, and tensors those of this
-        replica; None without the last stage.
-        """
-        if result is None:
-            return None
-        own, extras = sizes.mean([values[0] for values in result.values]), result.extras
-        loss = self._runner.mean_over_replicas(own, sizes.samples)
-        if extras[0] is None:
-            return loss
-
-        def mean(value: Tensor) -> Tensor:
-            is_mean = not value.dim() and value.is_floating_point()
-            return self._runner.mean_over_replicas(value, sizes.samples) if is_mean else value
-
-        return loss, tree_map_only(Tensor, mean, sizes.merge(extras))
-
-    def _everywhere(self, returned: Any) -> Any:
-        """What the last stage's rank returns, on every rank of the pipeline."""
-        place = self._share.place
-        if not place.is_distributed:
-            return returned
-        last = self.plan.schedule.placement[-1]
-        self._runner.deadline.wait_for(place.pipeline_group)
-        return world.broadcast_value(returned, place.global_ranks[last], place.pipeline_group)
 
 
 @contextmanager

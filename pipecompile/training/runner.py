@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import cached_property, partial
-from itertools import chain, pairwise
+from functools import cached_property
+from itertools import chain
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, fx, nn
+from torch.utils._pytree import tree_map_only
 
-from pipecompile.codegen.stages import StageModule
 from pipecompile.errors import InputError, PipecompileError
+from pipecompile.frontend.microbatch import MicrobatchSizes
 from pipecompile.frontend.target import Target
 from pipecompile.ir.plan import Plan
 from pipecompile.ir.schedule import Schedule
@@ -26,10 +27,11 @@ from pipecompile.runtime.place import device_of_this_rank
 from pipecompile.runtime.rank_step import ActionObserver, Minibatch, StepResult
 from pipecompile.runtime.replicas import ReplicaSums, mean_over_replicas
 from pipecompile.runtime.shards import gradient_parts
-from pipecompile.runtime.stage import EagerStage, Loss
+from pipecompile.runtime.stage import EagerStage
 from pipecompile.runtime.ties import Ties, sum_tied_gradients, tie_groups
 from pipecompile.runtime.watch import Deadline, StepWatch
 from pipecompile.schedule.plan_orders import PlanOrders
+from pipecompile.training.eager_stages import local_stages, rank_stages, tied_parameters
 from pipecompile.training.parallel_stages import Parallelize, ParallelStages, first_holders
 from pipecompile.training.program import Program
 from pipecompile.training.step_agreement import StepAgreement
@@ -226,12 +228,32 @@ class Runner:
         deadline = self.deadline if self._share.is_distributed else None
         return total_norm(gradients, norm_type, self.device, deadline)
 
-    def mean_over_replicas(self, loss: Tensor, samples: int) -> Tensor:
-        """Return the mean over all samples of what is a mean over `samples` of this replica."""
-        group = self._share.place.replica_group
-        if group is None:
+    def mean_result(self, result: StepResult | None, sizes: MicrobatchSizes) -> Any:
+        """Return the mean loss, with what came with it; None without the last stage.
+
+        Scalars that came with it are means over replicas too, and tensors those of this replica.
+        """
+        if result is None:
+            return None
+        own, extras = sizes.mean([values[0] for values in result.values]), result.extras
+        loss = self._mean_over_replicas(own, sizes.samples)
+        if extras[0] is None:
             return loss
-        return mean_over_replicas(loss, samples, group, self.deadline)
+
+        def mean(value: Tensor) -> Tensor:
+            is_mean = not value.dim() and value.is_floating_point()
+            return self._mean_over_replicas(value, sizes.samples) if is_mean else value
+
+        return loss, tree_map_only(Tensor, mean, sizes.merge(extras))
+
+    def everywhere(self, returned: Any) -> Any:
+        """Return what the last stage's rank returns, on every rank of the pipeline."""
+        place = self._share.place
+        if not place.is_distributed:
+            return returned
+        last = self._plan.schedule.placement[-1]
+        self.deadline.wait_for(place.pipeline_group)
+        return world.broadcast_value(returned, place.global_ranks[last], place.pipeline_group)
 
     def equalise(self) -> None:
         """Set copies of tied parameters to the owner's, and replicas to the first one's values."""
@@ -251,18 +273,18 @@ class Runner:
                 if name in own:
                     model.get_submodule(path)._buffers[last] = buffer
 
+    def _mean_over_replicas(self, value: Tensor, samples: int) -> Tensor:
+        """The mean over all samples of what is a mean over `samples` of this replica."""
+        group = self._share.place.replica_group
+        if group is None:
+            return value
+        return mean_over_replicas(value, samples, group, self.deadline)
+
     # -- tied parameters and replicas
 
     @cached_property
     def _tied(self) -> dict[str, nn.Parameter]:
-        return self._tied_in(self._planned)
-
-    def _tied_in(self, program: Program) -> dict[str, nn.Parameter]:
-        """The parameters that several stages read."""
-        by_name = dict(self._target.model.named_parameters())
-        return {
-            n: by_name[n] for n, tie in program.ties.items() if n in by_name and len(tie.stages) > 1
-        }
+        return tied_parameters(self._planned, self._target.model)
 
     @cached_property
     def _tie_groups(self) -> dict[str, dist.ProcessGroup]:
@@ -318,7 +340,7 @@ class Runner:
             index: [p for p in program.stages[index].module.parameters() if p not in managed]
             for index in self._share.stages
         }
-        tied = {*self._tied_in(program).values()}
+        tied = {*tied_parameters(program, self._target.model).values()}
         own = {
             index: [parameter for parameter in each if parameter not in tied]
             for index, each in parameters.items()
@@ -326,47 +348,6 @@ class Runner:
         # Each once, in the same order on every replica.
         late = dict.fromkeys(p for each in parameters.values() for p in each if p in tied)
         return ReplicaSums(own, list(late), group, self.deadline, sharded)
-
-    # -- stages
-
-    def _loss_of(self, program: Program, stage: int) -> Loss | None:
-        return partial(self._loss, program) if stage == self._plan.k - 1 else None
-
-    def _loss(self, program: Program, outputs: Sequence[Tensor], target: Any) -> Any:
-        output = program.outputs.unflatten(outputs)
-        if target is not None:
-            return self._target.trained_by(output, target)
-        try:
-            return self._target.trained_by(output, None)
-        except PipecompileError:
-            raise
-        except Exception as error:
-            raise InputError(
-                f"loss_fn cannot do without a target ({type(error).__name__}: {error}); give the "
-                "step one: step(batch, target)"
-            ) from error
-
-    def _local_stages(self, program: Program) -> list[EagerStage]:
-        """All stages, for one process. A tied parameter is one tensor, whose gradient is summed
-        stage by stage.
-        """
-        if program not in self._local:
-            tied_to_earlier: list[list[nn.Parameter]] = [[] for _ in program.stages]
-            tied_to_later: list[list[nn.Parameter]] = [[] for _ in program.stages]
-            for name, parameter in self._tied_in(program).items():
-                for earlier, later in pairwise(program.ties[name].stages):
-                    tied_to_later[earlier].append(parameter)
-                    tied_to_earlier[later].append(parameter)
-            self._local[program] = [
-                self._eager(
-                    stage,
-                    loss=self._loss_of(program, stage.index),
-                    tied_to_earlier=tied_to_earlier[stage.index],
-                    tied_to_later=tied_to_later[stage.index],
-                )
-                for stage in program.stages
-            ]
-        return self._local[program]
 
     def _pipeline(self, program: Program) -> DistributedPipeline:
         """The stages of this rank, for the microbatches of the planned size."""
@@ -383,31 +364,15 @@ class Runner:
         if program not in self._own:
             if self._parallel is not None and program is not self._planned:
                 self._parallel.adopt(program, self._share.stages)
-            stages = {
-                index: self._eager(program.stages[index], loss=self._loss_of(program, index))
-                for index in self._share.stages
-            }
-            self._own[program] = SizedStages(stages, program.boundary_shapes())
+            own = rank_stages(program, self._target, self._share.stages)
+            self._own[program] = SizedStages(own, program.boundary_shapes())
         return self._own[program]
 
-    def _eager(
-        self,
-        stage: StageModule,
-        *,
-        loss: Loss | None,
-        tied_to_earlier: Sequence[nn.Parameter] = (),
-        tied_to_later: Sequence[nn.Parameter] = (),
-    ) -> EagerStage:
-        return EagerStage(
-            stage.module,
-            gradient_inputs=stage.gradient_inputs,
-            loss=loss,
-            buffers=stage.buffers,
-            random=stage.random,
-            tied_to_earlier=tied_to_earlier,
-            tied_to_later=tied_to_later,
-            precision=self._target.precision,
-        )
+    def _local_stages(self, program: Program) -> list[EagerStage]:
+        """All stages, for one process."""
+        if program not in self._local:
+            self._local[program] = local_stages(program, self._target)
+        return self._local[program]
 
 
 def refuse_untrainable(schedule: Schedule) -> None:

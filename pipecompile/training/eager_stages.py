@@ -1,0 +1,91 @@
+"""The stages of a program as the runtime runs them, with the loss behind the last one.
+
+runner.py asks for all of them in one process, and for those of a rank under torchrun.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+from torch import Tensor, nn
+
+from pipecompile.errors import InputError, PipecompileError
+from pipecompile.frontend.target import Target
+from pipecompile.runtime.stage import EagerStage
+from pipecompile.training.program import Program
+
+__all__ = ["local_stages", "rank_stages", "tied_parameters"]
+
+
+def local_stages(program: Program, target: Target) -> list[EagerStage]:
+    """Return all stages, for one process.
+
+    A tied parameter is one tensor, whose gradient is summed stage by stage.
+    """
+    tied_to_earlier: list[list[nn.Parameter]] = [[] for _ in program.stages]
+    tied_to_later: list[list[nn.Parameter]] = [[] for _ in program.stages]
+    for name, parameter in tied_parameters(program, target.model).items():
+        for earlier, later in pairwise(program.ties[name].stages):
+            tied_to_later[earlier].append(parameter)
+            tied_to_earlier[later].append(parameter)
+    return [
+        _stage(program, target, index, tied_to_earlier[index], tied_to_later[index])
+        for index in range(len(program.stages))
+    ]
+
+
+def rank_stages(program: Program, target: Target, own: Iterable[int]) -> dict[int, EagerStage]:
+    """Return the `own` stages of a rank, by index.
+
+    Gradients of tied parameters are summed over ranks at the end of a step.
+    """
+    return {index: _stage(program, target, index) for index in own}
+
+
+def tied_parameters(program: Program, model: nn.Module) -> dict[str, nn.Parameter]:
+    """Return the parameters that several stages read, by name."""
+    by_name = dict(model.named_parameters())
+    return {
+        n: by_name[n] for n, tie in program.ties.items() if n in by_name and len(tie.stages) > 1
+    }
+
+
+def _stage(
+    program: Program,
+    target: Target,
+    index: int,
+    tied_to_earlier: Sequence[nn.Parameter] = (),
+    tied_to_later: Sequence[nn.Parameter] = (),
+) -> EagerStage:
+    stage, is_last = program.stages[index], index == len(program.stages) - 1
+    return EagerStage(
+        stage.module,
+        gradient_inputs=stage.gradient_inputs,
+        loss=partial(_loss, program, target) if is_last else None,
+        buffers=stage.buffers,
+        random=stage.random,
+        tied_to_earlier=tied_to_earlier,
+        tied_to_later=tied_to_later,
+        precision=target.precision,
+    )
+
+
+def _loss(program: Program, target: Target, outputs: Sequence[Tensor], wanted: Any) -> Any:
+    """Return what the loss function makes of the output tensors of a microbatch; InputError if it
+    needs the target that is not given.
+    """
+    output = program.outputs.unflatten(outputs)
+    if wanted is not None:
+        return target.trained_by(output, wanted)
+    try:
+        return target.trained_by(output, None)
+    except PipecompileError:
+        raise
+    except Exception as error:
+        raise InputError(
+            f"loss_fn cannot do without a target ({type(error).__name__}: {error}); give the "
+            "step one: step(batch, target)"
+        ) from error

@@ -74,9 +74,9 @@ class MicrobatchSizes:
         """Return the size of a microbatch over the planned one."""
         return self.sizes[microbatch] / self.planned
 
-    def split(self, tree: Any) -> list[Any]:
-        """Return `tree` once per microbatch, as the function `split` does."""
-        return _split(tree, self.sizes)
+    def rows(self, tensors: Sequence[Tensor]) -> Sequence[Sequence[Tensor]]:
+        """Return the tensors of each microbatch, cut as the function `split` does."""
+        return list(zip(*(_split_leaf(tensor, self.sizes) for tensor in tensors), strict=True))
 
     def mean(self, scalars: Sequence[Tensor]) -> Tensor:
         """Return the mean over samples of what is a mean over those of each microbatch."""
@@ -136,21 +136,17 @@ def split(tree: Any, microbatches: int) -> list[Any]:
 
     InputError if a tensor cannot be split into equal parts.
     """
-    return _split(tree, (1,) * microbatches)
+    register_dataclasses(tree)
+    leaves, spec = pytree.tree_flatten(tree)
+    rows = [_split_leaf(leaf, (1,) * microbatches) for leaf in leaves]
+    return [
+        pytree.tree_unflatten([row[index] for row in rows], spec) for index in range(microbatches)
+    ]
 
 
 def merge(trees: Sequence[Any]) -> Any:
     """Return the results of microbatches of one size as one; see `MicrobatchSizes.merge`."""
     return MicrobatchSizes(1, (1,) * len(trees)).merge(trees)
-
-
-def _split(tree: Any, sizes: Sequence[int]) -> list[Any]:
-    register_dataclasses(tree)
-    leaves, spec = pytree.tree_flatten(tree)
-    rows = [_split_leaf(leaf, sizes) for leaf in leaves]
-    return [
-        pytree.tree_unflatten([row[index] for row in rows], spec) for index in range(len(sizes))
-    ]
 
 
 def _split_leaf(leaf: Any, sizes: Sequence[int]) -> Sequence[Any]:

@@ -90,7 +90,15 @@ class RankPlace:
             return cls(dist.get_rank(), pipelines=(tuple(range(ranks)),))
         if mesh is None:
             replicas = processes // ranks
-            logger.info("%d processes are %d replicas of %d ranks", processes, replicas, ranks)
+            if not dist.get_rank():
+                # A warning, since gradients now are means over what all replicas are given.
+                logger.warning(
+                    "%d processes are %d replicas of a pipeline of %d ranks: each replica is to be "
+                    "given its own share of the batch (mesh=… says the same without this warning)",
+                    processes,
+                    replicas,
+                    ranks,
+                )
             # Neighbours in a pipeline get neighbouring ranks, which are likely on one node.
             kind = "cuda" if dist.get_backend() == "nccl" else "cpu"
             mesh = init_device_mesh(kind, (replicas, ranks), mesh_dim_names=(REPLICAS, PIPELINE))

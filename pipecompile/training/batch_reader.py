@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import operator
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -28,8 +30,8 @@ class CutBatch(NamedTuple):
 
     shape: int
     sizes: MicrobatchSizes
-    rows: list[list[Tensor]]
-    given: list[list[Tensor]]
+    rows: Sequence[Sequence[Tensor]]
+    given: Sequence[Sequence[Tensor]]
 
     def check(self, program: Program, remainder: Program | None) -> None:
         """Raise InputError if a microbatch is not what the graph that it runs on is for."""
@@ -73,8 +75,10 @@ class BatchReader:
                     f"{name} is of type {tensor.dtype}, but the plan was made for {planned[1]}; "
                     "convert it, or plan again with such a sample_input"
                 )
-        rows = sizes.split([self._runner.at_stage(0, tensor) for tensor in tensors])
-        return CutBatch(shape, sizes, rows, sizes.split(tensors))
+        given = sizes.rows(tensors)
+        here = [self._runner.at_stage(0, tensor) for tensor in tensors]
+        is_here = all(map(operator.is_, here, tensors))
+        return CutBatch(shape, sizes, given if is_here else sizes.rows(here), given)
 
     def read_planned(self, batch: Any) -> CutBatch:
         """Return what `read` does; InputError if there are more microbatches than planned."""

@@ -165,12 +165,18 @@ def _replacements(
 ) -> dict[int, Tensor]:
     """Return the new tensor for each old one, by its id.
 
-    InputError if a tensor of several names has become several.
+    InputError if a name is gone, or if a tensor of several names has become several.
     """
     replaced: dict[int, Tensor] = {}
     for index, stage in stages.items():
         after = dict(named_state(stage))
         for name, old in before[index].items():
+            if name not in after:
+                raise InputError(
+                    f"after parallelize stage {index} has no {name!r} any more: a module that "
+                    "holds it was wrapped or replaced; change modules in place, as fully_shard and "
+                    "parallelize_module do, or wrap them before the model is compiled"
+                )
             if replaced.setdefault(id(old), after[name]) is not after[name]:
                 raise InputError(
                     f"parallelize has made two tensors of the tied parameter {name!r}, of stage "

@@ -425,6 +425,11 @@ def refusals() -> dict[str, str]:
                 module.register_forward_hook(print)
         return stage
 
+    def wrapped(stage: nn.Module, mesh: DeviceMesh) -> nn.Module:
+        for name, layer in list(stage.named_children()):
+            setattr(stage, name, nn.Sequential(layer))
+        return stage
+
     return {
         "ddp": for_mixture(
             lambda stage, mesh: DistributedDataParallel(stage, process_group=mesh.get_group("dp"))
@@ -439,6 +444,7 @@ def refusals() -> dict[str, str]:
         "dropout": on_tensor_mesh(DroppedBetween, megatron),
         "softmax": on_tensor_mesh(NormalisedBetween, megatron),
         "hooks": on_tensor_mesh(FeedForward, hooked),
+        "wrapped": on_tensor_mesh(FeedForward, wrapped),
     }
 
 

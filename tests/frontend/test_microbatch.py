@@ -66,7 +66,7 @@ def test_parts_of_unequal_size_are_merged_by_their_samples(
 ) -> None:
     tree = {"x": torch.randn(total, 2).double(), "rows": torch.randn(rows_each * total)}
     cut = MicrobatchSizes.of([tree["x"]], ["x"], [(planned, 2)])
-    parts = cut.split(tree)
+    parts = [dict(zip(tree, row, strict=True)) for row in cut.rows([*tree.values()])]
     assert [len(part["x"]) for part in parts] == list(cut.sizes)
     assert [len(part["rows"]) for part in parts] == [rows_each * size for size in cut.sizes]
     merged = cut.merge([{**part, "mean": part["x"].mean()} for part in parts])
@@ -81,7 +81,7 @@ def test_a_target_that_does_not_fit_unequal_parts_is_an_error() -> None:
         match=r"shape \(9,\) cannot be cut into microbatches of \[4, 3\] samples; dimension 0 must "
         "be a multiple of 7",
     ):
-        MicrobatchSizes(4, (4, 3)).split(torch.zeros(9))
+        MicrobatchSizes(4, (4, 3)).rows([torch.zeros(9)])
 
 
 NAMES, SHAPES = ("ids", "mask", "scale"), ((2, 5), (2,), ())

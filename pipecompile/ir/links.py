@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import pairwise, permutations
 from typing import Literal, NamedTuple
 
@@ -118,10 +118,13 @@ class Links(Value, frozen=True, kw_only=True):
 
         Rank r of replica i is row i · `ranks` + r. Links for any number of ranks are all alike.
         """
-        if self.ranks is None:
-            return self.link(0, 1)
-        ring = range(rank, self.ranks, ranks)
-        links = [self.link(one, other) for one, other in pairwise([*ring, rank])]
+        return (
+            self.link(0, 1) if self.ranks is None else self.around(range(rank, self.ranks, ranks))
+        )
+
+    def around(self, ranks: Sequence[int]) -> Link:
+        """Return the slowest link around the ring of `ranks`."""
+        links = [self.link(one, other) for one, other in pairwise([*ranks, ranks[0]])]
         rates = [link.bandwidth_bytes_per_s for link in links]
         return Link(
             bandwidth_bytes_per_s=min((rate for rate in rates if rate is not None), default=None),

@@ -39,6 +39,7 @@ __all__ = [
     "Route",
     "Search",
     "Stage",
+    "TiedSum",
 ]
 
 Granularity = Literal["operators", "modules", "blocks", "auto"]
@@ -136,13 +137,24 @@ class ReplicaSum(Value, frozen=True, kw_only=True):
     bytes: NonNegative
 
 
+class TiedSum(Value, frozen=True, kw_only=True):
+    """The sum of a tied parameter's gradients over the `ranks` that hold it, at the end of a step:
+    `messages` one after another, all of `bytes`, around a ring as for replicas.
+    """
+
+    ranks: tuple[NonNegative, ...]
+    messages: Positive
+    bytes: NonNegative
+
+
 class Stage(Value, frozen=True, kw_only=True, dict=True, rename={"blocks": "nodes"}):
     """One stage: what it runs, what that costs for one microbatch, what crosses its boundaries.
 
     `blocks` (in files: `nodes`) are the names of its nodes in the order of the forward, in runs
     that lie in one block of the model. `per_step_ns` is what it costs once a step: the division of
     its gradients, and entering and leaving the step. `replica_sum` is what it exchanges with the
-    same stage of other replicas, if there are any.
+    same stage of other replicas, if there are any, and `tied_sums` what it exchanges with other
+    ranks that hold its parameters.
 
     `recompute` says what it recomputes, in `recompute_ns`: everything, in an action of its own
     ("stage", or for all microbatches but a step's last one "except-last"), or `regions` of its
@@ -163,6 +175,7 @@ class Stage(Value, frozen=True, kw_only=True, dict=True, rename={"blocks": "node
     recompute_bound_ns: NonNegative = 0
     per_step_ns: NonNegative = 0
     replica_sum: ReplicaSum | None = None
+    tied_sums: tuple[TiedSum, ...] = ()
     inputs: tuple[Boundary, ...]
     outputs: tuple[Boundary, ...]
     recompute: Literal["none", "stage", "except-last", "regions"]

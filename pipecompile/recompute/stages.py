@@ -13,7 +13,7 @@ from itertools import groupby
 from pipecompile.errors import InfeasibleError
 from pipecompile.ir.graph import CostGraph, Node
 from pipecompile.ir.module_paths import block_of
-from pipecompile.ir.plan import Boundary, Options, OwnedParameter, ReplicaSum, Route, Stage
+from pipecompile.ir.plan import Boundary, Options, OwnedParameter, ReplicaSum, Route, Stage, TiedSum
 from pipecompile.recompute.planner import RecomputePlanner
 from pipecompile.recompute.policies import NO_RECOMPUTE, StageRecompute
 
@@ -43,12 +43,15 @@ def stages_of(
     # Boundary s is before stage s: the first one has no tensors, and neither has the last.
     boundaries = [tuple(_boundary(graph, assignment, stage)) for stage in range(-1, k)]
     stages = []
+    tied_sums = _tied_sums(graph, nodes_by_stage, planner.view.placement, planner.options)
     for index, (nodes, recompute) in enumerate(zip(nodes_by_stage, recomputes, strict=True)):
         if recompute is None:
             raise InfeasibleError(_misfit(planner, index))
         inputs, outputs = boundaries[index : index + 2]
         replica_sum = _replica_sum(graph, nodes, planner.options)
-        stages.append(_stage(graph, nodes, recompute, inputs, outputs, replica_sum))
+        stages.append(
+            _stage(graph, nodes, recompute, inputs, outputs, replica_sum, tied_sums[index])
+        )
     return tuple(stages)
 
 
@@ -65,6 +68,7 @@ def _stage(
     inputs: tuple[Boundary, ...],
     outputs: tuple[Boundary, ...],
     replica_sum: ReplicaSum | None,
+    tied_sums: tuple[TiedSum, ...],
 ) -> Stage:
     """Return the stage of the nodes `names`: their sums, its boundaries and what it recomputes."""
     nodes = [graph.by_name[name] for name in names]
@@ -81,6 +85,7 @@ def _stage(
         recompute_bound_ns=recompute.least,
         per_step_ns=sum(node.per_step_ns for node in nodes),
         replica_sum=replica_sum,
+        tied_sums=tied_sums,
         inputs=inputs,
         outputs=outputs,
         recompute=recompute.kind,
@@ -106,6 +111,33 @@ def _replica_sum(graph: CostGraph, names: Iterable[str], options: Options) -> Re
     sent = gradients + (second if options.sharded else gradients)
     messages = 2 * (options.replicas - 1)
     return ReplicaSum(messages=messages, bytes=-(-sent // (2 * options.replicas)))
+
+
+def _tied_sums(
+    graph: CostGraph,
+    nodes_by_stage: Sequence[Sequence[str]],
+    placement: Sequence[int],
+    options: Options,
+) -> list[tuple[TiedSum, ...]]:
+    """Return for each stage the sums of the trained parameters that other ranks hold too."""
+    stages_of: dict[str, list[int]] = {}
+    for stage, names in enumerate(nodes_by_stage):
+        read = {name for node in names for name in graph.by_name[node].parameters}
+        for name in read:
+            stages_of.setdefault(name, []).append(stage)
+    sums: list[list[TiedSum]] = [[] for _ in nodes_by_stage]
+    for name in sorted(name for name, stages in stages_of.items() if len(stages) > 1):
+        parameter = graph.parameter_by_name[name]
+        ranks = tuple(sorted({placement[stage] for stage in stages_of[name]}))
+        if len(ranks) > 1 and parameter.trainable:
+            # Where parameters are sharded, each replica sums its part.
+            held = -(-parameter.bytes // (options.replicas if options.sharded else 1))
+            each = TiedSum(ranks=ranks, messages=2 * (len(ranks) - 1), bytes=-(-held // len(ranks)))
+            # A rank sums once, with the last of its stages that is done: the first one.
+            for rank in ranks:
+                first = next(s for s in stages_of[name] if placement[s] == rank)
+                sums[first].append(each)
+    return [tuple(each) for each in sums]
 
 
 def _blocks(nodes: Iterable[Node]) -> Iterator[tuple[str, ...]]:

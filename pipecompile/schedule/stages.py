@@ -69,7 +69,7 @@ def problem_of_stages(
     ranks = max(placement) + 1
     for stage, rank, sides in zip(stages, placement, pairwise(crosses_ranks), strict=True):
         own_ns = _message_ns(links, stage, *sides)
-        sum_ns = _replica_sum_ns(links, stage, rank, ranks)
+        sum_ns = _replica_sum_ns(links, stage, rank, ranks) + _tied_sums_ns(links, stage)
         costs.append(_costs(stage, *own_ns, sum_ns, is_first=stage is stages[0]))
     return PlacedProblem(
         placement=tuple(placement),
@@ -111,6 +111,17 @@ def _replica_sum_ns(links: Links, stage: Stage, rank: int, ranks: int) -> int:
         return 0
     link = links.between_replicas(rank, ranks)
     return each.messages * link.transfer_ns(each.bytes)
+
+
+def _tied_sums_ns(links: Links, stage: Stage) -> int:
+    """Return the time of a stage's exchange with other ranks that hold its parameters.
+
+    It begins when the last of them is done. Each rank adds it to its own end, so that the step ends
+    at the right time; ranks that wait for the last one are shown as if they did not.
+    """
+    return sum(
+        each.messages * links.around(each.ranks).transfer_ns(each.bytes) for each in stage.tied_sums
+    )
 
 
 def _costs(

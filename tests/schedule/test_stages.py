@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from pipecompile.ir.amount import Amount
 from pipecompile.ir.footprint import AMOUNT_FIELDS, Footprint, MessageStorage, ReceivedTensor
 from pipecompile.ir.links import Link, Links
-from pipecompile.ir.plan import Boundary, ReplicaSum, Stage
+from pipecompile.ir.plan import Boundary, ReplicaSum, Stage, TiedSum
 from pipecompile.memory_model.allocator import ALLOCATORS
 from pipecompile.memory_model.rank import activation_curve
 from pipecompile.schedule.named_orders import generate
@@ -177,6 +177,19 @@ def test_replicas_sum_gradients_around_a_ring_as_fast_as_its_slowest_link() -> N
     links = Links(bandwidth_bytes_per_s=None, latency_ns=tuple(map(tuple, delays)))
     one_slow = problem_of_stages(stages, links, range(3), 2)
     assert [costs.reduce_ns for costs in one_slow.costs] == [7 + 4, 7 + 4 * 50, 7 + 4]
+
+
+def test_a_step_ends_with_the_sums_of_tied_parameters() -> None:
+    tied = TiedSum(ranks=(0, 2), messages=2, bytes=100)
+    first, middle, last = _stages()
+    stages = (
+        msgspec.structs.replace(first, tied_sums=(tied, tied)),
+        middle,
+        msgspec.structs.replace(last, per_step_ns=7, tied_sums=(tied,)),
+    )
+    problem = problem_of_stages(stages, LINK, range(3), 2)
+    each = 2 * (100 + 5)
+    assert [costs.reduce_ns for costs in problem.costs] == [2 * each, 0, 7 + each]
 
 
 def test_what_a_message_takes_of_its_ranks_is_part_of_their_actions() -> None:

@@ -46,15 +46,20 @@ def tie_groups(
 def sum_tied_gradients(ties: Ties, deadline: Deadline) -> None:
     """Sum the gradient of each tied parameter over the ranks that hold it, or the same part of it.
 
-    All ranks list their `ties` in the same order.
+    Where no rank has one it stays None. All ranks list their `ties` in the same order.
     """
     for parameter, group in ties:
-        deadline.all_reduce(local_part(gradient_or_zeros(parameter)), group)
-
-
-def gradient_or_zeros(parameter: Tensor) -> Tensor:
-    """Return the gradient; zeros if there is none: every rank must take part in a sum."""
-    if parameter.grad is None:
-        # A stage may not have used it in this step; the other ranks wait in the sum all the same.
-        parameter.grad = torch.zeros_like(parameter)
-    return parameter.grad
+        is_missing = parameter.grad is None
+        if is_missing:
+            # The loss may need it on another rank, which waits in the sum all the same.
+            parameter.grad = torch.zeros_like(parameter)
+        assert parameter.grad is not None
+        missing = torch.tensor(float(is_missing), device=parameter.device)
+        works = [
+            deadline.start_all_reduce(each, group) for each in (local_part(parameter.grad), missing)
+        ]
+        for work in works:
+            deadline.wait(work)
+        # Read only here, since a GPU must wait for it.
+        if is_missing and missing.item() == dist.get_world_size(group):
+            parameter.grad = None

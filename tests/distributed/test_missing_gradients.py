@@ -38,6 +38,21 @@ class Unread(Layers):
         return self.last(self.third(self.second(x)).tanh()), unread.tanh()
 
 
+class TiedUnread(Layers):
+    """A weight of the first and of the last rank leads to what the loss does not read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tied = nn.Linear(WIDTH, WIDTH)
+        self.tied.weight = self.first.weight
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """A tensor of shape (N, WIDTH) to two of them."""
+        unread = self.first(x)
+        read = self.last(self.third(self.second(x)).tanh())
+        return read, self.tied(unread)
+
+
 class HalfRead(Layers):
     """Only the last half of a minibatch leads to the loss by its first layer."""
 
@@ -113,6 +128,7 @@ def steps_with(
     ("kind", "loss_fn", "read"),
     [
         (Unread, first_of, (1, 1)),
+        (TiedUnread, first_of, (1, 1)),
         (HalfRead, both_later, (0, 1)),
         (HalfRead, both_later, (0, 0)),
         (HalfRead, both_later, (1, 1)),

@@ -19,7 +19,7 @@ test: $(READY)
 
 bench: $(READY)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[benchmark]'
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile -m sweep
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile -m "sweep or hypothesis" --hypothesis-profile=ci
 	$(BIN)/python -m benchmarks
 
 # mypy and import-linter read an installed copy: in a checkout they cannot see that `passes` is pipecompile.passes.

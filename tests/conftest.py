@@ -6,6 +6,10 @@ from collections import Counter
 from collections.abc import Iterator
 
 import pytest
+from hypothesis import settings
+
+# `make test` draws some examples for each property, `make bench` all.
+settings.register_profile("some", settings.get_profile("ci"), max_examples=30)
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -6,8 +6,14 @@ from collections.abc import Iterable
 from typing import Any
 
 import pytest
+from hypothesis import settings
 
-__all__ = ["one_in", "sweep"]
+__all__ = ["examples", "one_in", "sweep"]
+
+
+def examples(count: int) -> int:
+    """Return how many examples of a property to draw where `make bench` draws `count`."""
+    return count * settings.default.max_examples // 100
 
 
 def sweep(*values: Any) -> Any:

@@ -127,7 +127,9 @@ class AttributeItems:
             if _is_setting(name):
                 _collect_containers(value, nested)
         self._containers = [*attributes, *(container for container, _ in nested.values())]
-        self._mappings = [each for each in self._containers if isinstance(each, dict)]
+        # Of those that are empty, as most tables of hooks are, the length says all.
+        self._filled = [each for each in self._containers if each]
+        self._mappings = [each for each in self._filled if isinstance(each, dict)]
         self._items = self._current()
 
     def are_the_same(self) -> bool:
@@ -140,7 +142,7 @@ class AttributeItems:
         values = map(methodcaller("values"), self._mappings)
         return [
             *map(len, self._containers),
-            *chain.from_iterable(self._containers),
+            *chain.from_iterable(self._filled),
             *chain.from_iterable(values),
         ]
 

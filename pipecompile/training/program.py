@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -47,7 +47,7 @@ class Program:
         self.captured = captured
         self._context = current_context()
         self.remember()
-        self.modes = modes_of(captured.model)
+        self.modes = modes_of(self.named_modules)
         # Before it is cut: all stages of the graph then make their tensors where they run.
         apply_passes(module.graph, [LeaveMeta(device)])
         self.stages: tuple[StageModule, ...] = emit(
@@ -120,6 +120,8 @@ class Program:
         what its forward sets.
         """
         model = self.captured.model
+        # Listed once: a step of a small model takes a millisecond, and so does the list.
+        self.named_modules = tuple(model.named_modules())
         self._items = AttributeItems(model)
         self._settings = dict(_settings(self.captured))
         self._named_parameters = list(model.named_parameters())
@@ -206,17 +208,16 @@ class Program:
     @contextmanager
     def mode(self) -> Iterator[None]:
         """Put modules into the modes of this program for the block."""
-        model = self.captured.model
         before = {
             part: part.training
-            for path, part in model.named_modules()
+            for path, part in self.named_modules
             if part.training != (path in self.modes)
         }
         # Not by `.train()`: it sets all modules below too, and each has a mode of its own here.
         for part, flag in before.items():
             part.training = not flag
         for stage in self.stages:
-            stage.module.training = model.training
+            stage.module.training = self.captured.model.training
         try:
             yield
         finally:
@@ -228,9 +229,9 @@ def _trained_as(parameter: nn.Parameter) -> tuple[bool, torch.dtype]:
     return parameter.requires_grad, parameter.dtype
 
 
-def modes_of(model: nn.Module) -> frozenset[str]:
-    """The paths of the modules that are in train mode."""
-    return frozenset(path for path, part in model.named_modules() if part.training)
+def modes_of(named_modules: Iterable[tuple[str, nn.Module]]) -> frozenset[str]:
+    """Return the paths of the modules that are in train mode."""
+    return frozenset(path for path, part in named_modules if part.training)
 
 
 def _settings(captured: Capture) -> Iterator[tuple[str, Any]]:

@@ -75,7 +75,7 @@ class Programs:
 
     def current(self, shape: int) -> Program:
         """Return the program for a declared shape and the modes that the modules are in now."""
-        modes = modes_of(self._model)
+        modes = modes_of(self.planned.named_modules)
         if (modes, shape) not in self._programs:
             # A graph of the changed model could not be cut where the planned one was.
             self.planned.check_unchanged()

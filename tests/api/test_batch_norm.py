@@ -37,7 +37,7 @@ def plan_of(**options: Any) -> Plan:
     return pipecompile(model, x, loss_fn=squares, costs="flops", microbatches=4, **options).plan
 
 
-@pytest.mark.one_case_in(3)
+@pytest.mark.one_case_in(6)
 @pytest.mark.parametrize("k", [1, 2, 4])
 @pytest.mark.parametrize("options", [{}, {"recompute": "stage"}, {"recompute": "block"}])
 def test_a_pipeline_trains_by_the_minibatch(k: int, options: dict[str, Any]) -> None:

@@ -98,7 +98,7 @@ def pipeline_of(whole: Target, **options: Any) -> Pipeline:
     )
 
 
-@pytest.mark.one_case_in(2)
+@pytest.mark.one_case_in(6)
 @pytest.mark.parametrize("options", OPTIONS, ids=lambda options: "-".join(options.values()))
 def test_dropout_batch_norm_and_ties_in_every_kind_of_step(options: dict[str, Any]) -> None:
     """In each step a batch of another size: whole, with a remainder, only a remainder."""

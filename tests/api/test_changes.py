@@ -83,6 +83,7 @@ def grown(model: Scaled) -> None:
     model.added = nn.Linear(8, 8)
 
 
+@pytest.mark.one_case_in(2)
 @pytest.mark.parametrize(
     ("change", "name"),
     [

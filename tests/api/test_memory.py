@@ -178,6 +178,7 @@ def test_master_weights_are_twice_the_parameters_of_two_bytes() -> None:
     assert held(plan) == [(2 + 4) * p + c for p, c in zip(parameters, counters(plan), strict=True)]
 
 
+@pytest.mark.sweep
 def test_an_optimizer_that_does_not_fit_is_refused() -> None:
     needed = max(memory.total.bound for memory in planned(target()).prediction.memory)
     assert planned(target(), memory=needed).prediction.memory

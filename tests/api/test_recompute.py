@@ -36,6 +36,7 @@ def peaks(plan: Plan) -> list[int]:
     return [rank.total.bound for rank in plan.prediction.memory]
 
 
+@pytest.mark.sweep
 @pytest.mark.one_case_in(2)
 @pytest.mark.parametrize(
     ("name", "policy"),
@@ -125,7 +126,7 @@ EXACT = (
 )
 
 
-@pytest.mark.one_case_in(6)
+@pytest.mark.one_case_in(12)
 @pytest.mark.parametrize(("policy", "schedule"), EXACT)
 def test_every_policy_is_exact_under_every_schedule_that_allows_it(
     policy: str, schedule: str
@@ -171,6 +172,7 @@ class Counting(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+@pytest.mark.one_case_in(3)
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "zb-v"])
 def test_what_is_recomputed_runs_twice_for_each_microbatch(schedule: str) -> None:
     """Also where both halves of a backward need it."""
@@ -226,6 +228,7 @@ def tight(target: Target, options: dict[str, Any]) -> dict[str, Any]:
     return {"memory": memory, "pin": plans[0].assignment}
 
 
+@pytest.mark.sweep
 def test_nothing_is_recomputed_where_all_fits() -> None:
     assert planned("unet", recompute="auto").regions == {}
     assert planned("unet", recompute="auto", memory="1GiB").regions == {}
@@ -249,6 +252,7 @@ def test_whole_stages_recompute_where_waiting_ranks_make_that_faster(
     assert auto.prediction.step_ns <= stage.prediction.step_ns
 
 
+@pytest.mark.sweep
 def test_schedules_that_split_backwards_recompute_whole_stages() -> None:
     options = {"schedule": "zb-h1", "k": 3, "pin": planned("gpt2", k=3).assignment}
     plain, recomputed = (

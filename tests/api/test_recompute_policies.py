@@ -16,6 +16,7 @@ from pipecompile.recompute.policies import StageRecompute
 from pipecompile.schedule.named_orders import MAY_SPLIT
 from tests.ir.cost_graphs import cost_graphs, stages_of
 from tests.recompute.test_nested_regions import chains
+from tests.sweeps import examples
 
 ORDERS: tuple[tuple[str, tuple[int, ...]], ...] = (
     ("1f1b", (0, 1)),
@@ -36,7 +37,7 @@ def in_blocks(graph: CostGraph, size: int) -> CostGraph:
     return replace(graph, nodes=tuple(nodes))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(
     cost_graphs(8, least=4) | chains(8),
     st.integers(1, 3),

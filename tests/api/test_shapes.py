@@ -79,6 +79,7 @@ STEPS = [(8, 16), (16, 8), (4, 12), (7, 16), (13, 8), (8, 16), (3, 12), (2, 8), 
 """Samples and length: whole batches, and batches with a remainder, in turns."""
 
 
+@pytest.mark.sweep
 @pytest.mark.one_case_in(2)
 @pytest.mark.parametrize(
     "options",
@@ -92,6 +93,7 @@ def test_steps_of_alternating_shapes_are_the_unsplit_ones(options: dict[str, Any
     check_steps(pipeline, STEPS)
 
 
+@pytest.mark.sweep
 def test_a_gpt2_of_transformers_with_masks_by_length() -> None:
     torch.manual_seed(0)
     config = transformers.GPT2Config(
@@ -204,7 +206,7 @@ def test_a_shape_that_was_not_declared_is_refused() -> None:
     assert pipeline.steps == steps
 
 
-@pytest.mark.one_case_in(2)
+@pytest.mark.one_case_in(4)
 @pytest.mark.parametrize(
     ("shapes", "message"),
     [

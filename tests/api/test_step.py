@@ -87,6 +87,7 @@ def batches(target: Target, count: int) -> list[tuple[Any, Any]]:
     return picked
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("name", [sweep("sequential"), "gpt2"])
 def test_losses_follow_the_unsplit_run_over_five_optimizer_steps(name: str) -> None:
     target = example(name)
@@ -113,7 +114,7 @@ def test_losses_follow_the_unsplit_run_over_five_optimizer_steps(name: str) -> N
     assert pipeline.steps == 5
 
 
-@pytest.mark.one_case_in(4)
+@pytest.mark.one_case_in(8)
 @pytest.mark.parametrize("name", ["sequential", "unet"])
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 @pytest.mark.parametrize("size", [2, 6])
@@ -221,6 +222,7 @@ def test_train_and_eval_switch_a_step(name: str) -> None:
                 parameter.grad = None
 
 
+@pytest.mark.sweep
 def test_a_part_is_frozen_after_compiling() -> None:
     target, twin = example("unet"), example("unet")
     pipeline = compiled(target)
@@ -241,6 +243,7 @@ def test_a_part_in_eval_mode_stays_in_it() -> None:
     assert target.model.stem.norm.num_batches_tracked.item() == 0
 
 
+@pytest.mark.sweep
 def test_state_dicts_speak_the_original_names() -> None:
     target = example("gpt2")
     pipeline = compiled(target, k=4)

@@ -106,6 +106,7 @@ class WithSummary(nn.Module):
         return self.layers(x), self.layers[0].weight.sum(0)
 
 
+@pytest.mark.one_case_in(2)
 @pytest.mark.parametrize("recompute", ["none", "stage"])
 @pytest.mark.parametrize("model", [FunctionalNorm, Regions])
 def test_hidden_effects_are_exact(model: type[nn.Module], recompute: str) -> None:
@@ -119,6 +120,7 @@ def test_hidden_effects_are_exact(model: type[nn.Module], recompute: str) -> Non
     assert all(comparison.passed for comparison in found), found
 
 
+@pytest.mark.sweep
 def test_attention_that_takes_another_path_without_gradients() -> None:
     torch.manual_seed(0)
     layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
@@ -135,6 +137,7 @@ def test_a_functional_norm_stays_with_who_reads_its_buffers() -> None:
     assert stages["batch_norm"] == stages["clone"]
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("k", [2, sweep(4)])
 def test_a_tie_forced_onto_one_stage(k: int) -> None:
     # The group spans the whole model, so the stages around it are not contiguous in the order of
@@ -177,6 +180,7 @@ def in_halves(*, cache: bool = True) -> Any:
     return torch.autocast("cpu", dtype=torch.bfloat16, cache_enabled=cache)
 
 
+@pytest.mark.one_case_in(2)
 @pytest.mark.parametrize(
     ("calls", "region", "around", "layers"),
     [

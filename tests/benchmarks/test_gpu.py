@@ -123,6 +123,7 @@ def test_a_peak_above_its_bound_is_said(bench: Bench) -> None:
     assert bound.note.endswith("DOES NOT HOLD")
 
 
+@pytest.mark.sweep
 def test_each_rank_of_four_is_measured_alone(bench: Bench) -> None:
     measured = rows("rank", bench)
     assert len(measured) == 4 * 4
@@ -135,6 +136,7 @@ def test_each_rank_of_four_is_measured_alone(bench: Bench) -> None:
     assert all(row.measured for row in measured)
 
 
+@pytest.mark.sweep
 def test_stages_are_timed_under_both_costs(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(times, "NAMES", ("bert",))
     measured = rows("times", bench)

@@ -362,7 +362,7 @@ Cut = Sequence[Sequence[str]]
 Figures = dict[str, tuple[int, int]]
 
 
-@pytest.mark.one_case_in(5)
+@pytest.mark.one_case_in(10)
 @pytest.mark.parametrize("most", [SOME, sweep(ALL)])
 @pytest.mark.parametrize("name", MODELS)
 def test_a_stage_holds_what_its_footprint_says(name: str, most: int) -> None:
@@ -378,7 +378,7 @@ def test_a_stage_holds_what_its_footprint_says(name: str, most: int) -> None:
     )
 
 
-@pytest.mark.one_case_in(5)
+@pytest.mark.one_case_in(10)
 @pytest.mark.parametrize("most", [SOME, sweep(ALL)])
 @pytest.mark.parametrize("name", MODELS)
 def test_a_stage_holds_what_its_footprint_says_between_the_halves_of_a_backward(
@@ -396,7 +396,7 @@ def test_a_stage_holds_what_its_footprint_says_between_the_halves_of_a_backward(
     )
 
 
-@pytest.mark.one_case_in(8)
+@pytest.mark.one_case_in(24)
 @pytest.mark.parametrize("most", [SOME, sweep(ALL)])
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("first", [1, 0])

@@ -56,7 +56,7 @@ def test_regions_where_values_skip_stages() -> None:
         )
 
 
-@pytest.mark.one_case_in(4)
+@pytest.mark.one_case_in(8)
 @pytest.mark.parametrize("name", [*KEPT, *ZOO_NAMES, "gpt2"])
 def test_any_regions_train_as_none(name: str) -> None:
     """Several in each stage, side by side and within each other."""
@@ -177,7 +177,7 @@ STATE: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-@pytest.mark.one_case_in(2)
+@pytest.mark.one_case_in(4)
 @pytest.mark.parametrize(
     ("name", "autocast"),
     [*((name, False) for name in STATE), ("lesson", True), ("statistics", True)],

@@ -176,6 +176,7 @@ def test_fresh_costs_are_measured() -> None:
         measured(small(), fresh=True)
 
 
+@pytest.mark.one_case_in(3)
 @pytest.mark.parametrize("switch", SWITCHES)
 def test_costs_depend_on_switches(switch: str) -> None:
     measured(small())
@@ -232,7 +233,7 @@ LOSSES: dict[str, Callable[[bool], Any]] = {
 }
 
 
-@pytest.mark.one_case_in(2)
+@pytest.mark.one_case_in(4)
 @pytest.mark.parametrize("kind", LOSSES)
 def test_costs_depend_on_the_loss(kind: str) -> None:
     make = LOSSES[kind]

@@ -75,6 +75,7 @@ def test_a_table_gives_the_times_that_were_written(costs: str, tmp_path: Path) -
     assert costed(target, f"table:{file}") == before
 
 
+@pytest.mark.sweep
 def test_a_table_of_a_device_that_does_not_fuse_attention_keeps_the_scores(tmp_path: Path) -> None:
     model = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
     target = Target(model, arguments_of(model, torch.ones(4, 4, 8)), mean, torch.zeros(4, 4, 8))

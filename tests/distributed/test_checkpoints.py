@@ -63,6 +63,7 @@ def test_a_run_goes_on_with_other_ranks_and_replicas_and_unsplit(
         assert 0 < distance(state, uninterrupted) <= EXACT
 
 
+@pytest.mark.sweep
 def test_a_checkpoint_is_the_same_whoever_writes_it(workers: Workers, tmp_path: Path) -> None:
     layouts = [(4, 1), (2, 2), UNSPLIT, (4, 1)]
     files = [tmp_path / str(index) for index in range(len(layouts))]
@@ -113,6 +114,7 @@ def test_tied_copies_that_differ_are_not_saved(workers: Workers, tmp_path: Path)
     assert not (tmp_path / "saved").exists()
 
 
+@pytest.mark.sweep
 def test_random_generators_go_on_with_as_many_processes(workers: Workers, tmp_path: Path) -> None:
     saved, folder = str(tmp_path / "saved"), str(tmp_path)
     wanted = workers.run(2, jobs.generated, saved, None, folder=folder)

@@ -137,6 +137,7 @@ def test_a_rank_that_hangs_in_an_evaluation_is_named(workers: Workers, tmp_path:
         assert jobs.TIMEOUT < seen.seconds < WITHIN + 2 * (rank == 1)
 
 
+@pytest.mark.one_case_in(2)
 @pytest.mark.parametrize(
     ("what", "name"),
     [("the first agreement", "step 0"), ("the clipping", "the clipping after 1 steps")],

@@ -35,7 +35,7 @@ HAND_MADE = tuple(
 )
 
 
-@pytest.mark.one_case_in(3)
+@pytest.mark.one_case_in(6)
 @pytest.mark.parametrize(
     ("name", "k", "schedule"),  # tests/api/test_step.py has the other pairs
     [
@@ -97,7 +97,7 @@ def assert_planned(
         assert {tensor for tensor, _ in verdict.unequal} <= verdict.tied
 
 
-@pytest.mark.one_case_in(6)
+@pytest.mark.one_case_in(12)
 @pytest.mark.parametrize(
     ("schedule", "each", "ranks", "recompute"),
     [
@@ -128,7 +128,7 @@ def assert_exact(workers: Workers, folder: Path, name: str, order: PipelineOrder
         assert {tensor for tensor, _ in verdict.unequal} <= verdict.tied
 
 
-@pytest.mark.one_case_in(4)
+@pytest.mark.one_case_in(8)
 @pytest.mark.parametrize("order", HAND_MADE, ids=str)
 def test_every_order_is_the_unsplit_step(
     workers: Workers, tmp_path: Path, order: PipelineOrder
@@ -143,7 +143,7 @@ MIXTURE = (
 )
 
 
-@pytest.mark.one_case_in(2)
+@pytest.mark.one_case_in(4)
 @pytest.mark.parametrize(
     ("name", "order"),
     [
@@ -206,6 +206,7 @@ def test_regions_on_ranks_of_several_stages(
     assert_planned(workers, tmp_path, "unet", schedule, 2, 2, "block")
 
 
+@pytest.mark.sweep
 def test_regions_that_fit_a_rank_are_exact(workers: Workers, tmp_path: Path) -> None:
     """Only the rank that would hold too much recomputes anything."""
     target = jobs.load("unet")
@@ -227,7 +228,7 @@ def test_losses_follow_over_optimizer_steps(
     assert len(set(own)) == 5  # it trains
 
 
-@pytest.mark.one_case_in(3)
+@pytest.mark.one_case_in(9)
 @pytest.mark.parametrize("name", [*EFFECTS, sweep("dispatch_moe")])
 def test_models_that_do_more_than_compute_step_as_unsplit(
     workers: Workers, tmp_path: Path, name: str
@@ -236,7 +237,7 @@ def test_models_that_do_more_than_compute_step_as_unsplit(
         assert verdict.passed, verdict
 
 
-@pytest.mark.one_case_in(3)
+@pytest.mark.one_case_in(6)
 @pytest.mark.parametrize("name", ["t5", "buffers", "wav2vec2", "shared", "parametrized"])
 def test_the_ranks_hold_the_original_state_together(
     workers: Workers, tmp_path: Path, name: str
@@ -245,12 +246,14 @@ def test_the_ranks_hold_the_original_state_together(
     assert set().union(*names) == set(jobs.load(name).model.state_dict())
 
 
+@pytest.mark.sweep
 def test_both_holders_of_a_tie_answer_to_both_names(workers: Workers, tmp_path: Path) -> None:
     names = workers.run(4, jobs.state_names, "gpt2", 4, folder=str(tmp_path))
     assert set().union(*names) == set(jobs.load("gpt2").model.state_dict())
     assert "lm_head.weight" in names[0] and "lm_head.weight" in names[3]
 
 
+@pytest.mark.sweep
 def test_tied_copies_begin_equal(workers: Workers, tmp_path: Path) -> None:
     found = workers.run(
         4, jobs.tied_values, "gpt2", 4, "transformer.wte.weight", folder=str(tmp_path)
@@ -269,6 +272,7 @@ def test_evaluate_is_the_model_in_eval_mode(workers: Workers, tmp_path: Path) ->
     ]
 
 
+@pytest.mark.sweep
 def test_train_and_eval_switch_the_steps_of_all_ranks(workers: Workers, tmp_path: Path) -> None:
     assert workers.run(2, jobs.switched, "unet", 2, folder=str(tmp_path)) == [[True] * 3] * 2
 

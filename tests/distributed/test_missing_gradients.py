@@ -122,7 +122,7 @@ def steps_with(
     return different
 
 
-@pytest.mark.one_case_in(2)
+@pytest.mark.one_case_in(4)
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
 @pytest.mark.parametrize(
     ("kind", "loss_fn", "read"),
@@ -295,6 +295,7 @@ def replicas_alike() -> list[str]:
     return [n for n, own, other in gradients if own is None or not torch.allclose(own, other)]
 
 
+@pytest.mark.sweep
 def test_replicas_may_lead_to_the_loss_by_other_parameters(
     workers: Workers, tmp_path: Path
 ) -> None:

@@ -15,7 +15,7 @@ EXACT = 1e-12
 sweep = pytest.mark.sweep
 
 
-@pytest.mark.one_case_in(3)
+@pytest.mark.one_case_in(6)
 @pytest.mark.parametrize(
     ("ranks", "replicas", "schedule", "reshard"),
     [
@@ -79,6 +79,7 @@ def test_sharded_stages_evaluate_and_read_weights(workers: Workers, tmp_path: Pa
         assert max(distances) <= EXACT
 
 
+@pytest.mark.sweep
 @pytest.mark.one_case_in(2)
 @pytest.mark.parametrize("reshard", [None, True])
 def test_sharded_replicas_evaluate_unequally_many_samples(
@@ -95,6 +96,7 @@ def test_sharded_stages_take_batches_of_two_shapes(workers: Workers, tmp_path: P
     assert max(workers.run(4, jobs.of_two_shapes, folder=str(tmp_path))) <= EXACT
 
 
+@pytest.mark.one_case_in(2)
 @pytest.mark.parametrize("job", [jobs.partly_sharded, jobs.hybrid])
 def test_what_is_sharded_in_parts_or_on_parts_of_the_replicas(
     workers: Workers, tmp_path: Path, job: Any
@@ -103,6 +105,7 @@ def test_what_is_sharded_in_parts_or_on_parts_of_the_replicas(
         assert max(distances) <= EXACT
 
 
+@pytest.mark.sweep
 def test_a_sharded_run_goes_on_unsplit_and_sharded_again(workers: Workers, tmp_path: Path) -> None:
     def on(layout: tuple[int, int], steps: int, **files: str) -> Any:
         processes = max(layout[0] * layout[1], 1)

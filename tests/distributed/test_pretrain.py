@@ -20,6 +20,7 @@ STEPS = 4
 SVG = "{http://www.w3.org/2000/svg}"
 
 
+@pytest.mark.sweep
 def test_a_run_goes_on_with_another_cut_and_learns_what_the_plain_loop_learns(
     workers: Workers, tmp_path: Path
 ) -> None:

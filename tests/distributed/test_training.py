@@ -13,7 +13,7 @@ from tests.distributed.workers import Workers
 EXACT = 1e-12
 
 
-@pytest.mark.one_case_in(2)
+@pytest.mark.one_case_in(4)
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
 @pytest.mark.parametrize(("ranks", "replicas"), [(2, 1), (2, 2), (4, 1)])
 def test_a_step_of_all_replicas_is_the_unsplit_step(
@@ -46,7 +46,7 @@ def test_steps_that_accumulate_exchange_no_gradients(
         assert before == 0
 
 
-@pytest.mark.one_case_in(2)
+@pytest.mark.one_case_in(4)
 @pytest.mark.parametrize("norm_type", [2.0, inf])
 @pytest.mark.parametrize(("ranks", "replicas"), [(4, 1), (2, 2)])
 def test_clipping_knows_the_norm_of_all_gradients(

@@ -74,7 +74,7 @@ def queue(module: Written, value: Tensor) -> Tensor:
 FUNCTIONS = (running_scale, through_data, soft_codes, counted, through_a_view, replaced, queue)
 
 
-@pytest.mark.one_case_in(2)
+@pytest.mark.one_case_in(4)
 @pytest.mark.parametrize("function", FUNCTIONS)
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
 def test_each_microbatch_sees_the_buffer_as_a_plain_loop_would(
@@ -84,6 +84,7 @@ def test_each_microbatch_sees_the_buffer_as_a_plain_loop_would(
     steps_alike(Written(function), BATCHES, microbatches=4, schedule=schedule)
 
 
+@pytest.mark.one_case_in(3)
 @pytest.mark.parametrize("function", [running_scale, soft_codes, queue])
 def test_so_it_does_where_stages_recompute(
     function: Callable[[Written, Tensor], Tensor],

@@ -18,7 +18,7 @@ from pipecompile.frontend.signature import Arguments
 from tests.sweeps import sweep
 
 
-@pytest.mark.one_case_in(4)
+@pytest.mark.one_case_in(8)
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_a_training_step_of_the_graph_is_the_models(name: str) -> None:
     target = example(name)
@@ -27,7 +27,7 @@ def test_a_training_step_of_the_graph_is_the_models(name: str) -> None:
     check_capture(captured_model, captured_model.instantiate(call), call)
 
 
-@pytest.mark.one_case_in(4)
+@pytest.mark.one_case_in(8)
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_one_capture_serves_every_batch_size(name: str) -> None:
     target = example(name)

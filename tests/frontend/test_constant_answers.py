@@ -76,6 +76,7 @@ def test_the_branch_is_the_models(name: str) -> None:
     assert not any("arange" in node.name for node in module.graph.nodes)
 
 
+@pytest.mark.one_case_in(2)
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_depends_on_more_than_sizes_is_no_constant(name: str) -> None:
     model = Branching(REFUSED[name])
@@ -145,13 +146,13 @@ def is_as_outside(model: nn.Module) -> bool:
     )
 
 
-@pytest.mark.one_case_in(2)
+@pytest.mark.one_case_in(6)
 @pytest.mark.parametrize("kind", DECODERS)
 def test_decoders_with_grouped_queries_run_as_outside(kind: str) -> None:
     assert is_as_outside(decoder(kind, 2, 16, torch.float32))
 
 
-@pytest.mark.one_case_in(3)
+@pytest.mark.one_case_in(6)
 @pytest.mark.parametrize("head_size", [8, 64, 128])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_llama_of_any_head_size_and_type(head_size: int, dtype: torch.dtype) -> None:
@@ -200,7 +201,7 @@ MASKS: dict[str, Callable[[Tensor], Any]] = {
 }
 
 
-@pytest.mark.one_case_in(4)
+@pytest.mark.one_case_in(12)
 @pytest.mark.parametrize("name", MASKS)
 @pytest.mark.parametrize("dtype", [torch.int64, torch.bool])
 def test_what_is_read_of_a_mask_is_compared_at_each_step(name: str, dtype: torch.dtype) -> None:
@@ -244,6 +245,7 @@ def masked_rows(*padded: int) -> tuple[Tensor, Tensor]:
     return torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(1)), mask
 
 
+@pytest.mark.sweep
 def test_a_smaller_microbatch_keeps_the_mask_of_the_plan() -> None:
     torch.manual_seed(0)
     tokens, model = torch.randint(50, (4, 16)), decoder("llama", 4, 16, torch.float32)
@@ -278,6 +280,7 @@ def test_a_smaller_microbatch_is_checked_by_its_own_answers() -> None:
         pipeline.step((values[:5], mask[:5]))
 
 
+@pytest.mark.one_case_in(2)
 @pytest.mark.parametrize("asks_in_training", [True, False])
 def test_each_mode_has_its_own_answers(asks_in_training: bool) -> None:
     torch.manual_seed(0)

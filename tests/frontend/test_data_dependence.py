@@ -81,7 +81,7 @@ class Around(nn.Module):
 KINDS = (Branch, Item, Listed, Nonzero, Masked, Unique)
 
 
-@pytest.mark.one_case_in(2)
+@pytest.mark.one_case_in(4)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_data_dependent_module_is_one_node_and_exact_at_other_batches(kind: type[Part]) -> None:
     captured_model = exact(Around(kind()), sample(7), batches=(4, 2, 7))
@@ -158,7 +158,7 @@ def test_a_result_whose_shape_depends_on_data_up_to_the_root_is_refused() -> Non
     assert "shape depends on the values of another" in message
 
 
-@pytest.mark.one_case_in(2)
+@pytest.mark.one_case_in(6)
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_model_itself_cannot_be_one_node(kind: type[Part]) -> None:
     message = refusal(kind())
@@ -229,6 +229,7 @@ class EveryExpert(Mixture):
         return range(3)
 
 
+@pytest.mark.one_case_in(2)
 @pytest.mark.parametrize("kind", [Mixture, EveryExpert])
 def test_a_mixture_of_experts_one_of_which_is_empty(kind: type[Mixture]) -> None:
     exact(Around(kind(lambda x: (x[:, 0] > 0).long())), sample(7), batches=(4, 7))
@@ -266,6 +267,7 @@ class Rarely(Part):
         return nn.functional.dropout(self.linear(x), 0.5, self.training)
 
 
+@pytest.mark.one_case_in(2)
 @pytest.mark.parametrize("recompute", ["none", "stage"])
 def test_the_branch_that_the_sample_does_not_take_draws_and_writes(recompute: str) -> None:
     """A pipeline compiled on one branch and trained on the other equals the unsplit model."""

@@ -36,6 +36,7 @@ def of_example(name: str) -> str:
     return digest(capture(target.model, call).instantiate(call))
 
 
+@pytest.mark.sweep
 def test_it_is_the_same_in_another_process() -> None:
     environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}", "PYTHONHASHSEED": "7"}
     command = [sys.executable, "-c", CODE, *NAMES]

@@ -36,6 +36,7 @@ class Mapped(nn.Module):
         return self.head(x)
 
 
+@pytest.mark.sweep
 def test_a_model_with_vmap_is_exact_at_every_batch() -> None:
     captured_model = exact(Mapped(), X, batches=(4, 2, 7, 1))
     assert captured_model.method == "torch.export"
@@ -88,6 +89,7 @@ def test_values_that_are_written_in_place() -> None:
     exact(InPlace(), X)
 
 
+@pytest.mark.sweep
 def test_dropout_draws_the_same() -> None:
     class Dropping(Mapped):
         def after(self, x: Tensor) -> Tensor:

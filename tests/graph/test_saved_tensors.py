@@ -261,6 +261,7 @@ def test_views_of_one_storage_are_moved_once() -> None:
     assert storages.traffic.back_bytes == mixed.nbytes
 
 
+@pytest.mark.one_case_in(2)
 @pytest.mark.parametrize("end", ["backward", "abandoned", "failed"])
 @pytest.mark.parametrize("encodings", MIXES, ids="+".join)
 def test_storages_are_freed_at_the_end(encodings: Sequence[str], end: str) -> None:

@@ -32,6 +32,7 @@ from pipecompile.schedule.placement import place
 from pipecompile.schedule.receives import add_earliest_receives
 from tests.ir.cost_graphs import cost_graphs, encoded_runs_of, regions_of, stages_of
 from tests.memory_model.naive import highest
+from tests.sweeps import examples
 
 CPU = ALLOCATORS["cpu"]
 KINDS = ("parameters", "gradients", "optimizer", "activations", "buffers", "workspace")
@@ -86,7 +87,7 @@ def _held(schedule: Schedule, rank: int, footprints: Sequence[Footprint]) -> dic
     return {index: f for index, f in enumerate(footprints) if schedule.placement[index] == rank}
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(cost_graphs(), st.data())
 def test_the_peak_is_that_of_a_simulation_of_everything_that_lives(
     graph: CostGraph, data: st.DataObject
@@ -110,7 +111,7 @@ def test_the_peak_is_that_of_a_simulation_of_everything_that_lives(
         assert memory.total.expected == sum(share.total.expected for share in shares)
 
 
-@settings(max_examples=250, deadline=None)
+@settings(max_examples=examples(250), deadline=None)
 @given(cost_graphs(), st.data())
 def test_so_is_the_peak_of_stages_with_regions_and_other_forms(
     graph: CostGraph, data: st.DataObject
@@ -139,7 +140,7 @@ def test_so_is_the_peak_of_stages_with_regions_and_other_forms(
         assert memory.total.bound >= memory.total.expected
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(cost_graphs(), st.data())
 def test_so_is_that_of_a_forward_and_of_a_microbatch_with_other_forms(
     graph: CostGraph, data: st.DataObject
@@ -161,7 +162,7 @@ def test_so_is_that_of_a_forward_and_of_a_microbatch_with_other_forms(
             assert memory.total.expected == highest(graph, cut, part, 1, {}, encoded_runs), index
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(cost_graphs(most=9), st.data())
 def test_so_is_that_of_regions_within_regions(graph: CostGraph, data: st.DataObject) -> None:
     """Of one stage, without forwards and gradients that would hide most of it."""
@@ -226,7 +227,7 @@ def test_the_bound_is_never_below_what_is_expected_and_nothing_is_left_at_the_en
         assert curve[-1] == ZERO
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(cost_graphs(wild=True), st.sampled_from(["none", "stage", "except-last"]), st.data())
 def test_the_floors_of_nodes_are_never_above_the_bound_of_their_stage(
     graph: CostGraph, recompute: Literal["none", "stage", "except-last"], data: st.DataObject
@@ -253,7 +254,7 @@ def test_the_floors_of_nodes_are_never_above_the_bound_of_their_stage(
         assert floor <= memory.total.bound, stage
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(cost_graphs(), st.sampled_from([None, "adamw", "rmsprop"]), st.data())
 def test_there_is_never_less_room_than_said(
     graph: CostGraph, optimizer: str | None, data: st.DataObject

@@ -192,6 +192,7 @@ print(costs_digest(profile(graph, [torch.zeros(2, 8, 4, 4)], Flops())))
 """
 
 
+@pytest.mark.sweep
 def test_costs_by_flops_are_the_same_bytes_on_every_cpu() -> None:
     def digest(**instructions: str) -> str:
         command, surroundings = [sys.executable, "-c", COSTED], {**os.environ, **instructions}

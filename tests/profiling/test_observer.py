@@ -60,7 +60,7 @@ def example(name: str) -> tuple[nn.Module, Any]:
     return model.train(), sample
 
 
-@pytest.mark.one_case_in(4)
+@pytest.mark.one_case_in(8)
 @pytest.mark.parametrize("name", ["gpt2", "bert", "t5", "llama", "resnet50", "unet", "sequential"])
 def test_the_saved_storages_are_those_of_a_real_run_of_the_graph(name: str) -> None:
     model, sample = example(name)
@@ -72,7 +72,7 @@ def test_the_saved_storages_are_those_of_a_real_run_of_the_graph(name: str) -> N
     )
 
 
-@pytest.mark.one_case_in(2)
+@pytest.mark.one_case_in(6)
 @pytest.mark.parametrize("name", ["gpt2", "bert", "resnet50", "unet", "sequential"])
 def test_the_saved_storages_are_those_of_the_eager_model(name: str) -> None:
     """Without Llama and T5, for whose capture transformers builds attention masks differently."""

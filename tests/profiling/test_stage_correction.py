@@ -17,6 +17,7 @@ from pipecompile.ir.plan import Options, Plan, Provenance
 from pipecompile.ir.schedule import Kind
 from pipecompile.profiling.scaled_costs import Times, apportioned, scaled
 from pipecompile.profiling.stage_correction import ROUNDS, DoesNotFitError, correct_stages
+from tests.sweeps import examples
 
 OPTIONS = Options(
     k=2,
@@ -142,7 +143,7 @@ def test_a_ratio_that_stays_too_high_is_explained(caplog: pytest.LogCaptureFixtu
     assert "plan again when it is idle" in warning.getMessage()
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(st.lists(st.integers(1, 10_000), min_size=ROUNDS * 2, max_size=ROUNDS * 2))
 def test_it_ends_whatever_is_measured_and_keeps_the_best_that_was(times: list[int]) -> None:
     graph, given_times = chain([7, 1, 9, 4, 4, 8, 2]), iter(times)

@@ -14,9 +14,10 @@ from pipecompile.recompute.choice import cheapest, per_block, priced, square_roo
 from pipecompile.recompute.lower_bound import least_ns
 from tests.ir.cost_graphs import cost_graphs, stages_of
 from tests.recompute.test_region_search import every_choice, price
+from tests.sweeps import examples
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(cost_graphs(), st.integers(1, 5), st.data())
 def test_nothing_that_fits_is_faster(graph: CostGraph, in_flight: int, data: st.DataObject) -> None:
     """With the memory of any choice none takes less time, and no bound takes more."""

@@ -21,12 +21,13 @@ from pipecompile.memory_model.stage import footprint_of
 from pipecompile.recompute.encoding_offers import HOST_BYTES_PER_NS, encoding_offers
 from tests.ir.cost_graphs import cost_graphs, stages_of
 from tests.recompute.test_region_search import every_choice, extra_ns
+from tests.sweeps import examples
 
 COUNT = 8000  # elements
 WIDE = 4 * COUNT
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(cost_graphs(), st.lists(st.sampled_from(ENCODINGS), min_size=1, unique=True), st.data())
 def test_runs_lie_apart_and_together_free_memory(
     graph: CostGraph, encodings: list[Encoding], data: st.DataObject
@@ -54,7 +55,7 @@ def test_runs_lie_apart_and_together_free_memory(
         assert not any("offload" in offer.encoded.encodings for offer in found)
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=examples(400), deadline=None)
 @given(
     cost_graphs(),
     st.lists(st.sampled_from(ENCODINGS), unique=True),

@@ -25,6 +25,7 @@ from pipecompile.recompute.integer_program import refined
 from pipecompile.recompute.region import Region
 from tests.ir.cost_graphs import cost_graphs, stages_of
 from tests.recompute.test_region_search import every_choice, price
+from tests.sweeps import examples
 
 Priced = dict[tuple[Region, ...], tuple[int, int, int]]
 SECONDS = 5
@@ -50,7 +51,7 @@ def fitting(every: Priced, in_flight: int, available: int) -> list[tuple[Region,
     ]
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(cost_graphs(), st.integers(1, 5), st.data())
 def test_the_fastest_that_fit_are_found_and_proven(
     graph: CostGraph, in_flight: int, data: st.DataObject
@@ -71,7 +72,7 @@ def test_the_fastest_that_fit_are_found_and_proven(
     assert refined(problem, in_flight, least - 1, None, SECONDS) == (None, 0)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(cost_graphs(), st.integers(1, 5), st.data())
 def test_rounded_bytes_and_times_give_a_bound_and_regions_that_fit(
     graph: CostGraph, in_flight: int, data: st.DataObject

@@ -20,6 +20,7 @@ from pipecompile.recompute.region import Region
 from tests.ir.cost_graphs import cost_graphs, stages_of
 from tests.memory_model.naive_stage import NaiveStage
 from tests.recompute.test_region_search import every_choice
+from tests.sweeps import examples
 
 Run = tuple[int, int]
 SIZES = st.sampled_from([64, 128, 192, 640, 1280])
@@ -98,7 +99,7 @@ def test_on_chains_nothing_that_fits_is_faster(graph: CostGraph, data: st.DataOb
     assert nested_regions(problem, names, min(peak for peak, _ in every.values()) - 1) is None
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(cost_graphs(), st.data())
 def test_times_are_true_and_never_longer_than_without_regions_within_regions(
     graph: CostGraph, data: st.DataObject

@@ -22,6 +22,7 @@ from pipecompile.recompute.menus import menu
 from pipecompile.recompute.region import Region
 from pipecompile.recompute.region_search import RegionSearch
 from tests.ir.cost_graphs import cost_graphs, encoded_runs_of, stages_of
+from tests.sweeps import examples
 
 RegionChoice = tuple[int, int, int]
 
@@ -71,7 +72,7 @@ def undominated(choices: set[RegionChoice]) -> set[RegionChoice]:
     }
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=examples(120), deadline=None)
 @given(cost_graphs(), st.data())
 def test_all_that_count_are_found(graph: CostGraph, data: st.DataObject) -> None:
     cut = data.draw(stages_of(graph, most=2))
@@ -97,7 +98,7 @@ def test_all_that_count_are_found(graph: CostGraph, data: st.DataObject) -> None
     assert undominated(found) == undominated(every)
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=examples(120), deadline=None)
 @given(cost_graphs(), st.data())
 def test_beside_other_forms_what_is_kept_is_exact_and_no_peak_is_too_low(
     graph: CostGraph, data: st.DataObject
@@ -119,7 +120,7 @@ def test_beside_other_forms_what_is_kept_is_exact_and_no_peak_is_too_low(
             assert peak <= max(kept, int(front.peak[row])), regions
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=examples(120), deadline=None)
 @given(cost_graphs(), st.data())
 def test_what_segments_give_together_is_true(graph: CostGraph, data: st.DataObject) -> None:
     """Kept bytes and times are exact, and peaks are never too low."""

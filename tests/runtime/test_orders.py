@@ -44,7 +44,7 @@ def assert_equal(order: PipelineOrder, name: str) -> None:
     assert comparison.losses[0] == comparison.losses[1]
 
 
-@pytest.mark.one_case_in(4)
+@pytest.mark.one_case_in(8)
 @pytest.mark.parametrize("order", [*HAND_MADE, *NAMED, *BUT_LAST], ids=str)
 def test_every_order_trains_the_unsplit_model(order: PipelineOrder) -> None:
     assert_equal(order, "sequential")
@@ -79,6 +79,7 @@ def test_ties_are_summed_as_in_the_unsplit_model(order: PipelineOrder) -> None:
     assert_equal(order, "gpt2")
 
 
+@pytest.mark.sweep
 @pytest.mark.one_case_in(2)
 @pytest.mark.parametrize("shape", ["loop", "v"])
 def test_evaluation_of_several_stages_on_a_rank(shape: str) -> None:

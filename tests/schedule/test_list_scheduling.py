@@ -21,6 +21,7 @@ from pipecompile.schedule.problem import PlacedProblem, StageCosts
 from pipecompile.schedule.serial_order import serial_order, single_microbatch_peak
 from tests.schedule.brute import best
 from tests.schedule.instances import instances, sound, tiny_problems
+from tests.sweeps import examples
 
 
 @st.composite
@@ -40,7 +41,7 @@ def _roomy(instance: ScheduleInstance) -> bool:
     )
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(st.data())
 def test_any_policy_comes_to_its_end_within_the_caps(data: st.DataObject) -> None:
     """Where one microbatch fits in any order; with skips, cut gradients, recomputes, placements."""
@@ -51,7 +52,7 @@ def test_any_policy_comes_to_its_end_within_the_caps(data: st.DataObject) -> Non
         sound(instance, rows)
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 @given(st.data())
 def test_refilled_orders_fit_and_differ_in_weight_backwards_alone(data: st.DataObject) -> None:
     instance = data.draw(instances())

@@ -13,9 +13,10 @@ from pipecompile.schedule.search import OBJECTIVES, order_lower_bound
 from tests.schedule.brute import best
 from tests.schedule.cases import equal
 from tests.schedule.instances import tiny_problems
+from tests.sweeps import examples
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(tiny_problems(), st.sampled_from(OBJECTIVES))
 def test_no_order_at_all_is_below_the_bound(problem: PlacedProblem, objective: str) -> None:
     """For all orders of microbatches, with full and split backwards side by side."""

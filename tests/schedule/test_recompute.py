@@ -12,6 +12,7 @@ from pipecompile.schedule.recompute import move_recomputes
 from pipecompile.schedule.simulator import simulate
 from tests.schedule.cases import equal, order
 from tests.schedule.strategies import orders, problems
+from tests.sweeps import examples
 
 
 def _without(schedule: Schedule) -> list[list[Action]]:
@@ -20,7 +21,7 @@ def _without(schedule: Schedule) -> list[list[Action]]:
     ]
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(st.data())
 def test_nothing_begins_later_no_peak_is_higher_and_no_other_order_changes(
     data: st.DataObject,

@@ -22,6 +22,7 @@ from tests.schedule.cases import equal
 from tests.schedule.instances import capped, tiny_problems
 from tests.schedule.naive import naive_times
 from tests.schedule.strategies import problems
+from tests.sweeps import examples
 
 
 def _found(problem: PlacedProblem, objective: str, seconds: float) -> SearchResult | None:
@@ -41,7 +42,7 @@ def _naive_value(problem: PlacedProblem, found: SearchResult) -> int:
     return max(times.ends[row[-1]] - times.starts[row[0]] for row in found.schedule.compute if row)
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 @given(tiny_problems(), st.sampled_from(OBJECTIVES))
 def test_an_order_is_found_wherever_there_is_one_and_no_better_one_than_there_is(
     problem: PlacedProblem, objective: str
@@ -52,7 +53,7 @@ def test_an_order_is_found_wherever_there_is_one_and_no_better_one_than_there_is
         assert found.bound_ns <= least <= found.value_ns
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 @given(st.data(), st.sampled_from(OBJECTIVES))
 def test_orders_are_sound_and_no_worse_than_named_ones_on_any_network(
     data: st.DataObject, objective: str

@@ -100,7 +100,7 @@ def replaced(plan: Plan, **changes: Any) -> Plan:
 EVEN = chain([(20, 20, 20)] * 16)
 
 
-@pytest.mark.one_case_in(3)
+@pytest.mark.one_case_in(6)
 @pytest.mark.parametrize("name", SYNCHRONOUS)
 @pytest.mark.parametrize("recompute", ["none", "stage", "except-last"])
 def test_every_synchronous_schedule_is_planned_where_it_belongs(name: str, recompute: str) -> None:

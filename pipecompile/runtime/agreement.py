@@ -8,6 +8,9 @@ tells the others a digest of what it is about to do, and reads theirs before its
 
 Only if digests differ, ranks exchange the words and say what it is. A rank that refuses what it was
 given tells that instead, so that the others do not wait for it.
+
+All of this goes through the memory of hosts. A digest on a GPU could be read only when all kernels
+before it have run, so that the host could never run ahead of its GPU.
 """
 
 from __future__ import annotations
@@ -30,16 +33,15 @@ REFUSAL = "the refusal"
 class Agreement:
     """What this rank says of its step, told to the ranks of `group`, and what they say.
 
-    `said` has the same names on all of them, only `REFUSAL` on one that refuses. `group` is None
-    for all processes. `history` is how many steps of this kind the rank has ended; ranks may differ
-    in it, if one failed in a step that others have ended.
+    `said` has the same names on all of them, only `REFUSAL` on one that refuses. `group` exchanges
+    tensors of the host, and is None for all processes. `history` is how many steps of this kind the
+    rank has ended; ranks may differ in it, if one failed in a step that others have ended.
     """
 
     def __init__(
         self,
         said: Mapping[str, object],
         group: dist.ProcessGroup | None,
-        device: torch.device,
         watch: StepWatch,
         history: int = 0,
     ) -> None:
@@ -48,7 +50,7 @@ class Agreement:
         self._group = group
         self._watch = watch
         self.is_history_the_same = True
-        own = torch.tensor([_digest(self._said), history], device=device)
+        own = torch.tensor([_digest(self._said), history])
         self._all = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
         self._work: dist.Work | None = watch.deadline.start_all_gather(self._all, own, group)
 

@@ -70,7 +70,7 @@ class Runner:
         here = torch.device("cpu") if target.device.type == "meta" else target.device
         self.device = own or here
         self.watch: StepWatch | None = None
-        self._agreement = StepAgreement(plan, share.place, self.device)
+        self._agreement = StepAgreement(plan, share.place)
         self._parallel: ParallelStages | None = None
         if share.is_distributed:
             place = share.place

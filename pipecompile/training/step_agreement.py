@@ -25,6 +25,8 @@ __all__ = ["StepAgreement"]
 
 FIRST_STEPS, STEPS_BETWEEN = 2, 100
 """Of which steps the values are compared: the first ones, and one of so many later ones."""
+HOST_BACKENDS = frozenset({"gloo"})
+"""The backends whose groups exchange tensors of the host."""
 
 
 class StepAgreement:
@@ -34,10 +36,11 @@ class StepAgreement:
     actions run.
     """
 
-    def __init__(self, plan: Plan, place: RankPlace, device: torch.device) -> None:
+    def __init__(self, plan: Plan, place: RankPlace) -> None:
         self._plan_digest = fingerprint(plan)[:12]
         self._place = place
-        self._device = device
+        # For all processes, and for those of the pipeline.
+        self._everyone, self._pipeline = _host_groups(place)
         self._kinds: set[tuple[Any, ...]] = set()
         self._steps = 0
 
@@ -53,7 +56,8 @@ class StepAgreement:
 
         `flags` are what else is given to `step`; for `history` see `Agreement`.
         """
-        agreement = self._begin("a step", program, minibatch, watch, None, flags, history)
+        everyone = self._everyone
+        agreement = self._begin("a step", program, minibatch, watch, everyone, flags, history)
         self._check_data(minibatch, watch)
         return agreement
 
@@ -64,14 +68,13 @@ class StepAgreement:
         other batches.
         """
         flags = {"a target": with_loss}
-        group = self._place.pipeline_group
-        return self._begin("an evaluation", program, minibatch, watch, group, flags)
+        return self._begin("an evaluation", program, minibatch, watch, self._pipeline, flags)
 
     def refuse(self, reason: str, watch: StepWatch, *, is_step: bool) -> None:
         """Tell the others, instead of a step or an evaluation, why this rank does not begin it."""
-        group = None if is_step else self._place.pipeline_group
+        group = self._everyone if is_step else self._pipeline
         with suppress(InputError):  # which is what the others raise
-            Agreement({REFUSAL: reason}, group, self._device, watch).settle()
+            Agreement({REFUSAL: reason}, group, watch).settle()
 
     def _check_data(self, minibatch: Minibatch, watch: StepWatch) -> None:
         """Raise InputError, on every rank, if the ranks of the pipeline were given other values.
@@ -87,7 +90,7 @@ class StepAgreement:
             for which, index in (("first", 0), ("last", -1))
             for what, values in (("input", minibatch.inputs), ("target", minibatch.targets))
         }
-        group = self._place.pipeline_group
+        group = self._pipeline
         by_rank: list[dict[str, str]] = [{} for _ in range(dist.get_world_size(group))]
         with watch.waiting_for_begin():
             watch.deadline.wait_for(group)
@@ -126,13 +129,29 @@ class StepAgreement:
             "the seed": minibatch.seed,
             **{f"whether it was given {name}": flag for name, flag in flags.items()},
         }
-        agreement = Agreement(said, group, self._device, watch, history)
+        agreement = Agreement(said, group, watch, history)
         kind = (what, len(inputs), shapes, last, program.modes)
         # A pipeline of one rank has no messages, before which it would be settled.
         if kind not in self._kinds or len(self._place.global_ranks) == 1:
             agreement.settle()
             self._kinds.add(kind)
         return agreement
+
+
+def _host_groups(
+    place: RankPlace,
+) -> tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]:
+    """Return the groups for tensors of the host of all processes, and of those of the pipeline;
+    None for the default group. Every process must call this, since processes create groups
+    together.
+    """
+    if not place.is_distributed or dist.get_backend() in HOST_BACKENDS:
+        return None, place.pipeline_group
+    everyone = dist.new_group(backend="gloo")
+    if place.pipeline_group is None:
+        return everyone, everyone
+    of_pipelines = [dist.new_group(list(ranks), backend="gloo") for ranks in place.pipelines]
+    return everyone, of_pipelines[place.pipeline]
 
 
 def _digest_of(values: Any) -> str:

@@ -97,6 +97,18 @@ def test_a_rank_that_reads_no_target_need_not_be_given_one(
     assert workers.run(2, jobs.other_data, "no target", folder=str(tmp_path)) == ["", ""]
 
 
+@pytest.mark.parametrize(("ranks", "replicas"), [(2, 1), (2, 2)])
+def test_ranks_agree_through_the_host_whatever_the_backend(
+    workers: Workers, tmp_path: Path, ranks: int, replicas: int
+) -> None:
+    job, folder = jobs.through_the_host, str(tmp_path)
+    results = workers.run(ranks * replicas, job, ranks, replicas, folder=folder)
+    for rank, (distance, evaluated, text) in enumerate(results):
+        assert distance <= EXACT
+        assert evaluated == (rank % ranks == ranks - 1)
+        assert "whether it was given everywhere=True is True on rank 0" in text
+
+
 def test_a_part_of_the_mesh_is_refused(workers: Workers, tmp_path: Path) -> None:
     for text in workers.run(4, jobs.part_of_a_mesh, folder=str(tmp_path)):
         assert "has 2 of the 4 processes" in text

@@ -22,6 +22,7 @@ from pipecompile.frontend.signature import arguments_of
 from pipecompile.frontend.target import Target
 from pipecompile.runtime.rank_step import RankStep
 from pipecompile.runtime.shards import whole
+from pipecompile.training import step_agreement
 from pipecompile.training.pipeline import Pipeline
 
 MICROBATCH = 4  # samples
@@ -267,6 +268,23 @@ def other_data(which: str) -> str:
     except InputError as error:
         return str(error)
     return ""
+
+
+def through_the_host(ranks: int, replicas: int) -> tuple[float, bool, str]:
+    """The distance of a step, whether an evaluation reached this rank, and what a rank says of
+    other options on rank 0, if no backend carries tensors of the host, as NCCL does not.
+    """
+    with patch.object(step_agreement, "HOST_BACKENDS", frozenset()):
+        run = run_of(ranks, replicas)
+    run.unsplit_step()
+    run.step()
+    distance = run.distance()
+    evaluated = run.pipeline.evaluate(run.part(run.whole.call.args[0])) is not None
+    try:
+        run.step(everywhere=dist.get_rank() == 0)
+    except InputError as error:
+        return distance, evaluated, str(error)
+    return distance, evaluated, ""
 
 
 def part_of_a_mesh() -> str:

@@ -70,7 +70,7 @@ def trained(regions: Regions) -> tuple[list[Tensor], list[Tensor | None], list[T
     rows = [[call.args[0]], [call.args[0].flip(0)]]
     batch = Minibatch(rows, [None, None], seed=3, step=1)
     watch = StepWatch([0], [0, 0], None)
-    agreement = Agreement({}, None, torch.device("cpu"), watch)
+    agreement = Agreement({}, None, watch)
     with watch.watched("step 1"):
         results = pipeline.run(Schedule.of("by hand", 2, (0, 0), [ROW]), batch, agreement, watch)
     assert results is not None

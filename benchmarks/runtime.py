@@ -54,6 +54,7 @@ class Size(NamedTuple):
 
 SIZES = (
     Size("tiny", 64, 4, 8),
+    Size("little", 256, 8, 64),
     Size("small", 512, 8, 64),
     Size("medium", 1024, 8, 128),
 )

@@ -14,13 +14,26 @@ from pipecompile.frontend.signature import Arguments
 from pipecompile.graph.pytrees import tensor_leaves
 from pipecompile.graph.ties import names_of_read_state
 
-__all__ = ["first_deviating_call", "first_reader"]
+__all__ = ["difference_text", "first_deviating_call", "first_reader"]
 
 IsSame = Callable[[Tensor, Tensor], bool]
 
 
 class _DeviationError(Exception):
     """Ends a run at the first node that deviates."""
+
+
+def difference_text(model: Tensor | None, graph: Tensor | None) -> str:
+    """Return in words how far the graph's tensor is from the model's, None where there is none."""
+    if model is None or graph is None:
+        return f"only the {'graph' if model is None else 'model'} has it"
+    if (model.shape, model.dtype) != (graph.shape, graph.dtype):
+        kinds = [f"{each.dtype} of shape {tuple(each.shape)}" for each in (model, graph)]
+        return f"{kinds[0]} in the model, {kinds[1]} in the graph"
+    wide = torch.promote_types(model.dtype, torch.float64)
+    expected = model.to(wide)
+    difference = (expected - graph.to(wide)).abs().max().item()
+    return f"by up to {difference:.1e} where values reach {expected.abs().max().item():.1e}"
 
 
 def first_reader(module: fx.GraphModule, name: str) -> fx.Node | None:

@@ -24,7 +24,7 @@ from pipecompile.errors import CaptureError
 from pipecompile.frontend.capture import captures
 from pipecompile.frontend.captured_graph import Capture, batch_size
 from pipecompile.frontend.data_probe import cuda_devices
-from pipecompile.frontend.deviation import first_deviating_call, first_reader
+from pipecompile.frontend.deviation import difference_text, first_deviating_call, first_reader
 from pipecompile.frontend.digest import digest
 from pipecompile.frontend.refusals import UnsupportedError
 from pipecompile.frontend.signature import Arguments
@@ -148,14 +148,17 @@ def check_capture(capture: Capture, module: fx.GraphModule, call: Arguments) -> 
     _refuse_sparse(original.gradients)
     captured = _training_step(model, lambda: runnable(*capture.inputs.flatten(call)))
     for kind in KINDS:
-        name = _first_difference(getattr(original, kind), getattr(captured, kind))
+        wanted, found = getattr(original, kind), getattr(captured, kind)
+        name = _first_difference(wanted, found)
         if name is not None:
             where = _where(capture, runnable, call, kind, name)
+            size = difference_text(wanted.get(name), found.get(name))
             raise DifferenceError(
                 f"the captured graph is not the model: {kind} differ in {name!r} for the same "
-                f"seed{where}; the model may keep state outside its buffers, change a buffer "
-                "through .data after it was used, or branch on something that was not recorded: "
-                "keep state in buffers, write to them first, or make that module one node (leaf)"
+                f"seed ({size}){where}; the model may keep state outside its buffers, change a "
+                "buffer through .data after it was used, or branch on something that was not "
+                "recorded: keep state in buffers, write to them first, or make that module one "
+                "node (leaf)"
             )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -13,6 +14,7 @@ from pipecompile.errors import InputError
 from pipecompile.frontend.microbatch import MicrobatchSizes, shape_of
 from pipecompile.frontend.signature import arguments_of, call_of
 from pipecompile.frontend.target_cut import cut_targets
+from pipecompile.graph.pytrees import register_dataclasses
 from pipecompile.ir.plan import Plan
 from pipecompile.training.program import Program
 from pipecompile.training.programs import Programs
@@ -93,9 +95,7 @@ class BatchReader:
 
     def targets(self, sizes: MicrobatchSizes, target: Any) -> list[Any]:
         """Return the target of each microbatch; InputError if it cannot be cut like the batch."""
-        last = self._plan.k - 1
-        parts = cut_targets(target, sizes.sizes, self._target_batch_dims)
-        return [
-            tree_map_only(Tensor, lambda value: self._runner.at_stage(last, value), part)
-            for part in parts
-        ]
+        register_dataclasses(target)
+        move = partial(self._runner.at_stage, self._plan.k - 1)
+        here = tree_map_only(Tensor, move, target)
+        return cut_targets(here, sizes.sizes, self._target_batch_dims)

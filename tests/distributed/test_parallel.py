@@ -154,7 +154,7 @@ def test_what_cannot_be_exact_is_refused_on_all_ranks(workers: Workers, tmp_path
         "dropout": "what dropout draws for, must be whole",
         "softmax": "computes something else",
         "hooks": "which would never run",
-        "wrapped": "has no '0.weight' any more",
+        "wrapped": "a module that holds it was wrapped or replaced",
     }
     for messages in workers.run(4, jobs.refusals, folder=str(tmp_path)):
         assert messages.keys() == texts.keys()

@@ -132,7 +132,7 @@ def test_an_objective_that_would_be_faster_is_named(make_plan: MakePlan) -> None
 
     assert notes(None) == []
     assert notes(Faster(objective="max-load", step_ns=round(step * 0.958))) == [
-        "  note       objective max-load would shorten the simulated step to 88.3 ms (-4.2%)"
+        "  note       objective max-load would shorten the simulated step to 88.7 ms (-4.2%)"
     ]
 
 

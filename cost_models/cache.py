@@ -90,10 +90,14 @@ def store_costs(depends_on: Mapping[str, str], costs: Mapping[str, CachedCost]) 
 def _checked(entry: CacheEntry, path: Path, depends_on: Mapping[str, str]) -> dict[str, CachedCost]:
     """Return the costs of `entry`; raise FormatError if its file was renamed or edited."""
     if entry.depends_on != depends_on:
-        raise FormatError(f"{path}: its costs depend on other things than its name says")
+        raise FormatError(
+            f"{path}: the costs in it depend on other things than its name says; delete the file"
+        )
     # The digest finds edits that leave the file readable.
     if entry.digest != fingerprint(entry.costs):
-        raise FormatError(f"{path}: its costs were changed after they were measured")
+        raise FormatError(
+            f"{path}: the costs in it were changed after they were measured; delete the file"
+        )
     return entry.costs
 
 

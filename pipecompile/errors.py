@@ -68,9 +68,11 @@ class RankFaultError(PipecompileError, RuntimeError):
     """A step cannot go on because of a rank; the message names it, its action and who waited."""
 
 
-def unknown(what: str, name: object, known: Iterable[str]) -> InputError:
+def unknown(
+    what: str, name: object, known: Iterable[str], *, listed_in: str | None = None
+) -> InputError:
     """Return the error that says that `name` is no `what`, suggests the nearest name, and lists
-    all.
+    all, or says where they are listed.
 
     >>> print(unknown("schedule", "1f1v", ["gpipe", "1f1b"]))
     unknown schedule '1f1v'; did you mean '1f1b'? choose from gpipe, 1f1b
@@ -83,4 +85,6 @@ def unknown(what: str, name: object, known: Iterable[str]) -> InputError:
     nearest = begun or get_close_matches(given, by_lowercase, n=1)
     meant = " or ".join(repr(by_lowercase[known_name]) for known_name in nearest)
     hint = f" did you mean {meant}?" if nearest else ""
+    if listed_in is not None:
+        return InputError(f"unknown {what} {name!r};{hint} names are those of {listed_in}")
     return InputError(f"unknown {what} {name!r};{hint} choose from {', '.join(names)}")

@@ -526,7 +526,7 @@ def test_a_partition_that_does_not_fit_is_answered_with_what_would(
         (["-k", "2", "--objective", "step-time"], 2, "needs a schedule to simulate"),
         (["-k", "4", "--stages-per-rank", "3"], 2, "choose a divisor of k"),
         (["-k", "2", "--ranks", "1"], 2, "fewer than the k=2 stages"),
-        (["-k", "2", "--pin", "nobody=1"], 2, "the graph has no such node"),
+        (["-k", "2", "--pin", "nobody=1"], 2, "unknown node to pin 'nobody'"),
         (["-k", "2", "--pin", "n0"], 2, "write NODE=STAGE"),
         (["-k", "2", "--pin", "n0=2"], 2, "the stages are 0 … 1"),
         (["-k", "2", "--pin", "n0=1"], 1, "no cut into k=2 non-empty stages meets the pins n0=1"),

@@ -102,7 +102,7 @@ def _functions_of(module: ModuleType) -> list[str]:
 
 
 def _of_name(place: str) -> ModuleType:
-    """The module of that name, also if it lies in the working directory."""
+    """Return the module of that name, also if it lies in the working directory."""
     # As `python -m` does. A console script has its own folder at the front instead.
     sys.path.insert(0, str(Path.cwd()))
     try:

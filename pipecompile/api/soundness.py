@@ -58,7 +58,9 @@ KINDS: Mapping[Recompute, set[str]] = {
 
 
 def _impossible_stages(plan: Plan) -> Iterator[Finding]:
-    """The stages that recompute, or encode saved tensors, as no plan with these options would."""
+    """Yield the stages that recompute, or encode saved tensors, as no plan with these options
+    would.
+    """
     for index, stage in enumerate(plan.stages):
         if fault := _fault_of(stage, plan.options):
             message = f"stage {index} {fault}: {EDITED}"
@@ -113,7 +115,7 @@ def _misplaced_run(stage: Stage) -> str | None:
 
 
 def _over_cap(plan: Plan) -> Iterator[Finding]:
-    """The ranks that may hold more than the plan's options allow."""
+    """Yield the ranks that may hold more than the plan's options allow."""
     caps = plan.options.caps(plan.ranks) or ()
     for rank, (excess, cap) in enumerate(zip(_excess(plan)(plan.schedule), caps, strict=False)):
         if excess:
@@ -123,7 +125,7 @@ def _over_cap(plan: Plan) -> Iterator[Finding]:
 
 
 def _contradictions(plan: Plan, problem: PlacedProblem) -> Iterator[str]:
-    """What the plan says of itself that its stages and its schedule contradict."""
+    """Yield what the plan says of itself that its stages and its schedule contradict."""
     # All of this is computed once more from stages and rows, which takes milliseconds.
     caps = plan.options.caps(plan.ranks)
     if predicted(plan.stages, plan.schedule, plan.links, caps, plan.allocator) != plan.prediction:
@@ -142,7 +144,7 @@ def _is_placed(plan: Plan) -> bool:
 
 
 def _has_named_order(plan: Plan, problem: PlacedProblem) -> bool:
-    """Whether a named schedule has the order that its name stands for."""
+    """Return whether a named schedule has the order that its name stands for."""
     name = plan.schedule.name
     if name == "search":
         return True
@@ -154,7 +156,7 @@ def _has_named_order(plan: Plan, problem: PlacedProblem) -> bool:
 
 
 def _searched_problem(plan: Plan, problem: PlacedProblem) -> PlacedProblem:
-    """The problem that a search for the order of `plan` begins with."""
+    """Return the problem that a search for the order of `plan` begins with."""
     placement, caps = plan.schedule.placement, plan.options.caps(plan.ranks)
     return replace(
         problem,
@@ -171,7 +173,7 @@ def _excess(plan: Plan) -> Callable[[Schedule], Sequence[int]]:
 
 
 def _has_true_comparison(plan: Plan, ordering: Ordering, problem: PlacedProblem) -> bool:
-    """Whether what the plan says of other orders is what its stages give."""
+    """Return whether what the plan says of other orders is what its stages give."""
     best = min(ordering.named_ns.values(), default=ordering.searched_ns)
     step_ns = ordering.searched_ns if ordering.is_in_plan else best
     return (

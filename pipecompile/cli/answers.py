@@ -143,7 +143,9 @@ def print_findings(path: str, findings: Sequence[Finding], form: str) -> None:
 
 
 def _annotation(level: str, path: str, message: str) -> str:
-    """A workflow command: GitHub shows its message beside the file in a pull request's diff."""
+    """Return a workflow command: GitHub shows its message beside the file in a pull request's
+    diff.
+    """
     # The percent sign begins an escape there, as in %0A for a line break.
     text = message.replace("%", "%25").replace("\n", "%0A")
     return f"::{level} file={path}::{text}"

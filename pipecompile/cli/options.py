@@ -29,7 +29,7 @@ class OneOf(click.ParamType[str]):
         self.names = tuple(names)
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
-        """The name in small letters; InputError if there is no such name."""
+        """Return the name in small letters; InputError if there is no such name."""
         return known_name(self.name, value, self.names)
 
 
@@ -39,7 +39,7 @@ class _Lowercase(click.ParamType[str]):
     name = "name"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
-        """The name in small letters."""
+        """Return the name in small letters."""
         return str(value).lower()
 
 
@@ -85,7 +85,7 @@ def plan_option(name: str, **changes: Any) -> Callable[[Callable[..., Any]], Cal
 
 
 def _on_command_line(option: Option) -> tuple[str, dict[str, Any]]:
-    """The flag of an option, and the attributes with which click declares it."""
+    """Return the flag of an option, and the attributes with which click declares it."""
     shown: dict[str, Any] = {"help": _help(option)}
     if option.form == "switch":
         # What is on by default needs a way to be turned off: --self-check/--no-self-check.
@@ -110,7 +110,9 @@ def _on_command_line(option: Option) -> tuple[str, dict[str, Any]]:
 
 
 def _help(option: Option, default: str = "") -> str:
-    """What an option does, which names it may have, and its default, or another `default`."""
+    """Return what an option does, which names it may have, and its default, or another
+    `default`.
+    """
     names = f" One of {', '.join(option.choices)}." if option.choices else ""
     is_off = option.form == "switch" and not option.default
     shown = "" if is_off else f"  [default: {default or option.shown_default}]"
@@ -118,21 +120,21 @@ def _help(option: Option, default: str = "") -> str:
 
 
 def _listed(context: click.Context, option: click.Parameter, text: str) -> tuple[str, ...]:
-    """The values between commas."""
+    """Return the values between commas."""
     return tuple(part for part in text.split(",") if part)
 
 
 def _grouped(
     context: click.Context, option: click.Parameter, texts: Iterable[str]
 ) -> tuple[tuple[str, ...], ...]:
-    """The names between commas, of each time that the option is given."""
+    """Return the names between commas, of each time that the option is given."""
     return tuple(tuple(text.split(",")) for text in texts)
 
 
 def _pinned(
     context: click.Context, option: click.Parameter, texts: Iterable[str]
 ) -> dict[str, int]:
-    """The stage of each node that NODE=STAGE gives; InputError if a node has two."""
+    """Return the stage of each node that NODE=STAGE gives; InputError if a node has two."""
     pins: dict[str, int] = {}
     for text in texts:
         # From the right: the name of a node may have an = of its own, a number has none.

@@ -20,7 +20,7 @@ __all__ = ["check", "print_plan", "show", "simulate", "view"]
 logger = logging.getLogger("pipecompile.cli")
 
 
-@click.command(cls=AnswerCommand)
+@click.command(cls=AnswerCommand, short_help="The plan for people: stages, loads, memory.")
 @click.argument("path", metavar="PLAN")
 @format_option
 def show(path: str, form: str) -> int:
@@ -40,7 +40,9 @@ def print_plan(plan: Plan, form: str) -> None:
 
 
 def _read_plan(path: str) -> Plan:
-    """The plan; a warning if it is not sound, because its figures are then not to be trusted."""
+    """Return the plan; a warning if it is not sound, because its figures are then not to be
+    trusted.
+    """
     from pipecompile.api.soundness import findings
 
     plan = read(path, Plan)
@@ -52,7 +54,7 @@ def _read_plan(path: str) -> Plan:
     return plan
 
 
-@click.command(cls=AnswerCommand)
+@click.command(cls=AnswerCommand, short_help="The plan as a page.")
 @click.argument("path", metavar="PLAN")
 @click.option(
     "-o",
@@ -72,7 +74,7 @@ def view(path: str, output: str) -> int:
     return FINE
 
 
-@click.command(cls=AnswerCommand)
+@click.command(cls=AnswerCommand, short_help="Is PLAN sound, and does it fit limits and TARGET?")
 @click.argument("path", metavar="PLAN")
 @click.argument("target", required=False)
 @click.option("--max-imbalance", type=float, help="Largest load / mean load, such as 1.1.")
@@ -120,7 +122,7 @@ def check(path: str, target: str | None, form: str, memory: str | None, **limits
     return FINE if all(finding.passed for finding in checks) else NO
 
 
-@click.command(cls=AnswerCommand)
+@click.command(cls=AnswerCommand, short_help="When each rank does what, and why it idles.")
 @click.argument("path", metavar="PLAN")
 @click.option(
     "--trace", "trace_path", metavar="FILE", help="Write a trace for Perfetto (Chrome JSON)."

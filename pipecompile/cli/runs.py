@@ -17,7 +17,7 @@ __all__ = ["compare"]
 logger = logging.getLogger("pipecompile.cli")
 
 
-@click.command(cls=AnswerCommand)
+@click.command(cls=AnswerCommand, short_help="Predicted against measured, action by action.")
 @click.argument("path", metavar="PLAN")
 @click.argument("run_path", metavar="RUN")
 @click.option("--page", metavar="FILE", help="Where to write the page (HTML, one file).")

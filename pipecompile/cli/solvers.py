@@ -16,7 +16,7 @@ __all__ = ["partition", "schedule"]
 logger = logging.getLogger("pipecompile.cli")
 
 
-@click.command(cls=AnswerCommand)
+@click.command(cls=AnswerCommand, short_help="The partitioner alone: cut a cost graph.")
 @click.argument("path", metavar="GRAPH")
 @click.option("-k", "k", type=int, required=True, help="Number of stages.")
 @plan_option("objective")
@@ -74,7 +74,9 @@ def partition(
     time_limit: float,
     **options: Any,
 ) -> int:
-    """Cut a cost graph into stages: the partitioner alone."""
+    """Cut a cost graph, which `profile -o` or another tool wrote, into stages: the partitioner
+    alone.
+    """
     from pipecompile.api.partition_file import CutRequest, links_from_options
     from pipecompile.api.partition_file import partition as cut
     from pipecompile.api.report import cut_text
@@ -91,7 +93,7 @@ def partition(
     return FINE
 
 
-@click.command(cls=AnswerCommand)
+@click.command(cls=AnswerCommand, short_help="The scheduler alone: order the work of stages.")
 @click.argument("path", metavar="PROBLEM_OR_PLAN")
 @click.option(
     "--name",
@@ -140,8 +142,8 @@ def schedule(
     form: str,
     **options: Any,
 ) -> int:
-    """Order the work of stages on ranks: the scheduler alone, on a schedule problem or on the
-    stages of a plan.
+    """Order the work of stages on ranks: the scheduler alone, on the stages of a plan, or on a
+    schedule problem (a file that you write, see docs/how-to/alone.md).
     """
     from pipecompile.api.schedule import csv_of, order_for, order_picture, order_text
 

@@ -22,7 +22,7 @@ __all__ = ["calibrate", "measure_links", "plan", "profile", "verify"]
 logger = logging.getLogger("pipecompile.cli")
 
 
-@click.command(cls=AnswerCommand)
+@click.command(cls=AnswerCommand, short_help="Capture, cost, cut and schedule TARGET.")
 @click.argument("target")
 @planning_options()
 @click.option("-o", "--output", metavar="FILE", help="Where to write the plan.")
@@ -53,7 +53,7 @@ def plan(target: str, output: str | None, form: str, **options: Any) -> int:
     return FINE
 
 
-@click.command(cls=AnswerCommand)
+@click.command(cls=AnswerCommand, short_help="Where time and memory of TARGET go, by module.")
 @click.argument("target")
 @plan_option("costs")
 @plan_option("microbatches", default=4)
@@ -104,7 +104,7 @@ def profile(
     return FINE
 
 
-@click.command(cls=AnswerCommand)
+@click.command(cls=AnswerCommand, short_help="Does a pipeline train TARGET as unsplit?")
 @click.argument("target")
 @planning_options(costs={"default": "flops"})
 @format_option
@@ -137,7 +137,7 @@ def verify(target: str, form: str, **options: Any) -> int:
     return FINE if all(comparison.passed for comparison in comparisons) else NO
 
 
-@click.command("links", cls=AnswerCommand)
+@click.command("links", cls=AnswerCommand, short_help="Measure the links between ranks.")
 @click.option(
     "-o",
     "--output",
@@ -164,7 +164,7 @@ def measure_links(output: str | None, form: str) -> int:
     return FINE
 
 
-@click.command(cls=AnswerCommand)
+@click.command(cls=AnswerCommand, short_help="Fit a device to operators that are timed here.")
 @click.option(
     "--device",
     type=OneOf("device", ("cpu", "cuda")),

@@ -20,13 +20,13 @@ WHY_TWO = (
 
 
 def figures(comparisons: Sequence[Comparison]) -> dict[str, Any]:
-    """The losses of each comparison, and how near all tensors are."""
+    """Return the losses of each comparison, and how near all tensors are."""
     passed = all(comparison.passed for comparison in comparisons)
     return {"passed": passed, "comparisons": list(map(_comparison, comparisons))}
 
 
 def text(target: str, plan: Plan, comparisons: Sequence[Comparison]) -> str:
-    """What was run, each comparison, why there are two, and the verdict."""
+    """Return what was run, each comparison, why there are two, and the verdict."""
     tied = sum(len(parameter.stages) > 1 for parameter in plan.parameters)
     lines = [
         f"{target}: {counted(plan.k, 'stage')}, {plan.schedule.name}, "
@@ -67,7 +67,7 @@ def _comparison(comparison: Comparison) -> dict[str, Any]:
 
 
 def _lines(comparison: Comparison) -> list[str]:
-    """The figures of one comparison, and each tensor that is not bit-equal."""
+    """Return the figures of one comparison, and each tensor that is not bit-equal."""
     lines = [
         f"against {comparison.reference}, {comparison.mode}: "
         f"loss {comparison.losses[1]:.9g}, unsplit {comparison.losses[0]:.9g}"

@@ -68,7 +68,7 @@ class ConstantAnswer:
         return ConstantAnswer(graph, read, _answer(graph, read, sizes, inputs), where, read_inputs)
 
     def holds(self, sizes: Sizes, inputs: Mapping[str, Tensor]) -> bool:
-        """Whether the answer is the same for other sizes and inputs."""
+        """Return whether the answer is the same for other sizes and inputs."""
         return bool(_answer(self.graph, self.read, sizes, inputs) == self.answer)
 
 
@@ -100,7 +100,7 @@ def _computation(node: fx.Node, inputs: Collection[str]) -> fx.Graph | None:
 
 
 def _is_written(node: fx.Node) -> bool:
-    """Whether an operator writes to what `node` returned, or to a view of it."""
+    """Return whether an operator writes to what `node` returned, or to a view of it."""
     seen, stack = set[fx.Node](), [node]
     while stack:
         current = stack.pop()

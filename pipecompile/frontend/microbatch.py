@@ -122,7 +122,7 @@ def shape_of(
 
 
 def _is_alike(one: tuple[int, ...], other: tuple[int, ...]) -> bool:
-    """Whether two shapes differ in dimension 0 at most."""
+    """Return whether two shapes differ in dimension 0 at most."""
     # Dimension 0 counts the samples, and a minibatch has several microbatches of them.
     return len(one) == len(other) and one[1:] == other[1:]
 

@@ -240,8 +240,8 @@ class ForwardRecorder(TorchFunctionMode):
             return func(tensor)
 
     def _constant_answer(self, func: Any, tensor: Tensor) -> ConstantAnswer | None:
-        """What is read out of a tensor that was computed from sizes, or if options allow that from
-        inputs; None for other tensors.
+        """Return what is read out of a tensor that was computed from sizes, or if options allow
+        that from inputs; None for other tensors.
         """
         node = self.recording.node_of(tensor)
         if node is None:

@@ -211,7 +211,7 @@ class OutputStructure:
 
 
 def _is_cache(leaf: Any) -> bool:
-    """Whether an object is a cache of transformers, as its models return by default."""
+    """Return whether an object is a cache of transformers, as its models return by default."""
     return any(kind.__module__ == "transformers.cache_utils" for kind in type(leaf).__mro__)
 
 

@@ -136,7 +136,7 @@ class Target:
 
 
 def _optimizer_name(value: Any, model: nn.Module, origin: str) -> str | None:
-    """The name of an optimizer that is given as a name, as a class, or as an instance."""
+    """Return the name of an optimizer that is given as a name, as a class, or as an instance."""
     if value is None or isinstance(value, str):
         return value
     if isinstance(value, torch.optim.Optimizer):
@@ -202,7 +202,9 @@ def model_loss(output: Any, target: Any) -> Tensor:
 
 
 def sum_of_squares(output: Any, target: Any) -> Tensor:
-    """A loss for any model, to compare gradients by: the sum of the squares of all its outputs."""
+    """Return a loss for any model, to compare gradients by: the sum of the squares of all its
+    outputs.
+    """
     values: Sequence[Tensor] = _tensors(output)
     # In float32, since in float16 the square of 256 is infinite already.
     squares = [value.float().square().sum() for value in values if value.requires_grad]

@@ -150,7 +150,7 @@ def _microbatch(target: Target, options: Options, index: int) -> Arguments:
 def _captured_by(
     method: str | None, target: Target, sample: Arguments, options: Options
 ) -> Capture:
-    """The capture by `method`, or by the first method that works if it is None."""
+    """Return the capture by `method`, or by the first method that works if it is None."""
     if method is None:
         return capture(target.model, sample, options.leaf)
     attempts = captures(target.model, sample, options.leaf)

@@ -133,7 +133,7 @@ class AttributeItems:
         self._items = self._current()
 
     def are_the_same(self) -> bool:
-        """Whether each item is the same object. If not, it may still be an equal one."""
+        """Return whether each item is the same object. If not, it may still be an equal one."""
         now = self._current()
         return len(now) == len(self._items) and all(map(is_, now, self._items))
 

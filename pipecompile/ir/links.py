@@ -86,7 +86,7 @@ class Links(Value, frozen=True, kw_only=True):
         return len(self._matrices[0]) if self._matrices else None
 
     def fits(self, ranks: int) -> bool:
-        """Whether these links are for that many ranks."""
+        """Return whether these links are for that many ranks."""
         return self.ranks in (None, ranks)
 
     def link(self, source: int, destination: int) -> Link:

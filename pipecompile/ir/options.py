@@ -327,7 +327,7 @@ def known_name(what: str, name: object, known: Iterable[str]) -> str:
 
 
 def python_help() -> str:
-    """The choices for `help(pipecompile.Choices)`, each with its default, help and names."""
+    """Return the choices for `help(pipecompile.Choices)`, each with its default, help and names."""
     entries = []
     for option in OPTIONS:
         if option.is_choice:
@@ -342,7 +342,7 @@ def python_help() -> str:
 
 
 def options_page() -> str:
-    """The page docs/reference/options.md: all options as a Markdown table."""
+    """Return the page docs/reference/options.md: all options as a Markdown table."""
     rows = []
     for option in OPTIONS:
         names = f"`{option.flag}`", f"`{option.name}`"

@@ -105,7 +105,9 @@ class GradientSums:
         return sums
 
     def _is_in_place(self, gradient: GradientStorage, held: Collection[int]) -> bool:
-        """Whether a sum lies in the memory of its first summand, which none of `held` may."""
+        """Return whether a sum lies in the memory of its first summand, which none of `held`
+        may.
+        """
         if gradient.continues is None:
             return False
         summand = self.stage.graph.gradients[gradient.continues]

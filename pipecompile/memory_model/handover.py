@@ -125,7 +125,7 @@ def _held_names(tensors: Iterable[ReceivedTensor], last: LastAction) -> Collecti
 
 
 def is_held(tensor: ReceivedTensor, *, is_between: bool) -> bool:
-    """Whether a stage still holds what it got once its backward, or its I, is done."""
+    """Return whether a stage still holds what it got once its backward, or its I, is done."""
     return bool(tensor.relayed_as) or (is_between and tensor.is_needed_by_weight_backward)
 
 

@@ -294,7 +294,7 @@ class LiveRanges:
         return capturable
 
     def _is_parameter_summand(self, gradient: GradientStorage) -> bool:
-        """Whether it goes from one reader of a parameter to another; then that counts it."""
+        """Return whether it goes from one reader of a parameter to another; then that counts it."""
         if gradient.producer == gradient.last:
             return False
         first, last = (

@@ -206,7 +206,7 @@ def _covers(left: Snapshot, right: Snapshot) -> bool:
 
 
 def _is_at_least(left: StageState, right: StageState) -> bool:
-    """Whether `left` has at least as many of every kind."""
+    """Return whether `left` has at least as many of every kind."""
     *left_counts, left_handovers = left
     *right_counts, right_handovers = right
     if any(left_handovers.get(state, 0) < count for state, count in right_handovers.items()):

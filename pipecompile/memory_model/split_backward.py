@@ -63,7 +63,7 @@ class SplitBackward:
         return min(reached)
 
     def is_for_parameters_only(self, gradient: GradientStorage) -> bool:
-        """Whether it is made in W alone, since it leads to parameters only."""
+        """Return whether it is made in W alone, since it leads to parameters only."""
         last = self.ranges.place[gradient.last]
         return last in self._aside_in_weight_backward and not self.capture_places(gradient)
 

@@ -77,7 +77,7 @@ class StageBackward(StageForward):
     # -- the halves of a split backward
 
     def _is_freed_by_input_backward(self, value: StoredValue) -> bool:
-        """Whether W does not lead through any node that saved it."""
+        """Return whether W does not lead through any node that saved it."""
         # Outputs wait for the step's end as messages, whoever saved them.
         if not self.has_input_backward or not value.holders or self.is_sent(value.storage):
             return False

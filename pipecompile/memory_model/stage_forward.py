@@ -125,7 +125,7 @@ class StageForward(StageValues):
         return peaks | {last: copied_from + max(copies, peaks.get(last, 0))}
 
     def _is_freed_after_copies(self, value: StoredValue) -> bool:
-        """Whether it is freed when copies of its views were made for later stages."""
+        """Return whether it is freed when copies of its views were made for later stages."""
         return not value.holders and self.is_sent_as_copy(value.storage)
 
     def _peak_while_encoding(self, run: EncodedPlaces, counting: Counting) -> int:

@@ -123,7 +123,7 @@ class StageValues(StageSubgraph):
     # -- what later stages get
 
     def is_sent(self, storage: Storage) -> bool:
-        """Whether a message to a later stage lies in the storage itself."""
+        """Return whether a message to a later stage lies in the storage itself."""
         return bool(self.sent_names(storage))
 
     def sent_names(self, storage: Storage) -> tuple[str, ...]:
@@ -136,7 +136,7 @@ class StageValues(StageSubgraph):
         return tuple(self.graph.nodes[producer].name for producer in sorted(producers))
 
     def is_sent_as_copy(self, storage: Storage) -> bool:
-        """Whether later stages only get copies of its views."""
+        """Return whether later stages only get copies of its views."""
         return any(map(self.is_later, storage.readers)) and not self.is_sent(storage)
 
     def relayed_as(self, tensor: Tensor) -> Iterator[str]:
@@ -304,7 +304,7 @@ class StageValues(StageSubgraph):
         return self.graph.nodes[place].saves_at
 
     def is_kept(self, value: StoredValue) -> bool:
-        """Whether the value lives on after the forward."""
+        """Return whether the value lives on after the forward."""
         return bool(value.holders) or self.is_sent(value.storage)
 
 

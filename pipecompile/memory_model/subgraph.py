@@ -35,7 +35,7 @@ class StageSubgraph:
         self.arriving = list(ranges.crossing(before))  # to be read here, or relayed
 
     def is_later(self, place: int) -> bool:
-        """Whether the node at `place` lies in a later stage."""
+        """Return whether the node at `place` lies in a later stage."""
         return place not in self.inside and place not in self.before
 
     @property

@@ -12,7 +12,7 @@ from fractions import Fraction
 from functools import cached_property
 from typing import NamedTuple
 
-from pipecompile.errors import InfeasibleError, InputError
+from pipecompile.errors import InfeasibleError, InputError, unknown
 from pipecompile.ir.graph import CostGraph, Node
 from pipecompile.ir.links import FREE, Hop, Links
 from pipecompile.ir.plan import GRANULARITIES
@@ -235,16 +235,17 @@ class PartitionProblem:
         if self.memory is not None and len(set(self.memory.caps)) > 1:
             raise InputError("replicated stages need the same memory on every rank")
 
+    def _unknown_node(self, purpose: str, name: str) -> InputError:
+        nodes = self.graph.by_name
+        return unknown(f"node {purpose}", name, nodes, listed_in="the graph or plan")
+
     def _check_names(self) -> None:
         for name in (name for names in (*self.together, *self.precedence) for name in names):
             if name not in self.graph.by_name:
-                raise InputError(f"the graph has no node {name!r} to keep together with others")
+                raise self._unknown_node("to keep together with others", name)
         for name, stage in self.pin.items():
             if name not in self.graph.by_name:
-                raise InputError(
-                    f"pin {name}={stage}: the graph has no such node; names are those of the graph "
-                    f"or plan"
-                )
+                raise self._unknown_node("to pin", name)
             if not -self.k <= stage < self.k:
                 raise InputError(
                     f"pin {name}={stage}: the stages are 0 … {self.k - 1}, or -1 … -{self.k} from "

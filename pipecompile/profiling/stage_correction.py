@@ -40,7 +40,7 @@ class Draft(Protocol):
     """What makes a plan from costs, with the cut left open or given."""
 
     def __call__(self, graph: CostGraph, *, assignment: Mapping[str, int] | None = None) -> Plan:
-        """The plan for `graph`."""
+        """Return the plan for `graph`."""
 
 
 def correct_stages(
@@ -75,8 +75,8 @@ def _step_ns(plan: Plan) -> int:
 
 
 def _measured_with_care(plan: Plan, measure: Callable[[Plan], Sequence[Times]]) -> Sequence[Times]:
-    """The times of the plan's stages; measured twice, with a warning, if they are far above their
-    nodes' sum.
+    """Return the times of the plan's stages; measured twice, with a warning, if they are far above
+    their nodes' sum.
     """
     times = measure(plan)
     if _ratio(plan, times) <= SUSPICIOUS_RATIO:
@@ -96,7 +96,7 @@ def _measured_with_care(plan: Plan, measure: Callable[[Plan], Sequence[Times]]) 
 
 
 def _ratio(plan: Plan, times: Sequence[Times]) -> float:
-    """What the stages take over what their nodes take."""
+    """Return what the stages take over what their nodes take."""
     nodes = _nodes_ns(plan, times)
     return _stages_ns(times) / nodes if nodes else 1.0
 

@@ -27,7 +27,7 @@ def stages_of(
     *,
     with_memory: bool = True,
 ) -> tuple[Stage, ...]:
-    """The stages that `assignment` (node to stage) makes of the graph.
+    """Return the stages that `assignment` (node to stage) makes of the graph.
 
     Without memory, they have no recompute and no footprint. InfeasibleError if a stage must
     recompute or encode saved tensors to fit its rank, and cannot.
@@ -141,13 +141,13 @@ def _tied_sums(
 
 
 def _blocks(nodes: Iterable[Node]) -> Iterator[tuple[str, ...]]:
-    """The names of the nodes, in runs that lie in one block of the model."""
+    """Yield the names of the nodes, in runs that lie in one block of the model."""
     for _, run in groupby(nodes, key=lambda node: block_of(node.module)):
         yield tuple(node.name for node in run)
 
 
 def _sum_if_known(values: Iterable[int | None]) -> int | None:
-    """The sum; None if a value is not known."""
+    """Return the sum; None if a value is not known."""
     total = 0
     for value in values:
         # The sum of some would pass for a short time of all.
@@ -158,7 +158,9 @@ def _sum_if_known(values: Iterable[int | None]) -> int | None:
 
 
 def _boundary(graph: CostGraph, assignment: Mapping[str, int], stage: int) -> Iterator[Boundary]:
-    """The tensors sent from `stage` to the next one, relayed ones included, in graph order."""
+    """Yield the tensors sent from `stage` to the next one, relayed ones included, in graph
+    order.
+    """
     for tensor in graph.tensors:
         # A tensor without consumers crosses nothing.
         last = max((assignment[name] for name in tensor.consumers), default=-1)
@@ -170,7 +172,7 @@ def _boundary(graph: CostGraph, assignment: Mapping[str, int], stage: int) -> It
 
 
 def routes_of(graph: CostGraph, assignment: Mapping[str, int]) -> Iterator[Route]:
-    """The routes of all relayed tensors: those with a consumer after the next stage."""
+    """Yield the routes of all relayed tensors: those with a consumer after the next stage."""
     for tensor in graph.tensors:
         first = assignment[tensor.producer]
         last = max((assignment[name] for name in tensor.consumers), default=first)
@@ -200,7 +202,7 @@ def owners_of(graph: CostGraph, stages: Sequence[Stage]) -> Iterator[OwnedParame
 
 
 def module_ranges(paths: Iterable[str]) -> Iterator[str]:
-    """The blocks of module paths as ranges, each with all that lies in it.
+    """Yield the blocks of module paths as ranges, each with all that lies in it.
 
     Paths in `h.0`, `h.1` and `h.2`, then in `ln_f`, give `h.0-2` and `ln_f`.
     """

@@ -55,7 +55,9 @@ def _header(cut: Cut) -> Iterator[str]:
 
 
 def _rows(cut: Cut) -> list[list[str]]:
-    """The rows of the table, after the ideal: the mean, of which each stage would have as much."""
+    """Return the rows of the table, after the ideal: the mean, of which each stage would have as
+    much.
+    """
     # A bar that ends before the ideal has room; one that goes past it is waited for.
     loads = cut.loads_with_transfers_ns
     mean, largest = sum(loads) // len(loads), max(*loads, 1)
@@ -73,5 +75,5 @@ def _rows(cut: Cut) -> list[list[str]]:
 
 
 def _is_shared(cut: Cut) -> bool:
-    """Whether ranks have several stages: there is then one load for each rank."""
+    """Return whether ranks have several stages: there is then one load for each rank."""
     return len(cut.loads_with_transfers_ns) < len(cut.replicas)

@@ -65,7 +65,9 @@ def _header(order: Order, time_unit: TimeUnit) -> Iterator[str]:
 
 
 def _versions(order: Order) -> str:
-    """How versions of the weights are written, with the step that makes version 1 as an example."""
+    """Return how versions of the weights are written, with the step that makes version 1 as an
+    example.
+    """
     steps = [text for row in order.orders for text in row if "STEP" in text]
     first = next((text for text in steps if text.endswith("@1")), None)
     example = f", {first} makes version 1" if first else ""
@@ -73,7 +75,9 @@ def _versions(order: Order) -> str:
 
 
 def _bound(order: Order, objective: str, time_unit: TimeUnit) -> str:
-    """The lower bound, behind the figure that is the objective; orders over a cap have none."""
+    """Return the lower bound, behind the figure that is the objective; orders over a cap have
+    none.
+    """
     if order.objective != objective or order.lower_bound_ns is None or not order.fits:
         return ""
     proof = "proven" if order.proven else "not proven"

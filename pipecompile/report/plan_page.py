@@ -95,7 +95,7 @@ def plan_page(plan: Plan, timeline: Timeline) -> str:
 
 
 def _title(plan: Plan) -> str:
-    """The target of the command line, and the class of the model."""
+    """Return the target of the command line, and the class of the model."""
     names = [plan.capture.target, plan.capture.model]
     return ": ".join(filter(None, names)) or "Plan"
 
@@ -133,7 +133,7 @@ def _ranks(plan: Plan, kinds: Sequence[str], bounds: Sequence[MemoryBound]) -> I
 
 
 def _memory_scale(bounds: Sequence[MemoryBound]) -> int:
-    """The bytes that the whole width of the chart stands for.
+    """Return the bytes that the whole width of the chart stands for.
 
     It is the largest bound, or a cap a little above that. With a cap of 80 GiB bars of 1 GiB would
     vanish: such a cap is marked at the edge.
@@ -144,7 +144,7 @@ def _memory_scale(bounds: Sequence[MemoryBound]) -> int:
 
 
 def _times(plan: Plan, rank: int) -> list[tuple[str, int]]:
-    """What a rank runs for one microbatch, by kind."""
+    """Return what a rank runs for one microbatch, by kind."""
     stages = [
         stage
         for stage, place in zip(plan.stages, plan.schedule.placement, strict=True)
@@ -158,7 +158,9 @@ def _times(plan: Plan, rank: int) -> list[tuple[str, int]]:
 
 
 def _memory(plan: Plan, kinds: Sequence[str]) -> _PageTable:
-    """What is expected of each rank by kind, and of each stage of a rank that has several."""
+    """Return what is expected of each rank by kind, and of each stage of a rank that has
+    several.
+    """
     rows = []
     for rank, memory in enumerate(plan.prediction.memory):
         rows.append(_memory_row(f"rank {rank}", memory, kinds))
@@ -175,7 +177,9 @@ def _memory_row(
 
 
 def _stages(plan: Plan) -> _PageTable:
-    """The table of stages: their modules, times and sizes, and what they recompute if any does."""
+    """Return the table of stages: their modules, times and sizes, and what they recompute if any
+    does.
+    """
     recompute, shared = has_recompute(plan), plan.ranks < plan.k
     extra = ["recomputed", *extra_time_header(plan)] if recompute else []
     names = [*["rank"] * shared, "nodes", "forward", "backward", *extra, "params", "sends"]

@@ -102,7 +102,9 @@ def profile_of(
 
 
 def _with_loss_named(node: Node) -> Node:
-    """The node; if it is the output and takes time, under the name of the loss, which it runs."""
+    """Return the node; if it is the output and takes time, under the name of the loss, which it
+    runs.
+    """
     if node.operator != "output" or not node.forward_ns + node.backward_ns:
         return node
     return replace(node, operator="loss", module=LOSS)

@@ -29,7 +29,7 @@ def profile_page(title: str, profile: Profile) -> str:
 
 
 def _node_row(nodes: Sequence[Node]) -> dict[str, Any]:
-    """The row of nodes that are alike, under the name of the first."""
+    """Return the row of nodes that are alike, under the name of the first."""
     first = nodes[0]
     return {
         "name": first.name,

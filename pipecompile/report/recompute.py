@@ -24,7 +24,7 @@ _WHOLE = {"none": "nothing", "stage": "all", "except-last": "all but the last mi
 
 
 def has_recompute(plan: Plan) -> bool:
-    """Whether any stage recomputes nodes or encodes saved tensors."""
+    """Return whether any stage recomputes nodes or encodes saved tensors."""
     return any(stage.recompute != "none" or stage.encoded_runs for stage in plan.stages)
 
 
@@ -66,7 +66,9 @@ def extra_time_texts(plan: Plan, stage: Stage) -> list[str]:
 
 
 def _has_bound(plan: Plan) -> bool:
-    """Whether the least extra time was searched for, so that there is a lower bound of it."""
+    """Return whether the least extra time was searched for, so that there is a lower bound of
+    it.
+    """
     return plan.options.recompute == "auto"
 
 

@@ -84,7 +84,9 @@ def _ranks(plan: Plan, timeline: Timeline, draw: DrawTable) -> Iterator[str]:
 
 
 def _path(plan: Plan, timeline: Timeline, path: Sequence[CriticalEvent]) -> Iterator[str]:
-    """The critical path, rank by rank, and how much of it is computed and how much is transfers."""
+    """Yield the critical path, rank by rank, and how much of it is computed and how much is
+    transfers.
+    """
     if not path:
         return
     busy = sum(critical.event.end_ns - critical.event.start_ns for critical in path)

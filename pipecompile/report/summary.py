@@ -74,7 +74,7 @@ def headline(plan: Plan) -> str:
 
 
 def _replicas_text(plan: Plan) -> str:
-    """How many replicas a plan has, "" for one."""
+    """Return how many replicas a plan has, "" for one."""
     sharded = "sharded " if plan.options.sharded else ""
     return f", {plan.replicas} {sharded}replicas" if plan.replicas > 1 else ""
 
@@ -117,7 +117,7 @@ def _header(plan: Plan) -> Iterator[str]:
 
 
 def _encodings(plan: Plan) -> Iterator[str]:
-    """The encodings that stages use, if any may be used."""
+    """Yield the encodings that stages use, if any may be used."""
     used = {
         encoding
         for stage in plan.stages
@@ -138,7 +138,7 @@ def _optimizer_text(plan: Plan) -> str:
 
 
 def _ordering(plan: Plan) -> Iterator[str]:
-    """What the search for a schedule gave, beside the best named schedule."""
+    """Yield what the search for a schedule gave, beside the best named schedule."""
     ordering = plan.ordering
     if ordering is None:
         return
@@ -173,7 +173,7 @@ def _objective(plan: Plan) -> str:
 
 
 def _all_objectives(plan: Plan) -> Iterator[str]:
-    """What the cut is worth by each objective, and another objective if its cut is faster.
+    """Yield what the cut is worth by each objective, and another objective if its cut is faster.
 
     The objectives add transfers to loads, and do not know that an order splits backwards; the table
     of ranks has the loads of the order.
@@ -201,7 +201,9 @@ def _all_objectives(plan: Plan) -> Iterator[str]:
 
 
 def _stages(plan: Plan, draw: DrawTable) -> Iterator[str]:
-    """The stages for one microbatch; their ranks and what they recompute where there is any."""
+    """Yield the stages for one microbatch; their ranks and what they recompute where there is
+    any.
+    """
     # With one stage a rank, the rank is the stage's own number: no column says it twice.
     recompute, shared = has_recompute(plan), plan.ranks < plan.k
     header = ["stage", *["rank"] * shared, "modules", "nodes", "forward", "backward"]
@@ -224,7 +226,7 @@ def _stages(plan: Plan, draw: DrawTable) -> Iterator[str]:
 
 
 def _modules(stage: Stage) -> str:
-    """The modules of a stage, or the first and the last of them where not all fit."""
+    """Return the modules of a stage, or the first and the last of them where not all fit."""
     names = stage.modules or (stage.nodes[0], stage.nodes[-1])
     text = ", ".join(names)
     if len(text) > _MODULES_WIDTH:
@@ -265,7 +267,9 @@ def _ranks(plan: Plan, draw: DrawTable) -> Iterator[str]:
 
 
 def _memory(plan: Plan, draw: DrawTable) -> Iterator[str]:
-    """What each rank is expected to hold at its peak, by kind, and what of that its stages hold."""
+    """Yield what each rank is expected to hold at its peak, by kind, and what of that its stages
+    hold.
+    """
     kinds = kinds_of(plan)
     rows = [["rank", *kinds, "expected"]]
     for rank, memory in enumerate(plan.prediction.memory):
@@ -278,7 +282,7 @@ def _memory(plan: Plan, draw: DrawTable) -> Iterator[str]:
 
 
 def _recompute(plan: Plan, draw: DrawTable) -> Iterable[str]:
-    """What each stage recomputes, and how long that takes; nothing if no stage does."""
+    """Return what each stage recomputes, and how long that takes; nothing if no stage does."""
     if not has_recompute(plan):
         return ()
     rows = [["stage", "recomputed", *extra_time_header(plan)]]

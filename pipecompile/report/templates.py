@@ -36,5 +36,5 @@ def page(template: str, *, time_unit: TimeUnit, **values: Any) -> str:
 
 
 def _share(part: int, whole: int) -> str:
-    """A part in percent of the whole, for the width of a bar."""
+    """Return a part in percent of the whole, for the width of a bar."""
     return f"{100 * part / max(whole, 1):.2f}"

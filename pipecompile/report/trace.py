@@ -110,7 +110,7 @@ def _message_bytes(plan: Plan, send: Action) -> int:
 
 
 def _memory(plan: Plan, timeline: Timeline) -> Iterator[dict[str, Any]]:
-    """The expected activations of each rank.
+    """Yield the expected activations of each rank.
 
     They grow at the start of an action that adds to them, and shrink at the end of one that frees.
     """

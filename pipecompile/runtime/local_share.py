@@ -47,7 +47,7 @@ class LocalShare:
         return own or torch.device("cpu")
 
     def holds(self, name: str) -> bool:
-        """Whether the parameter or buffer `name` is here."""
+        """Return whether the parameter or buffer `name` is here."""
         # The forward may not use a parameter: no stage reads it, and it stays with the first one.
         stages = self.holders.get(name, (0,))
         return not self.is_distributed or not set(stages).isdisjoint(self.stages)
@@ -65,8 +65,8 @@ class LocalShare:
         self._first_holder_of = first_holder_of
 
     def counts(self, name: str) -> bool:
-        """Whether this process is the one that saves its part of `name`, and that counts it in sums
-        over all processes: of what several hold alike, such as tied parameters, one does.
+        """Return whether this process is the one that saves its part of `name`, and that counts it
+        in sums over all processes: of what several hold alike, such as tied parameters, one does.
         """
         if self._first_holder_of is not None:
             return name in self._first_holder_of

@@ -158,7 +158,7 @@ class Messages:
         )
 
     def _tells(self, stage: int, boundary: Sequence[BoundaryShape]) -> bool:
-        """Whether a message of gradients from `stage` tells which are missing."""
+        """Return whether a message of gradients from `stage` tells which are missing."""
         some = any(shape.has_gradient for shape in boundary)
         return some and self._missing.tells(_key(stage, boundary))
 

@@ -40,7 +40,7 @@ class MissingGradients:
         return self._known.get(boundary, (False,) * count)
 
     def tells(self, boundary: Hashable) -> bool:
-        """Whether a message has flags."""
+        """Return whether a message has flags."""
         return boundary not in self._known
 
     def note(self, boundary: Hashable, flags: Flags) -> None:

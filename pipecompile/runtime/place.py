@@ -147,7 +147,7 @@ def running_replicas(ranks: int, mesh: DeviceMesh | None) -> int:
 
 
 def _has_own_data(name: str) -> bool:
-    """Whether the ranks along a dimension of a mesh are given different data."""
+    """Return whether the ranks along a dimension of a mesh are given different data."""
     return name == REPLICAS or name.startswith(f"{REPLICAS}_")
 
 

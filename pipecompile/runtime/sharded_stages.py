@@ -207,7 +207,9 @@ def _check(group: Any, replicas: tuple[int, ...]) -> None:
 
 
 def _frees_after_forward(module: FSDPModule) -> bool:
-    """Whether the user gave `reshard_after_forward`, which is for the root not the default."""
+    """Return whether the user gave `reshard_after_forward`, which is for the root not the
+    default.
+    """
     state = _state(module)
     return not state._auto_reshard_after_forward and any(
         group.post_forward_mesh_info is not None for group in state._fsdp_param_groups

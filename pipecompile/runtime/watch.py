@@ -54,7 +54,7 @@ class Deadline:
         self._end = None if seconds is None else time.monotonic() + seconds
 
     def is_over(self, by: float = 0.0) -> bool:
-        """Whether the step has taken `by` seconds longer than it may."""
+        """Return whether the step has taken `by` seconds longer than it may."""
         return self._end is not None and time.monotonic() > self._end + by
 
     def wait(self, work: dist.Work) -> None:
@@ -222,7 +222,7 @@ class StepWatch:
                 beating.stop()
 
     def state(self, beat: int) -> RankState:
-        """What is published of this rank."""
+        """Return what is published of this rank."""
         now = self._now
         return RankState(
             begun=self._begun,
@@ -235,7 +235,9 @@ class StepWatch:
         )
 
     def _is_of_another(self, error: Exception) -> bool:
-        """Whether the error says that another rank cannot be reached: torch raises RuntimeError."""
+        """Return whether the error says that another rank cannot be reached: torch raises
+        RuntimeError.
+        """
         if isinstance(error, torch.OutOfMemoryError):  # which is one as well
             return False
         what = self._now.what
@@ -260,7 +262,7 @@ class StepWatch:
         return RankFaultError(beating.verdict(self._ranks))
 
     def _source(self, action: Action) -> int | None:
-        """The rank whose message `action` waits for; None if it needs none."""
+        """Return the rank whose message `action` waits for; None if it needs none."""
         if action.kind is Kind.FORWARD and action.stage > 0:
             source = self._peers[action.stage - 1]
         elif action.kind in BACKWARDS and action.stage + 1 < len(self._peers):

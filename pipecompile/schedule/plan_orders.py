@@ -22,14 +22,16 @@ class PlanOrders:
         self._actions: dict[int, list[Action]] = {}
 
     def evaluation(self, microbatches: int) -> Schedule:
-        """A schedule that sends each microbatch once through the stages, on the plan's ranks."""
+        """Return a schedule that sends each microbatch once through the stages, on the plan's
+        ranks.
+        """
         if microbatches not in self._evaluations:
             compute = generate("forward-only", self._plan.schedule.placement, microbatches)
             self._evaluations[microbatches] = add_transfers(self._problem(compute), compute)
         return self._evaluations[microbatches]
 
     def actions(self, schedule: Schedule) -> list[Action]:
-        """The compute actions of all ranks, each after the actions whose results it uses."""
+        """Return the compute actions of all ranks, each after the actions whose results it uses."""
         if schedule.microbatches not in self._actions:
             dependencies = compute_dependencies(self._problem(schedule), schedule)
             self._actions[schedule.microbatches] = [

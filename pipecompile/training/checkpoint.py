@@ -358,7 +358,9 @@ def _keys(state: Mapping[str, Any], prefix: str) -> list[str]:
 
 
 def _wrapped(value: Any) -> Any:
-    """A tensor as it is; anything else in a tuple, which torch's checkpoints do not take apart."""
+    """Return a tensor as it is; anything else in a tuple, which torch's checkpoints do not take
+    apart.
+    """
     return value if isinstance(value, Tensor) else (value,)
 
 

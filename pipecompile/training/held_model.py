@@ -71,7 +71,8 @@ class HeldModel:
         model.load_state_dict(divided, strict=False)
 
     def full_state_dict(self) -> dict[str, Any] | None:
-        """The whole model's state on rank 0, on the CPU, for the unsplit model; None elsewhere.
+        """Return the whole model's state on rank 0, on the CPU, for the unsplit model; None
+        elsewhere.
 
         Call it on all ranks.
         """
@@ -98,7 +99,7 @@ class HeldModel:
 
 
 def _shape_of(value: Any) -> Any:
-    """The shape of a tensor; None for a value that is no tensor."""
+    """Return the shape of a tensor; None for a value that is no tensor."""
     return value.shape if isinstance(value, Tensor) else None
 
 

@@ -34,8 +34,8 @@ __all__ = ["allocate", "bind", "check_all_set", "initialise", "lacks_values", "o
 
 
 def lacks_values(model: nn.Module) -> bool:
-    """Whether parameters or buffers of the model are on the meta device or fake, or divided over
-    processes.
+    """Return whether parameters or buffers of the model are on the meta device or fake, or divided
+    over processes.
     """
     return not all(
         has_values(tensor) and not isinstance(tensor, DTensor) for _, tensor in named_state(model)
@@ -110,7 +110,7 @@ def _unset(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 def _marker(tensor: Tensor) -> float | int | bool:
-    """What marks an element that nothing has set; boolean tensors have no such value."""
+    """Return what marks an element that nothing has set; boolean tensors have no such value."""
     if tensor.is_floating_point() or tensor.is_complex():
         return float("nan")
     return False if tensor.dtype is torch.bool else torch.iinfo(tensor.dtype).min
@@ -130,7 +130,7 @@ def _put(module: nn.Module, name: str, tensor: Tensor) -> None:
 
 
 def _tables(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The parameters and the buffers of a module itself, where they can be replaced."""
+    """Return the parameters and the buffers of a module itself, where they can be replaced."""
     return module._parameters, module._buffers
 
 

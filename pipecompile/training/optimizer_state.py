@@ -101,7 +101,7 @@ def _options(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _slots_of(name: str, slots: Iterable[str], state: Mapping[str, Any]) -> dict[str, Any]:
-    """The saved slots of a parameter."""
+    """Return the saved slots of a parameter."""
     values = {}
     for slot in slots:
         key = f"optim.{name}.{slot}"

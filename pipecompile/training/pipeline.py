@@ -129,7 +129,9 @@ class Pipeline(HeldModel):
         return self._runner.stages
 
     def simulate(self) -> Timeline:
-        """The timeline of one step as the plan predicts it: for batches like `sample_input`."""
+        """Return the timeline of one step as the plan predicts it: for batches like
+        `sample_input`.
+        """
         return simulate_plan(self.plan)
 
     def checkpoint(
@@ -365,7 +367,7 @@ class Pipeline(HeldModel):
         return nullcontext()
 
     def _minibatch(self, cut: CutBatch, target: Any, scaler: GradScaler | None) -> Minibatch:
-        """The microbatches of a training step, and what their backwards begin with."""
+        """Return the microbatches of a training step, and what their backwards begin with."""
         sizes, rows = cut.sizes, cut.rows
         # Every rank asks the scaler, since it makes its scale when it is first asked.
         one = torch.ones((), device=self._runner.device)
@@ -388,6 +390,6 @@ def _modes(program: Program, remainder: Program | None) -> Iterator[None]:
 
 
 def _boundaries(program: Program, remainder: Program | None, count: int) -> Sequence[Boundaries]:
-    """What enters each stage in each of `count` microbatches."""
+    """Return what enters each stage in each of `count` microbatches."""
     last = program if remainder is None else remainder
     return [program.boundary_shapes()] * (count - 1) + [last.boundary_shapes()]

@@ -74,7 +74,7 @@ class Program:
         return [parameter for _, parameter in self._named_parameters]
 
     def boundary_shapes(self) -> list[list[BoundaryShape]]:
-        """The tensors that enter each stage."""
+        """Return the tensors that enter each stage."""
         return [self.inputs, *(list(map(_shape, stage.inputs)) for stage in self.stages[1:])]
 
     def check_inputs(self, rows: Sequence[Sequence[Tensor]]) -> None:
@@ -235,8 +235,8 @@ def modes_of(named_modules: Iterable[tuple[str, nn.Module]]) -> frozenset[str]:
 
 
 def _settings(captured: Capture) -> Iterator[tuple[str, Any]]:
-    """The attributes of modules that a forward may read, by path, without tensors and what it sets
-    for itself.
+    """Yield the attributes of modules that a forward may read, by path, without tensors and what it
+    sets for itself.
     """
     for path, module in captured.model.named_modules():
         # A hook may compute a tensor before each forward, as that of weight_norm does.

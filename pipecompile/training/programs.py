@@ -152,8 +152,8 @@ class Programs:
         return program
 
     def _holders(self, module: fx.GraphModule) -> dict[str, tuple[int, ...]]:
-        """The stages that hold what a graph reads; over ranks the first stage holds what no planned
-        stage reads.
+        """Return the stages that hold what a graph reads; over ranks the first stage holds what no
+        planned stage reads.
         """
         # In one process the first name decides nothing: all stages have all tensors at hand.
         names = named_state(module) if self._share.is_distributed else ()

@@ -118,7 +118,7 @@ class Runner:
         return self._parallel is not None and bool(self._parallel.sharded.managed)
 
     def _trial(self, whole: Callable[[int], AbstractContextManager[object]]) -> TrialOutputs:
-        """What stages compute for some inputs; nothing where only FSDP2 may divide them."""
+        """Return what stages compute for some inputs; nothing where only FSDP2 may divide them."""
         if not self._share.place.divides_work:
             return {}
         with self._planned.mode():
@@ -274,7 +274,7 @@ class Runner:
                     model.get_submodule(path)._buffers[last] = buffer
 
     def _mean_over_replicas(self, value: Tensor, samples: int) -> Tensor:
-        """The mean over all samples of what is a mean over `samples` of this replica."""
+        """Return the mean over all samples of what is a mean over `samples` of this replica."""
         group = self._share.place.replica_group
         if group is None:
             return value
@@ -350,7 +350,7 @@ class Runner:
         return ReplicaSums(own, list(late), group, self.deadline, sharded)
 
     def _pipeline(self, program: Program) -> DistributedPipeline:
-        """The stages of this rank, for the microbatches of the planned size."""
+        """Return the stages of this rank, for the microbatches of the planned size."""
         if program not in self._pipelines:
             stages, boundaries = self._own_stages(program)
             group = self._share.place.pipeline_group
@@ -360,7 +360,7 @@ class Runner:
         return self._pipelines[program]
 
     def _own_stages(self, program: Program) -> SizedStages:
-        """The stages of this rank, and what crosses the boundaries of all."""
+        """Return the stages of this rank, and what crosses the boundaries of all."""
         if program not in self._own:
             if self._parallel is not None and program is not self._planned:
                 self._parallel.adopt(program, self._share.stages)

@@ -82,7 +82,7 @@ class SafetensorsWeights(Mapping[str, Tensor]):
 
 
 def _files(path: Path) -> dict[str, tuple[Path, str]]:
-    """The file of each saved name, and the name there."""
+    """Return the file of each saved name, and the name there."""
     if path.is_dir():
         path = _file_in(path)
     try:

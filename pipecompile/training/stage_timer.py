@@ -79,7 +79,7 @@ class StageTimer:
                 self._gathered(decode(message, Plan, origin="rank 0"))
 
     def _gathered(self, plan: Plan) -> Sequence[Times]:
-        """The times of all stages; if a rank fails, the same error on every rank."""
+        """Return the times of all stages; if a rank fails, the same error on every rank."""
         own: dict[int, Times] | Exception
         failure: Exception | None = None
         try:
@@ -104,7 +104,7 @@ class StageTimer:
         return [times[index] for index in range(plan.k)]
 
     def _own(self, plan: Plan) -> dict[int, Times]:
-        """The times of the stages of this rank.
+        """Return the times of the stages of this rank.
 
         They are measured together, because they share its caches; one by one if the model lies on
         another device, which then need not have room for all of them.
@@ -130,7 +130,7 @@ class StageTimer:
         return times
 
     def _step_overhead_ns(self, plan: Plan, program: Program) -> int:
-        """What a step takes on a rank before the first action and after the last one."""
+        """Return what a step takes on a rank before the first action and after the last one."""
         times = []
         for _ in range(OVERHEAD_REPEATS):
             start = time.perf_counter_ns()
@@ -142,8 +142,8 @@ class StageTimer:
         return round(median(times))
 
     def _works(self, plan: Plan, program: Program, mine: Sequence[int]) -> dict[int, StageWorkload]:
-        """The work of these stages for one microbatch: their inputs are what the stages before them
-        return.
+        """Return the work of these stages for one microbatch: their inputs are what the stages
+        before them return.
         """
         values, works, targets = self._inputs, dict[int, StageWorkload](), self._targets(plan)
         # A rank runs all stages before its own ones too: their outputs are its inputs.
@@ -176,7 +176,7 @@ class StageTimer:
         )
 
     def _program(self, plan: Plan) -> Program:
-        """The plan's stages, cut out of a copy of the graph, because cutting rewrites it."""
+        """Return the plan's stages, cut out of a copy of the graph, because cutting rewrites it."""
         module = self.captured.capture.instantiate(self.captured.sample)
         apply_passes(module.graph, [Group(plan.options.groups)])
         return Program(
@@ -201,8 +201,8 @@ class StageTimer:
         ]
 
     def _loss(self, program: Program, outputs: Sequence[Tensor]) -> Loss | None:
-        """The loss of the last stage; None if there is none, or if it needs a target that is not
-        given.
+        """Return the loss of the last stage; None if there is none, or if it needs a target that is
+        not given.
         """
         if self.target.loss_fn is None:
             try:
@@ -231,8 +231,8 @@ def _output_gradients(stage: StageModule, outputs: Sequence[Tensor]) -> list[Ten
 def _timed(
     plan: Plan, works: Mapping[int, StageWorkload], device: torch.device
 ) -> dict[int, Times]:
-    """The times of the stages, run in the order of the plan: with whole backwards, then with split
-    ones if it may have any.
+    """Return the times of the stages, run in the order of the plan: with whole backwards, then with
+    split ones if it may have any.
     """
     needs = compute_dependencies(problem_of_plan(plan), plan.schedule)
     order = [

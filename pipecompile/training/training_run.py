@@ -38,10 +38,10 @@ class HeldState(Protocol):
     holders: dict[str, tuple[int, ...]]
 
     def holds(self, name: str) -> bool:
-        """Whether the value of `name` is here."""
+        """Return whether the value of `name` is here."""
 
     def counts(self, name: str) -> bool:
-        """Whether what is here of it is saved from here."""
+        """Return whether what is here of it is saved from here."""
 
 
 @dataclass

@@ -63,7 +63,7 @@ def test_more_stages_than_units_are_refused_with_the_largest_groups() -> None:
             {"k": 2, "memory": MemoryConstraint((1,), (1, 1), {}, {})},
             "memory must be given for 2 ranks and 2 stages",
         ),
-        ({"k": 2, "pin": {"z": 0}}, "pin z=0: the graph has no such node"),
+        ({"k": 2, "pin": {"z": 0}}, "unknown node to pin 'z'"),
         ({"k": 2, "pin": {"a": 2}}, r"pin a=2: the stages are 0 … 1, or -1 … -2 from the end"),
     ],
 )

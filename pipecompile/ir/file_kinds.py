@@ -32,7 +32,7 @@ def kind_mismatch(data: bytes, *types: type[Any]) -> str | None:
     known = dict(_kind_and_version(schema) for schema in map(_schema, types) if schema is not None)
     if known and data.lstrip()[:1] == b"[":
         return f"is a list, but {' or '.join(map(_with_article, known))} is expected; name one"
-    if known and data.lstrip()[:1] != b"{":
+    if known and data.lstrip()[:1] not in (b"{", b""):
         return f"is not JSON, but {' or '.join(map(_with_article, known))} is expected; name one"
     if not given or not known:
         return None

@@ -348,7 +348,7 @@ def edited(change: Callable[[dict[str, Any]], Any]) -> Callable[[bytes], bytes]:
 DAMAGES: dict[str, tuple[Callable[[bytes], bytes], str]] = {
     "cut off": (lambda data: data[: len(data) // 2], r"truncated"),
     "empty": (lambda data: b"", r"truncated"),
-    "not text": (lambda data: b"\xff\xfe" + data, r"malformed|utf-8"),
+    "not text": (lambda data: b"\xff\xfe" + data, r"is not JSON, but a plan is expected"),
     "type": (
         edited(lambda tree: tree["stages"][1].update(forward_ns="fast")),
         r"\$\.stages\[1\]\.forward_ns",

@@ -58,7 +58,7 @@ def test_more_stages_than_units_are_refused_with_the_largest_groups() -> None:
             "replicated stages need one stage a rank",
         ),
         ({"k": 2, "microbatches": 0}, "microbatches=0, but a step has at least one"),
-        ({"k": 2, "together": (("a", "z"),)}, "the graph has no node 'z' to keep together"),
+        ({"k": 2, "together": (("a", "z"),)}, "unknown node to keep together with others 'z'"),
         (
             {"k": 2, "memory": MemoryConstraint((1,), (1, 1), {}, {})},
             "memory must be given for 2 ranks and 2 stages",

@@ -531,7 +531,11 @@ def test_a_partition_that_does_not_fit_is_answered_with_what_would(
         (["-k", "2", "--pin", "n0=2"], 2, "the stages are 0 … 1"),
         (["-k", "2", "--pin", "n0=1"], 1, "no cut into k=2 non-empty stages meets the pins n0=1"),
         (["-k", "2", "--pin", "n7=0", "--pin", "n0=1"], 1, "but n7 comes after n0"),
-        (["-k", "2", "--no-split", "nobody"], 2, "unknown node to keep together with others 'nobody'"),
+        (
+            ["-k", "2", "--no-split", "nobody"],
+            2,
+            "unknown node to keep together with others 'nobody'",
+        ),
         (["-k", "0"], 2, "k=0"),
         (["-k", "-1"], 2, "k=-1"),
         (["-k", "9"], 1, "at most 8 stages; choose k ≤ 8"),

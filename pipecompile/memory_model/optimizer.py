@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from math import prod
 
-from pipecompile.errors import InputError
+from pipecompile.errors import unknown
 from pipecompile.ir.graph import Parameter
 
 __all__ = ["OPTIMIZERS", "optimizer_bytes"]
@@ -84,7 +84,7 @@ def optimizer_bytes(
     if name is None:
         return (), 0
     if name not in OPTIMIZERS:
-        raise InputError(f"optimizer={name!r} is not known; choose one of {', '.join(OPTIMIZERS)}")
+        raise unknown("optimizer", name, OPTIMIZERS)
     optimizer = OPTIMIZERS[name]
     state: list[int] = []
     workspace, updates = [0], [0]

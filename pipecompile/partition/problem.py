@@ -390,4 +390,4 @@ def _compute_ns(node: Node, recomputed_share: Fraction | int) -> int:
 
 def _refuse_unknown(option: str, value: str, known: tuple[str, ...]) -> None:
     if value not in known:
-        raise InputError(f"{option} {value!r} is not known; choose one of {', '.join(known)}")
+        raise unknown(option, value, known)

@@ -124,6 +124,6 @@ def test_a_parameter_whose_shape_is_not_known_is_one_of_float32() -> None:
 
 def test_what_is_not_known_is_refused_with_what_is() -> None:
     with pytest.raises(
-        InputError, match=r"optimizer='lion' is not known; choose one of sgd, momentum, .*adafactor"
+        InputError, match=r"unknown optimizer 'lion'; choose from sgd, momentum, .*adafactor"
     ):
         optimizer_bytes([], "lion", master_weights=False, lists=False)

@@ -117,6 +117,6 @@ def test_a_model_without_modules_is_cut_between_operators() -> None:
 
 def test_other_granularities_are_refused() -> None:
     with pytest.raises(
-        InputError, match="granularity 'layers' is not known; choose one of operators, modules"
+        InputError, match="unknown granularity 'layers'; choose from operators, modules"
     ):
         PartitionProblem(chain([1]), 1, granularity="layers")

@@ -32,11 +32,11 @@ def test_more_stages_than_units_are_refused_with_the_largest_groups() -> None:
         ({"k": 0}, "k=0, but a pipeline has at least one stage"),
         (
             {"k": 2, "objective": "beauty"},
-            "objective 'beauty' is not known; choose one of variance, max-load",
+            "unknown objective 'beauty'; choose from variance, max-load",
         ),
         (
             {"k": 2, "communication": "pigeon"},
-            "communication 'pigeon' is not known; choose one of relay, endpoint",
+            "unknown communication 'pigeon'; choose from relay, endpoint",
         ),
         ({"k": 2, "objective": "step-time"}, "objective step-time needs a schedule to simulate"),
         ({"k": 2, "placement": (0,)}, "the placement names 1 stages, but k=2"),

@@ -213,6 +213,7 @@ def test_a_version_of_torch_that_nobody_tried_is_refused(
     monkeypatch: pytest.MonkeyPatch, installed: str
 ) -> None:
     monkeypatch.setattr(torch_versions, "version", lambda _: installed)
+    monkeypatch.delenv("PIPECOMPILE_ANY_TORCH", raising=False)  # `make newest` sets it
     words = rf"works with torch 2.11 to 2.15, but {re.escape(installed)} is installed; pip install"
     with pytest.raises(ImportError, match=words):
         check_torch()

@@ -153,6 +153,9 @@ class Runner:
         history = self._pipeline(program).history
         agreement = self._agreement.of_step(program, batch, self.watch, flags, history)
         sums = self._replica_sums(program) if reduces else None
+        if self._parallel is not None:
+            # Stages that are divided exchange tensors before the first message.
+            agreement.settle()
         with self._sharded() as sharded:
             result = self._pipeline(program).run(
                 schedule,
@@ -340,13 +343,16 @@ class Runner:
             index: [p for p in program.stages[index].module.parameters() if p not in managed]
             for index in self._share.stages
         }
-        tied = {*tied_parameters(program, self._target.model).values()}
+        # Also those that only planned stages read: ranks sum them in every mode.
+        summed = dict.fromkeys(parameter for parameter, _ in self._ties)
+        tied = {*tied_parameters(program, self._target.model).values(), *summed}
         own = {
             index: [parameter for parameter in each if parameter not in tied]
             for index, each in parameters.items()
         }
         # Each once, in the same order on every replica.
         late = dict.fromkeys(p for each in parameters.values() for p in each if p in tied)
+        late.update((p, None) for p in summed if p not in managed)
         return ReplicaSums(own, list(late), group, self.deadline, sharded)
 
     def _pipeline(self, program: Program) -> DistributedPipeline:

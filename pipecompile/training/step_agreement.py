@@ -42,7 +42,7 @@ class StepAgreement:
         # For all processes, and for those of the pipeline.
         self._everyone, self._pipeline = _host_groups(place)
         self._kinds: set[tuple[Any, ...]] = set()
-        self._steps = 0
+        self._compared = 0
 
     def of_step(
         self,
@@ -58,7 +58,11 @@ class StepAgreement:
         """
         everyone = self._everyone
         agreement = self._begin("a step", program, minibatch, watch, everyone, flags, history)
-        self._check_data(minibatch, watch)
+        if self._compared < FIRST_STEPS or minibatch.step % STEPS_BETWEEN == 0:
+            # Settled first: a rank that refuses the step does not come to this exchange.
+            agreement.settle()
+            self._check_data(minibatch, watch)
+            self._compared += 1
         return agreement
 
     def of_evaluation(
@@ -82,9 +86,6 @@ class StepAgreement:
         A loader that shuffles by itself on each rank gives inputs in one order and targets in
         another. That shows in the first steps; later ones are compared now and then.
         """
-        self._steps += 1
-        if self._steps > FIRST_STEPS and self._steps % STEPS_BETWEEN:
-            return
         own = {
             f"{what} of the {which} microbatch": _digest_of(values[index])
             for which, index in (("first", 0), ("last", -1))

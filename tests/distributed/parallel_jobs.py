@@ -209,6 +209,19 @@ def evaluated_unequally(reshard: bool | None) -> float:
     return 0.0 if loss is None else (loss - wanted).abs().item()
 
 
+def stepped_unequally() -> str:
+    """What a rank says if the second step of one sharded replica has fewer samples."""
+    run = run_of(2, 2, step_timeout=20, **sharding(2, 2))
+    run.step()
+    tokens, targets = run.part(run.whole.call.args[0]), run.part(run.whole.targets)
+    count = len(tokens) - 2 * (run.replica == 1)
+    try:
+        run.pipeline.step(tokens[:count], targets[:count])
+    except InputError as error:
+        return str(error)
+    return ""
+
+
 def from_meta() -> float:
     """How far gradients of a sharded model that was built on the meta device are from those of the
     same model without shards.

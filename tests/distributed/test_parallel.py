@@ -69,6 +69,11 @@ def test_steps_that_accumulate_sum_nothing_over_replicas(workers: Workers, tmp_p
     assert max(workers.run(4, jobs.accumulated, folder=str(tmp_path))) <= EXACT
 
 
+def test_sharded_replicas_step_on_equally_many_samples(workers: Workers, tmp_path: Path) -> None:
+    for text in workers.run(4, jobs.stepped_unequally, folder=str(tmp_path)):
+        assert "the number of samples is 16 on rank 0 and 14 on rank 2" in text
+
+
 def test_an_overflow_in_one_shard_is_one_on_all_ranks(workers: Workers, tmp_path: Path) -> None:
     assert workers.run(4, jobs.overflowed, folder=str(tmp_path)) == [(4.0, False)] * 4
 

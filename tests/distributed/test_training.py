@@ -97,6 +97,24 @@ def test_a_rank_that_reads_no_target_need_not_be_given_one(
     assert workers.run(2, jobs.other_data, "no target", folder=str(tmp_path)) == ["", ""]
 
 
+def test_a_tie_of_another_mode_is_summed_once(workers: Workers, tmp_path: Path) -> None:
+    assert max(workers.run(4, jobs.tied_in_another_mode, folder=str(tmp_path))) <= EXACT
+
+
+@pytest.mark.parametrize("number", [1, 2, 3, 6])
+@pytest.mark.parametrize(("ranks", "replicas"), [(2, 1), (2, 2)])
+def test_a_batch_may_be_refused_in_any_step_and_the_run_goes_on(
+    workers: Workers, tmp_path: Path, number: int, ranks: int, replicas: int
+) -> None:
+    job, folder = jobs.refused_in_step, str(tmp_path)
+    results = workers.run(ranks * replicas, job, number, ranks, replicas, folder=folder)
+    own, _ = results[1]
+    assert "the batch holds 8 microbatches, but the plan was made for 4" in own
+    others = [text for rank, (text, _) in enumerate(results) if rank != 1]
+    assert others == [f"rank 1 refuses what it was given: {own}"] * (len(results) - 1)
+    assert {steps for _, steps in results} == {number + 7}
+
+
 @pytest.mark.parametrize(("ranks", "replicas"), [(2, 1), (2, 2)])
 def test_ranks_agree_through_the_host_whatever_the_backend(
     workers: Workers, tmp_path: Path, ranks: int, replicas: int

@@ -270,6 +270,68 @@ def other_data(which: str) -> str:
     return ""
 
 
+class TiedInTraining(nn.Module):
+    """The head reads the table in training only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.table = nn.Embedding(8, 8)
+        self.first, self.second, self.head = (nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Tokens of shape (N,) to a tensor of shape (N, 8)."""
+        hidden = self.second(self.first(self.table(tokens)).tanh()).tanh()
+        output: Tensor = self.head(hidden)
+        return output + hidden @ self.table.weight.T if self.training else output
+
+
+def mean_square(output: Tensor, _: object) -> Tensor:
+    """A loss without target."""
+    return output.square().mean()
+
+
+def tied_in_another_mode() -> float:
+    """How far gradients of 2 × 2 ranks are from the unsplit model's in the mode without the tie."""
+    model = TiedInTraining().double()
+    unsplit = copy.deepcopy(model).eval()
+    tokens = torch.randint(8, (16,), generator=torch.Generator().manual_seed(2))
+    part = tokens.chunk(2)[dist.get_rank() // 2]
+    pipeline = pipecompile(
+        model, part, ranks=2, microbatches=4, loss_fn=mean_square, costs="flops", self_check=False
+    )
+    pipeline.eval()
+    pipeline.step(part)
+    mean_square(unsplit(tokens), None).backward()
+    wanted = dict(unsplit.named_parameters())
+    distances = []
+    for name, parameter in pipeline.named_parameters():
+        own, other = parameter.grad, wanted[name].grad
+        assert own is not None and other is not None, name
+        distances.append((own - other).abs().max().item())
+    return max(distances)
+
+
+def refused_in_step(number: int, ranks: int, replicas: int) -> tuple[str, int]:
+    """What a rank says of step `number`, whose batch rank 1 refuses, and how many steps it ended.
+
+    The values of one step in five are compared.
+    """
+    run = run_of(ranks, replicas, step_timeout=20)
+    with patch.object(step_agreement, "STEPS_BETWEEN", 5):
+        for _ in range(number - 1):
+            run.step()
+        tokens = run.part(run.whole.call.args[0])
+        try:
+            run.pipeline.step(torch.cat([tokens] * (1 + (dist.get_rank() == 1))))
+            text = ""
+        except InputError as error:
+            text = str(error)
+        for _ in range(8):
+            run.step()
+    return text, run.pipeline.steps
+
+
 def through_the_host(ranks: int, replicas: int) -> tuple[float, bool, str]:
     """The distance of a step, whether an evaluation reached this rank, and what a rank says of
     other options on rank 0, if no backend carries tensors of the host, as NCCL does not.

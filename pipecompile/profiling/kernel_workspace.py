@@ -8,6 +8,7 @@ but simple and large enough. docs/design/memory.md compares them with measuremen
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from math import prod
 from typing import Any
 
@@ -25,9 +26,10 @@ aten = torch.ops.aten
 Workspace = Callable[[Any, Sequence[Any], Any], int]
 """From an operator, its arguments and its result to the bytes of its workspace."""
 
-BLOCK = 16  # oneDNN pads channels to whole blocks of this size
-COLOURS = 5  # with fewer channels there is nothing to gain from blocks
-UNFOLDED_ELEMENTS = 20480  # of one image: PyTorch multiplies a matrix of its patches up to this
+BLOCK = 16  # oneDNN pads channels to whole blocks of this size, or of half of it
+HALF_BLOCK = BLOCK // 2
+FEW = 4  # channels, which a backward pads to half a block
+UNFOLDED = 20480  # elements of one image, up to which PyTorch multiplies a matrix of its patches
 PAGE = 4096
 # On a CPU these copy the gradient into the layout of the input.
 COPYING = (
@@ -61,17 +63,11 @@ def _on_cpu(operator: Any, arguments: Sequence[Any], result: Any) -> int:
     if operator in COPYING:
         return size_bytes(arguments[:1])
     if operator is aten.convolution.default:
-        value, weight, _, stride = arguments[:4]
-        # A copy of what it reads, or of what it writes if that is more.
-        copied = max(size_bytes([value, weight]), size_bytes([result]))
-        return _cpu_convolution(copied, value, weight, stride, arguments[8])
+        value, weight, _, stride, _, _, is_transposed, _, groups = arguments[:9]
+        return _Convolution(value, result, weight, stride, is_transposed, groups).forward_bytes()
     if operator is aten.convolution_backward.default:
-        gradient, value, weight, _, stride = arguments[:5]
-        # A copy of the images that it reads; twice the input with a stride; or of the weight.
-        images = _in_blocks(gradient) + _in_blocks(value)
-        input_gradients = 2 * size_bytes([value]) if prod(stride) > 1 else 0
-        copied = max(images, input_gradients, size_bytes([weight]))
-        return _cpu_convolution(copied, value, weight, stride, arguments[9])
+        gradient, value, weight, _, stride, _, _, is_transposed, _, groups = arguments[:10]
+        return _Convolution(value, gradient, weight, stride, is_transposed, groups).backward_bytes()
     if operator in (aten.mkldnn_rnn_layer.default, aten.mkldnn_rnn_layer_backward.default):
         value, of_input, of_state = arguments[:3]
         # The gates of all steps, and a copy of the weights; all in whole pages.
@@ -80,39 +76,95 @@ def _on_cpu(operator: Any, arguments: Sequence[Any], result: Any) -> int:
     return 0
 
 
-def _cpu_convolution(
-    copied: int, value: Tensor, weight: Tensor, stride: Sequence[int], groups: int
-) -> int:
-    """Return the workspace of a convolution, by its layout.
+@dataclass(frozen=True)
+class _Convolution:
+    """A convolution on a CPU: the workspace of each direction, by its layout.
 
-        1 × 1, without stride and groups      0, as it works in place
-        one small image, channels first       the input once for each element of the kernel
-        channels first                        `copied`
-        channels last, depthwise              the weights with a whole block for each channel
-        channels last                         three copies of the weights
+        1 × 1, without stride and groups       0, as it works in place
+        channels first                         copies of what it reads or writes
+        channels last                          three copies of the weights
+        channels last, depthwise               the weights with a whole block for each channel
+        images lower than the kernel           four copies of the weights, if that is more
+        odd groups                             as channels first, or the patches of one group of one
+                                               image and four copies of the weights
+        not float32, or one small image        all patches of one group, if that is more
 
-    Of these three copies autograd makes one itself if the weights are not channels last too. A run
-    on fake tensors shows that one.
+    Patches are a matrix in which each element of an image is as often as the kernel reads it. Odd
+    groups have a number of channels that is no multiple of eight. Of three copies of the weights
+    autograd makes one itself if they are not channels last too; a run on fake tensors shows it.
     """
-    if prod(weight.shape[2:]) == prod(stride) == groups == 1:
-        return 0
-    if not _is_channels_last(value):
-        is_unfolded = value.shape[0] == 1 and value.numel() <= UNFOLDED_ELEMENTS
-        unfolded = prod(weight.shape[2:]) * size_bytes([value]) if is_unfolded else 0
-        return max(copied, unfolded)
-    is_depthwise = groups == value.shape[1]
-    copies = BLOCK * BLOCK if is_depthwise else 3 if _is_channels_last(weight) else 2
-    return copies * size_bytes([weight])
+
+    value: Tensor
+    output: Tensor  # or its gradient, which has the same layout
+    weight: Tensor
+    stride: Sequence[int]
+    is_transposed: bool
+    groups: int
+
+    def forward_bytes(self) -> int:
+        """Return a copy of what it reads, or of what it writes if that is more."""
+        written = _padded_bytes(self.output, HALF_BLOCK)
+        if self.is_transposed and prod(self.stride) > 1:
+            written *= 2
+        return self._bytes(max(size_bytes([self.value, self.weight]), written))
+
+    def backward_bytes(self) -> int:
+        """Return copies of the images; twice the input with a stride; or a copy of the weight."""
+        images = sum(
+            _padded_bytes(each, BLOCK if each.shape[1] > FEW else HALF_BLOCK)
+            for each in (self.output, self.value)
+        )
+        input_gradients = 2 * size_bytes([self.value]) if prod(self.stride) > 1 else 0
+        return self._bytes(max(images, input_gradients, size_bytes([self.weight])))
+
+    def _bytes(self, copied: int) -> int:
+        kernel, weight = self.weight.shape[2:], size_bytes([self.weight])
+        if prod(kernel) == prod(self.stride) == self.groups == 1:
+            return 0
+        if self._has_odd_groups:
+            copied = max(copied, self._group_patches() + 4 * weight)
+        elif _is_channels_last(self.value):
+            copied = weight * (3 if _is_channels_last(self.weight) else 2)
+            copied = BLOCK * BLOCK * weight if self._is_depthwise else copied
+        is_low = self.value.shape[2] < kernel[0]
+        return max(copied, 4 * weight if is_low else 0, self._unfolded())
+
+    def _unfolded(self) -> int:
+        """Return what PyTorch takes where it multiplies patches by itself; 0 where oneDNN works.
+
+        Groups take turns, with copies of their channels. A processor with kernels for half
+        precision needs less.
+        """
+        first_sizes = self.value.shape[:4]  # of a volume, too
+        is_small = self.value.shape[0] == self.groups == 1 and prod(first_sizes) <= UNFOLDED
+        if self.value.dtype == torch.float32 and not is_small:
+            return 0
+        slices = size_bytes([self.value, self.output]) if self.groups > 1 else 0
+        return self.value.shape[0] * self._group_patches() + slices
+
+    def _group_patches(self) -> int:
+        """Return the bytes of the patches of one group of one image."""
+        positions = prod((self.value if self.is_transposed else self.output).shape[2:])
+        return positions * size_bytes([self.weight]) // self.weight.shape[0]
+
+    @property
+    def _is_depthwise(self) -> bool:
+        return self.groups == self.value.shape[1] and not self.is_transposed
+
+    @property
+    def _has_odd_groups(self) -> bool:
+        widths = (images.shape[1] // self.groups for images in (self.value, self.output))
+        return (
+            self.groups > 1
+            and not self._is_depthwise
+            and any(width % HALF_BLOCK for width in widths)
+        )
 
 
-def _in_blocks(images: Tensor) -> int:
-    """Return the bytes of a copy whose channels are padded to blocks, as those of 8 to 16.
-
-    An image of a few colours is read as it is.
-    """
+def _padded_bytes(images: Tensor, block: int) -> int:
+    """Return the bytes of a copy whose channels are padded to a multiple of `block`."""
     channels = images.shape[1]
-    padded = channels if channels < COLOURS else _rounded_up(channels, BLOCK)
-    return size_bytes([images]) // channels * padded
+    return size_bytes([images]) // channels * _rounded_up(channels, block)
 
 
 def _is_channels_last(value: Tensor) -> bool:

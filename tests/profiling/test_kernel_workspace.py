@@ -28,12 +28,21 @@ class Convolution:
     """One of square images and kernels, and its backward."""
 
     def __init__(
-        self, channels: tuple[int, int], size: int, kernel: int, stride: int = 1, groups: int = 1
+        self,
+        channels: tuple[int, int],
+        size: int,
+        kernel: int,
+        stride: int = 1,
+        groups: int = 1,
+        *,
+        images: int = 2,
+        dtype: torch.dtype = torch.float32,
+        is_transposed: bool = False,
     ) -> None:
-        inputs, outputs = channels
-        self.value = torch.randn(2, inputs, size, size)
-        self.weight = torch.randn(outputs, inputs // groups, kernel, kernel)
-        self.rest = [stride] * 2, [kernel // 2] * 2, [1, 1], False, [0, 0], groups
+        inputs, outputs = reversed(channels) if is_transposed else channels
+        self.value = torch.randn(images, channels[0], size, size, dtype=dtype)
+        self.weight = torch.randn(outputs, inputs // groups, kernel, kernel, dtype=dtype)
+        self.rest = [stride] * 2, [kernel // 2] * 2, [1, 1], is_transposed, [0, 0], groups
 
     def laid_out(self, layout: torch.memory_format) -> Convolution:
         """The same with images and weights in this order of dimensions."""
@@ -63,15 +72,50 @@ CONVOLUTIONS = [
     ((32, 64), 16, 3, 1, 1), ((64, 64), 32, 3, 2, 1), ((64, 32), 16, 5, 1, 1),
     ((64, 64), 32, 1, 1, 1), ((64, 64), 16, 1, 2, 1), ((96, 96), 16, 7, 1, 96),
 ]  # fmt: skip
+LAYOUTS = pytest.mark.parametrize("layout", [PLAIN, LAST], ids=str)
 
 
 @pytest.mark.one_case_in(3)
-@pytest.mark.parametrize("layout", [PLAIN, LAST], ids=str)
+@LAYOUTS
 @pytest.mark.parametrize("shape", CONVOLUTIONS, ids=str)
 def test_a_convolution_takes_no_more_than_its_margin(
     shape: Any, layout: torch.memory_format
 ) -> None:
-    convolution = Convolution(*shape).laid_out(layout)
+    check_margin(Convolution(*shape).laid_out(layout))
+
+
+RARE = {
+    "images lower than the kernel": Convolution((64, 64), 2, 5, images=8),
+    "one small image": Convolution((16, 16), 32, 3, images=1),
+    "one colour": Convolution((1, 1), 48, 4, images=4),
+    "from one colour": Convolution((1, 4), 48, 4, images=4),
+    "to three colours": Convolution((4, 3), 48, 4, images=4),
+    "float64": Convolution((32, 64), 32, 3, dtype=torch.float64),
+    "bfloat16": Convolution((32, 64), 32, 3, images=4, dtype=torch.bfloat16),
+    "float16 in groups": Convolution((48, 48), 32, 3, 1, 4, images=4, dtype=torch.float16),
+    "odd groups": Convolution((40, 40), 32, 5, 1, 2, images=2),
+    "odd groups of one image": Convolution((36, 6), 48, 4, 1, 3, images=1),
+    "odd groups with a stride": Convolution((80, 8), 8, 7, 2, 4, images=2),
+    "transposed": Convolution((64, 64), 16, 3, 2, images=4, is_transposed=True),
+    "transposed, one image": Convolution((3, 16), 64, 3, images=1, is_transposed=True),
+    "transposed, depthwise": Convolution((12, 12), 48, 3, 2, 12, images=8, is_transposed=True),
+    "transposed, float64": Convolution(
+        (32, 64), 16, 3, 2, images=4, dtype=torch.float64, is_transposed=True
+    ),
+}
+
+
+@pytest.mark.one_case_in(3)
+@LAYOUTS
+@pytest.mark.parametrize("convolution", RARE.values(), ids=list(RARE))
+def test_a_rare_convolution_takes_no_more_than_its_margin(
+    convolution: Convolution, layout: torch.memory_format
+) -> None:
+    check_margin(convolution.laid_out(layout))
+
+
+def check_margin(convolution: Convolution) -> None:
+    """Compare the workspace of both directions with what the allocator gives."""
     backward = aten.convolution_backward.default
     taken_bytes = max(
         taken(partial(torch.convolution, *convolution.forward)),
@@ -88,8 +132,8 @@ def test_channels_first_bring_images_or_weights_into_another_layout() -> None:
     wide, deep = Convolution((3, 64), 16, 3), Convolution((64, 64), 2, 3)
     (x, w, y), rest = (v.nbytes for v in (wide.value, wide.weight, wide.result)), wide.backward
     assert workspace_of("convolution", wide.forward, wide.result) == max(x + w, y)
-    assert workspace_of("convolution_backward", rest) == y + x
-    assert workspace_of("convolution_backward", deep.backward) == deep.weight.nbytes
+    assert workspace_of("convolution_backward", rest) == y + x * 8 // 3  # colours fill half a block
+    assert workspace_of("convolution_backward", deep.backward) == 4 * deep.weight.nbytes
 
 
 @pytest.mark.parametrize("channels", [(24, 8), (20, 20), (12, 12), (40, 40)], ids=str)

@@ -126,8 +126,10 @@ class _Convolution:
         elif _is_channels_last(self.value):
             copied = weight * (3 if _is_channels_last(self.weight) else 2)
             copied = BLOCK * BLOCK * weight if self._is_depthwise else copied
+        if unfolded := self._unfolded():
+            return max(copied, unfolded)
         is_low = self.value.shape[2] < kernel[0]
-        return max(copied, 4 * weight if is_low else 0, self._unfolded())
+        return max(copied, 4 * weight if is_low else 0)
 
     def _unfolded(self) -> int:
         """Return what PyTorch takes where it multiplies patches by itself; 0 where oneDNN works.

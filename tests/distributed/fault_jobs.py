@@ -81,8 +81,8 @@ def drill(
 def _happen(fault: str) -> None:
     if fault == "raise":
         raise ValueError("planted")
-    if fault == "kill":
-        os.kill(os.getpid(), signal.SIGKILL)
+    if fault in ("kill", "stop"):
+        os.kill(os.getpid(), signal.SIGKILL if fault == "kill" else signal.SIGSTOP)
     time.sleep(TIMEOUT + 2)
 
 

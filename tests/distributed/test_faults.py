@@ -211,6 +211,36 @@ def test_what_one_rank_refuses_the_others_refuse_too(
         assert same == loss
 
 
+@pytest.mark.parametrize(
+    ("what", "sharded", "words"),
+    [
+        ("the loss of an evaluation", False, "InputError: "),
+        ("an evaluation", True, "InputError: "),
+        ("a batch that raises", False, "TypeError: planted"),
+        ("a target that raises", False, "TypeError: planted"),
+    ],
+)
+def test_what_a_rank_of_a_replica_refuses_all_replicas_refuse(
+    workers: Workers, tmp_path: Path, what: str, sharded: bool, words: str
+) -> None:
+    job, folder = jobs.refused_by_last, str(tmp_path)
+    *others, (own, seconds, loss) = workers.run(4, job, what, 2, sharded=sharded, folder=folder)
+    assert own.startswith(words)
+    assert seconds < WITHIN
+    told = own.removeprefix("InputError: ")
+    for text, seconds, same in others:
+        assert text == f"InputError: rank 3 refuses what it was given: {told}"
+        assert seconds < WITHIN
+        assert same == loss
+
+
+def test_replicas_evaluate_different_numbers_of_batches(workers: Workers, tmp_path: Path) -> None:
+    results = workers.run(4, jobs.evaluated_apart, 2, folder=str(tmp_path))
+    assert [count for count, _, _ in results] == [0, 1, 0, 3]
+    for _, loss, step in results:
+        assert loss == pytest.approx(step, rel=1e-6)
+
+
 def test_the_culprit_is_of_the_surest_kind() -> None:
     waits = RankState(begun=3, name="step 2", phase="waiting", action="0B0", peer=1)
     hangs = RankState(begun=3, phase="computing", action="1F1")

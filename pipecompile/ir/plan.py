@@ -153,8 +153,8 @@ class Stage(Value, frozen=True, kw_only=True, dict=True, rename={"blocks": "node
     `blocks` (in files: `nodes`) are the names of its nodes in the order of the forward, in runs
     that lie in one block of the model. `per_step_ns` is what it costs once a step: the division of
     its gradients, and entering and leaving the step. `replica_sum` is what it exchanges with the
-    same stage of other replicas, if there are any, and `tied_sums` what it exchanges with other
-    ranks that hold its parameters.
+    same stage of other replicas, if there are any, and `tied_sums` what its rank exchanges after it
+    with others that hold the same parameters.
 
     `recompute` says what it recomputes, in `recompute_ns`: everything, in an action of its own
     ("stage", or for all microbatches but a step's last one "except-last"), or `regions` of its

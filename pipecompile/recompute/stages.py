@@ -119,7 +119,9 @@ def _tied_sums(
     placement: Sequence[int],
     options: Options,
 ) -> list[tuple[TiedSum, ...]]:
-    """Return for each stage the sums of the trained parameters that other ranks hold too."""
+    """Return for each stage the sums that its rank ends with after it: those of the trained
+    parameters that other ranks hold too.
+    """
     stages_of: dict[str, list[int]] = {}
     for stage, names in enumerate(nodes_by_stage):
         read = {name for node in names for name in graph.by_name[node].parameters}
@@ -133,10 +135,10 @@ def _tied_sums(
             # Where parameters are sharded, each replica sums its part.
             held = -(-parameter.bytes // (options.replicas if options.sharded else 1))
             each = TiedSum(ranks=ranks, messages=2 * (len(ranks) - 1), bytes=-(-held // len(ranks)))
-            # A rank sums once, with the last of its stages that is done: the first one.
+            # A rank sums once, when all of its stages are done. The first one is done last, even if
+            # it does not hold the parameter.
             for rank in ranks:
-                first = next(s for s in stages_of[name] if placement[s] == rank)
-                sums[first].append(each)
+                sums[placement.index(rank)].append(each)
     return [tuple(each) for each in sums]
 
 

@@ -9,6 +9,9 @@ comes to the point where it reads what the others have published:
 
 A rank that hangs in a computation never comes there. Its thread then logs the same, and under
 torchrun ends the process, since nothing else can.
+
+One process hosts the store: rank 0, or the agent of torchrun. If it is gone, nobody can be asked,
+and each rank ends with an error that says so.
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ import os
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import NamedTuple, TypeVar
 
@@ -38,6 +41,7 @@ __all__ = ["Deadline", "StepWatch"]
 logger = logging.getLogger("pipecompile.runtime")
 BEAT_SECONDS = 0.1
 SETTLING_SECONDS = 1.0  # enough beats to tell a dead rank from one that lives
+ANSWER_SECONDS = 2.0  # many times what a store takes that still answers
 EXIT_STATUS = 70
 
 _Options = TypeVar("_Options", AllreduceOptions, AllgatherOptions)
@@ -143,6 +147,7 @@ class StepWatch:
         self._ranks = ranks
         self._peers = peers
         self._seconds = seconds
+        self._store = None if seconds is None else _own_store()
         self._own = dist.get_rank()
         self._begun = 0
         self._name = ""
@@ -196,7 +201,7 @@ class StepWatch:
         self._begun, self._name, self._error = self._begun + 1, name, ""
         # Until its first action it only waits for other ranks.
         self._now = _Doing("waiting", f"the beginning of {name}")
-        beating = _Heartbeat(self) if self._seconds is not None else None
+        beating = None if self._store is None else _Heartbeat(self, self._store)
         try:
             yield
         except PipecompileError as error:
@@ -259,7 +264,15 @@ class StepWatch:
                 f"rank {self._own} waited in {self._doing}{peer}, which cannot be reached; "
                 "step_timeout=SECONDS tells which rank is at fault"
             )
-        return RankFaultError(beating.verdict(self._ranks))
+        found = beating.verdict(self._ranks)
+        if found is None:
+            how = "hung" if self._now.phase == "computing" else "waited"
+            return RankFaultError(
+                "the store of the process group no longer answers, so the process that hosts it is "
+                f"gone or stopped (rank 0, or the agent of torchrun); rank {self._own} {how} in "
+                f"{self._doing}"
+            )
+        return RankFaultError(found)
 
     def _source(self, action: Action) -> int | None:
         """Return the rank whose message `action` waits for; None if it needs none."""
@@ -280,14 +293,22 @@ class _OverdueError(Exception):
     """The step has taken longer than it may, though no wait of this rank has failed."""
 
 
+def _own_store() -> dist.Store:
+    """Return the store of the process group by a connection of its own: a step may hold that of the
+    group for long. Made before the first step, since nobody can connect to a host that is gone.
+    """
+    store = _get_default_store().clone()  # type: ignore[attr-defined]
+    store.set_timeout(timedelta(seconds=ANSWER_SECONDS))
+    return PrefixStore("pipecompile-watch", store)
+
+
 class _Heartbeat:
     """The thread that publishes the state of a watched step until it is stopped."""
 
-    def __init__(self, watch: StepWatch) -> None:
+    def __init__(self, watch: StepWatch, store: dist.Store) -> None:
         self._watch = watch
-        # A connection of its own: the step may hold that of the process group for long.
-        store = _get_default_store().clone()  # type: ignore[attr-defined]
-        self._store = PrefixStore("pipecompile-watch", store)
+        self._store = store
+        self._is_store_lost = False
         self._over = threading.Event()
         self._publish(0)  # a rank that dies at once has begun the step nevertheless
         self._thread = threading.Thread(target=self._run, daemon=True)
@@ -296,19 +317,34 @@ class _Heartbeat:
     def stop(self) -> None:
         """Publish the last state, and end the thread."""
         self._over.set()
-        self._thread.join()
+        # A thread that asks a store which does not answer never ends.
+        self._thread.join(0 if self._is_store_lost else ANSWER_SECONDS)
 
-    def verdict(self, ranks: Sequence[int]) -> str:
-        """Return which rank is at fault, once the ranks have had time to publish."""
-        before = self._states(ranks)
-        time.sleep(SETTLING_SECONDS)
-        after = self._states(ranks)
-        silent = [
-            rank
-            for rank, state in after.items()
-            if state.phase in ("computing", "waiting") and state.beat == before[rank].beat
-        ]
-        return verdict(after, silent)
+    def verdict(self, ranks: Sequence[int]) -> str | None:
+        """Return which rank is at fault, once the ranks have had time to publish; None if the store
+        does not answer.
+        """
+        found: list[str] = []
+        # In a thread: torch's reads have no end if the machine of the store is gone.
+        thread = threading.Thread(target=lambda: found.extend(self._find(ranks)), daemon=True)
+        thread.start()
+        thread.join(SETTLING_SECONDS + ANSWER_SECONDS)
+        self._is_store_lost = not found
+        return found[0] if found else None
+
+    def _find(self, ranks: Sequence[int]) -> Iterator[str]:
+        """Yield the verdict, or nothing if the store is lost."""
+        # Whatever torch's stores raise is a RuntimeError.
+        with suppress(RuntimeError):
+            before = self._states(ranks)
+            time.sleep(SETTLING_SECONDS)
+            after = self._states(ranks)
+            silent = [
+                rank
+                for rank, state in after.items()
+                if state.phase in ("computing", "waiting") and state.beat == before[rank].beat
+            ]
+            yield verdict(after, silent)
 
     def _run(self) -> None:
         beat, has_told = 0, False
@@ -322,8 +358,14 @@ class _Heartbeat:
         self._publish(beat + 1)
 
     def _publish(self, beat: int) -> None:
+        """Publish the state, unless the store has been lost: it does not come back."""
+        if self._is_store_lost:
+            return
         state = self._watch.state(beat)
-        self._store.set(str(dist.get_rank()), msgspec.json.encode(state).decode())
+        try:
+            self._store.set(str(dist.get_rank()), msgspec.json.encode(state).decode())
+        except RuntimeError:
+            self._is_store_lost = True
 
     def _states(self, ranks: Sequence[int]) -> dict[int, RankState]:
         known = [rank for rank in ranks if self._store.check([str(rank)])]

@@ -40,12 +40,13 @@ from pipecompile.training.programs import DeclaredShape, Programs
 from pipecompile.training.run_conditions import (
     check_links,
     refuse_shared_memory,
+    refuse_untrainable,
     warn_of_averages,
     warn_of_other_replicas,
     warn_of_other_shards,
 )
 from pipecompile.training.run_recorder import RunRecorder
-from pipecompile.training.runner import Runner, refuse_untrainable
+from pipecompile.training.runner import Runner
 
 __all__ = ["Pipeline"]
 
@@ -196,7 +197,7 @@ class Pipeline(HeldModel):
         whose figures do not hold for them.
         """
         name = f"step {self.steps}"
-        with self._runner.refusing_together(name, is_step=True):
+        with self._runner.refusing_together(name):
             refuse_untrainable(self.plan.schedule)
             for recorder in self._recorders:
                 recorder.begin_step()
@@ -247,9 +248,11 @@ class Pipeline(HeldModel):
         # Each evaluation draws other numbers, and none that a step draws. It is counted before
         # anything is refused, so that all ranks count alike.
         self._evaluations += 1
-        with self._runner.refusing_together(name, is_step=False):
+        with_loss = target is not None
+        everyone = self._runner.evaluates_with_everyone(with_loss=with_loss)
+        with self._runner.refusing_together(name, everyone=everyone):
             cut = self._data.read(batch)
-            sizes, with_loss = cut.sizes, target is not None
+            sizes = cut.sizes
             with self._target.precision():
                 program = self._programs.in_eval_mode(cut.shape)
                 program.check_unchanged()

@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import chain
 
+import torch
 from torch import Tensor, nn
 
 from pipecompile.errors import InputError
@@ -15,6 +16,7 @@ from pipecompile.graph.storages import storage_key
 from pipecompile.graph.ties import Tie
 from pipecompile.ir.plan import Plan
 from pipecompile.ir.plurals import counted
+from pipecompile.ir.schedule import Schedule
 from pipecompile.runtime import world
 from pipecompile.runtime.place import RankPlace
 from pipecompile.runtime.shards import local_part, rows_of
@@ -22,6 +24,7 @@ from pipecompile.runtime.shards import local_part, rows_of
 __all__ = [
     "check_links",
     "refuse_shared_memory",
+    "refuse_untrainable",
     "warn_of_averages",
     "warn_of_other_replicas",
     "warn_of_other_shards",
@@ -138,4 +141,23 @@ def warn_of_averages(plan: Plan, model: nn.Module, place: RankPlace) -> None:
         logger.warning(
             "the running averages of batch norms will be those of each replica's own data, and "
             "the first one's are saved; with batch_norm='minibatch' all replicas have the same"
+        )
+
+
+def refuse_untrainable(schedule: Schedule) -> None:
+    """Raise InputError unless a step under this schedule leaves gradients of one set of weights."""
+    if not torch.is_grad_enabled():
+        raise InputError(
+            "a step trains, but gradients are switched off around it (torch.no_grad or "
+            "torch.inference_mode); call it outside of that, or call evaluate"
+        )
+    if schedule.name == "forward-only":
+        raise InputError(
+            "the plan's schedule is forward-only, which trains nothing; evaluate, or plan with "
+            "'1f1b'"
+        )
+    if schedule.weight_versions != "synchronous":
+        raise InputError(
+            f"schedule {schedule.name!r} updates weights while microbatches are in flight, which "
+            "no step does yet; plan with a synchronous one such as '1f1b'"
         )

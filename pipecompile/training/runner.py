@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_map_only
 
-from pipecompile.errors import InputError, PipecompileError
+from pipecompile.errors import PipecompileError
 from pipecompile.frontend.microbatch import MicrobatchSizes
 from pipecompile.frontend.target import Target
 from pipecompile.ir.plan import Plan
@@ -37,7 +37,7 @@ from pipecompile.training.program import Program
 from pipecompile.training.step_agreement import StepAgreement
 from pipecompile.training.trial_forward import TrialOutputs, check_trial, trial_outputs
 
-__all__ = ["Runner", "refuse_untrainable"]
+__all__ = ["Runner"]
 
 
 class Runner:
@@ -188,8 +188,9 @@ class Runner:
         if self.watch is not None:
             smaller = None if remainder is None else self._own_stages(remainder)
             schedule = self._orders.evaluation(len(batch.inputs))
+            everyone = self.evaluates_with_everyone(with_loss=with_loss)
             agreement = self._agreement.of_evaluation(
-                program, batch, self.watch, with_loss=with_loss
+                program, batch, self.watch, with_loss=with_loss, everyone=everyone
             )
             # Replicas may evaluate different numbers of samples.
             with self._sharded(all_stages=True):
@@ -208,17 +209,25 @@ class Runner:
             remainder=None if remainder is None else self._local_stages(remainder),
         )
 
+    def evaluates_with_everyone(self, *, with_loss: bool) -> bool:
+        """Return whether an evaluation needs the ranks of all replicas: to take the mean of their
+        losses, or for what `parallelize` has divided.
+        """
+        return with_loss or self._parallel is not None
+
     @contextmanager
-    def refusing_together(self, name: str, *, is_step: bool) -> Iterator[None]:
-        """Let the other ranks raise InputError too if this one does, in what precedes the step or
-        evaluation of that name.
+    def refusing_together(self, name: str, *, everyone: bool = True) -> Iterator[None]:
+        """Let the other ranks raise InputError if this one raises something, in what precedes the
+        step or evaluation of that name: `everyone`, or the ranks of the pipeline.
         """
         try:
             yield
-        except PipecompileError as error:
+        except Exception as error:
             if self.watch is not None:
+                # Only messages of our own say by themselves what is wrong.
+                kind = "" if isinstance(error, PipecompileError) else f"{type(error).__name__}: "
                 with self.watch.watched(name):
-                    self._agreement.refuse(str(error), self.watch, is_step=is_step)
+                    self._agreement.refuse(f"{kind}{error}", self.watch, everyone=everyone)
             raise
 
     def spread_overflow(self, parameters: Iterable[Tensor]) -> None:
@@ -379,22 +388,3 @@ class Runner:
         if program not in self._local:
             self._local[program] = local_stages(program, self._target)
         return self._local[program]
-
-
-def refuse_untrainable(schedule: Schedule) -> None:
-    """Raise InputError unless a step under this schedule leaves gradients of one set of weights."""
-    if not torch.is_grad_enabled():
-        raise InputError(
-            "a step trains, but gradients are switched off around it (torch.no_grad or "
-            "torch.inference_mode); call it outside of that, or call evaluate"
-        )
-    if schedule.name == "forward-only":
-        raise InputError(
-            "the plan's schedule is forward-only, which trains nothing; evaluate, or plan with "
-            "'1f1b'"
-        )
-    if schedule.weight_versions != "synchronous":
-        raise InputError(
-            f"schedule {schedule.name!r} updates weights while microbatches are in flight, which "
-            "no step does yet; plan with a synchronous one such as '1f1b'"
-        )

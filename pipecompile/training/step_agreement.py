@@ -66,17 +66,26 @@ class StepAgreement:
         return agreement
 
     def of_evaluation(
-        self, program: Program, minibatch: Minibatch, watch: StepWatch, *, with_loss: bool
+        self,
+        program: Program,
+        minibatch: Minibatch,
+        watch: StepWatch,
+        *,
+        with_loss: bool,
+        everyone: bool,
     ) -> Agreement:
         """Begin to compare an evaluation over the ranks of the pipeline: replicas may evaluate
-        other batches.
+        other batches. If it needs `everyone`, all ranks settle before that that they evaluate.
         """
-        flags = {"a target": with_loss}
-        return self._begin("an evaluation", program, minibatch, watch, self._pipeline, flags)
+        what, flags = "an evaluation", {"a target": with_loss}
+        if everyone and len(self._place.pipelines) > 1:
+            said = {"what it begins": what, "the plan": self._plan_digest, **_said_of(flags)}
+            Agreement(said, self._everyone, watch).settle()
+        return self._begin(what, program, minibatch, watch, self._pipeline, flags)
 
-    def refuse(self, reason: str, watch: StepWatch, *, is_step: bool) -> None:
+    def refuse(self, reason: str, watch: StepWatch, *, everyone: bool) -> None:
         """Tell the others, instead of a step or an evaluation, why this rank does not begin it."""
-        group = self._everyone if is_step else self._pipeline
+        group = self._everyone if everyone else self._pipeline
         with suppress(InputError):  # which is what the others raise
             Agreement({REFUSAL: reason}, group, watch).settle()
 
@@ -128,7 +137,7 @@ class StepAgreement:
             "the set of modules in train mode": sorted(program.modes),
             f"the number of the {what.partition(' ')[2]}": minibatch.step,
             "the seed": minibatch.seed,
-            **{f"whether it was given {name}": flag for name, flag in flags.items()},
+            **_said_of(flags),
         }
         agreement = Agreement(said, group, watch, history)
         kind = (what, len(inputs), shapes, last, program.modes)
@@ -153,6 +162,10 @@ def _host_groups(
         return everyone, everyone
     of_pipelines = [dist.new_group(list(ranks), backend="gloo") for ranks in place.pipelines]
     return everyone, of_pipelines[place.pipeline]
+
+
+def _said_of(flags: Mapping[str, bool]) -> dict[str, bool]:
+    return {f"whether it was given {name}": flag for name, flag in flags.items()}
 
 
 def _digest_of(values: Any) -> str:

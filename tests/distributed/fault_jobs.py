@@ -5,20 +5,21 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from typing import NamedTuple
 from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from pipecompile.api.compilation import pipecompile
 from pipecompile.graph.batch_statistics import StepStatistics
 from pipecompile.ir.schedule import Action
 from pipecompile.runtime.rank_step import RankStep
 from pipecompile.training.pipeline import Pipeline
+from tests.distributed.parallel_jobs import sharding
 
 TIMEOUT = 2.0
 
@@ -81,8 +82,8 @@ def drill(
 def _happen(fault: str) -> None:
     if fault == "raise":
         raise ValueError("planted")
-    if fault == "kill":
-        os.kill(os.getpid(), signal.SIGKILL)
+    if fault in ("kill", "stop"):
+        os.kill(os.getpid(), signal.SIGKILL if fault == "kill" else signal.SIGSTOP)
     time.sleep(TIMEOUT + 2)
 
 
@@ -194,6 +195,51 @@ def refused_by_one(what: str) -> tuple[str, float]:
             text = f"{type(error).__name__}: {error}"
     loss = pipeline.step(batch, everywhere=True)
     return text, float(loss)
+
+
+class Unreadable(tuple[Tensor, ...]):
+    """A batch that raises in reading."""
+
+    def __iter__(self) -> Iterator[Tensor]:
+        raise TypeError("planted")
+
+
+def refused_by_last(what: str, ranks: int, *, sharded: bool = False) -> tuple[str, float, float]:
+    """What a rank of several replicas says if only the last one cannot begin, how long that takes,
+    and the loss of the next step.
+    """
+    replicas = dist.get_world_size() // ranks
+    options = sharding(ranks, replicas) if sharded else {}
+    pipeline, batch = small_pipeline("1f1b", ranks, step_timeout=TIMEOUT, **options)
+    is_last = dist.get_rank() == dist.get_world_size() - 1
+    narrow = batch[:, :-1] if is_last else batch
+    acts: dict[str, Callable[[], object]] = {
+        "the loss of an evaluation": lambda: pipeline.evaluate(narrow, batch),
+        "an evaluation": lambda: pipeline.evaluate(narrow),
+        "a batch that raises": lambda: pipeline.step(Unreadable([batch]) if is_last else batch),
+        "a target that raises": lambda: pipeline.evaluate(
+            batch, Unreadable([batch]) if is_last else batch
+        ),
+    }
+    start, text = time.monotonic(), ""
+    try:
+        acts[what]()
+    except Exception as error:
+        text = f"{type(error).__name__}: {error}"
+    seconds = time.monotonic() - start
+    return text, seconds, float(pipeline.step(batch, everywhere=True))
+
+
+def evaluated_apart(ranks: int) -> tuple[int, float, float]:
+    """How many evaluations reached this rank if each replica evaluates another number of batches,
+    then the loss of an evaluation that all take part in, and of a step.
+    """
+    pipeline, batch = small_pipeline("1f1b", ranks, step_timeout=20)
+    replica = dist.get_rank() // ranks
+    outputs = [pipeline.evaluate(batch[: 3 + count]) for count in range(1 + 2 * replica)]
+    loss = pipeline.evaluate(batch, batch)
+    step = float(pipeline.step(batch, everywhere=True))
+    return sum(each is not None for each in outputs), step if loss is None else float(loss), step
 
 
 def different_batches() -> str:

@@ -78,6 +78,13 @@ def from_file(path: str) -> float:
     )
 
 
+def from_checkpoint(path: str, ranks: int) -> tuple[dict[str, Tensor], set[str]]:
+    """The state that this rank has from a checkpoint, and the names that it has no memory for."""
+    pipeline = on_meta(Mixture, weights=path, ranks=ranks)
+    rest = {n for n, p in pipeline._target.model.named_parameters() if p.is_meta}
+    return pipeline.state_dict(), rest
+
+
 def without_a_value() -> str:
     """What is said of a parameter that no module sets."""
     try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import signal
+import socket
 from collections.abc import Callable
 from itertools import product
 from multiprocessing.connection import Connection
@@ -75,7 +76,8 @@ def test_a_rank_that_dies_is_named(
     tmp_path: Path, schedule: str, recompute: str, action: str
 ) -> None:
     culprit = int(action[0])
-    processes, pipes = _start(3, tmp_path, jobs.drill, 3, schedule, recompute, action, "kill")
+    store = f"file://{tmp_path}/store"
+    processes, pipes = _start(3, store, jobs.drill, 3, schedule, recompute, action, "kill")
     for rank, pipe in enumerate(pipes):
         if rank != culprit:
             seen = pipe.recv()
@@ -88,23 +90,49 @@ def test_a_rank_that_dies_is_named(
 
 
 def test_a_rank_that_gives_up_can_end_while_another_hangs(tmp_path: Path) -> None:
-    processes, pipes = _start(2, tmp_path, jobs.begins_alone)
+    processes, pipes = _start(2, f"file://{tmp_path}/store", jobs.begins_alone)
     assert "rank 1 has not begun step 1" in pipes[0].recv().text
     processes[0].join(timeout=20)
     assert processes[0].exitcode == 0
     processes[1].kill()
 
 
+@pytest.mark.one_case_in(2)
+@pytest.mark.parametrize("fault", ["kill", "stop"])
+def test_the_others_go_on_to_an_error_without_the_host_of_their_store(fault: str) -> None:
+    store = f"tcp://127.0.0.1:{_free_port()}"  # which rank 0 hosts
+    processes, pipes = _start(3, store, jobs.drill, 3, "1f1b", "stage", "0F1", fault)
+    try:
+        for rank in (1, 2):
+            assert pipes[rank].poll(120)
+            seen = pipes[rank].recv()
+            assert seen.error == "RankFaultError"
+            assert seen.text.startswith("the store of the process group no longer answers, so the ")
+            assert f"(rank 0, or the agent of torchrun); rank {rank} waited in {rank}" in seen.text
+            assert seen.seconds < WITHIN + 2
+            processes[rank].join(timeout=20)
+            assert processes[rank].exitcode == 0
+    finally:
+        for process in processes:
+            process.kill()
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
 def _start(
-    ranks: int, folder: Path, job: Callable[..., object], *arguments: object
+    ranks: int, store: str, job: Callable[..., object], *arguments: object
 ) -> tuple[list[BaseProcess], list[Connection]]:
-    """Processes of their own for a job that ends some, and the pipe on which each answers."""
+    """Processes of their own for a job that ends some, and the pipe on which each answers; `store`
+    is where they meet, as torch's `init_method`.
+    """
     context = multiprocessing.get_context("spawn")
     pipes = [context.Pipe() for _ in range(ranks)]
     processes: list[BaseProcess] = [
-        context.Process(
-            target=_work, args=(rank, ranks, str(folder / "store"), theirs, job, *arguments)
-        )
+        context.Process(target=_work, args=(rank, ranks, store, theirs, job, *arguments))
         for rank, (_, theirs) in enumerate(pipes)
     ]
     for process in processes:
@@ -124,7 +152,7 @@ def _work(
     import torch.distributed as dist
 
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", store=dist.FileStore(store, ranks), rank=rank, world_size=ranks)
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=ranks)
     pipe.send(job(*arguments))
 
 
@@ -181,6 +209,36 @@ def test_what_one_rank_refuses_the_others_refuse_too(
     for text, same in others:
         assert text == own.replace("InputError: ", "InputError: rank 2 refuses what it was given: ")
         assert same == loss
+
+
+@pytest.mark.parametrize(
+    ("what", "sharded", "words"),
+    [
+        ("the loss of an evaluation", False, "InputError: "),
+        ("an evaluation", True, "InputError: "),
+        ("a batch that raises", False, "TypeError: planted"),
+        ("a target that raises", False, "TypeError: planted"),
+    ],
+)
+def test_what_a_rank_of_a_replica_refuses_all_replicas_refuse(
+    workers: Workers, tmp_path: Path, what: str, sharded: bool, words: str
+) -> None:
+    job, folder = jobs.refused_by_last, str(tmp_path)
+    *others, (own, seconds, loss) = workers.run(4, job, what, 2, sharded=sharded, folder=folder)
+    assert own.startswith(words)
+    assert seconds < WITHIN
+    told = own.removeprefix("InputError: ")
+    for text, seconds, same in others:
+        assert text == f"InputError: rank 3 refuses what it was given: {told}"
+        assert seconds < WITHIN
+        assert same == loss
+
+
+def test_replicas_evaluate_different_numbers_of_batches(workers: Workers, tmp_path: Path) -> None:
+    results = workers.run(4, jobs.evaluated_apart, 2, folder=str(tmp_path))
+    assert [count for count, _, _ in results] == [0, 1, 0, 3]
+    for _, loss, step in results:
+        assert loss == pytest.approx(step, rel=1e-6)
 
 
 def test_the_culprit_is_of_the_surest_kind() -> None:

@@ -6,8 +6,10 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 
+from pipecompile.training.checkpoint import Checkpoint
 from tests.distributed import materialisation_jobs as jobs
 from tests.distributed.training_jobs import mixture
 from tests.distributed.workers import Workers
@@ -40,6 +42,32 @@ def test_weights_come_from_a_file(workers: Workers, tmp_path: Path) -> None:
     folder = str(tmp_path)
     for distance in workers.run(2, jobs.from_file, f"{folder}/model.safetensors", folder=folder):
         assert distance <= 1e-12
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("by_torch", [False, True], ids=["Checkpoint", "dcp.save"])
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_weights_come_from_a_checkpoint_of_the_unsplit_model(
+    workers: Workers, tmp_path: Path, ranks: int, by_torch: bool
+) -> None:
+    model, path = mixture(4).model, str(tmp_path / "checkpoint")
+    with torch.no_grad():
+        for buffer in model.buffers():
+            buffer.add_(3)  # no module sets these by itself
+    if by_torch:
+        saved = {"model": model.state_dict(), "steps": 0, "seed": 5}
+        dcp.save(saved, checkpoint_id=path, no_dist=True)
+    else:
+        Checkpoint.of_model(model).save(path)
+    wanted = model.state_dict()
+    found = workers.run(4, jobs.from_checkpoint, path, ranks, folder=str(tmp_path))
+    for state, without in found:
+        assert state.keys().isdisjoint(without)
+        assert without
+        for name, value in state.items():
+            assert torch.equal(value, wanted[name]), name
+    # The ranks of a pipeline have all of the model.
+    assert set[str]().union(*(state for state, _ in found[:ranks])) == wanted.keys()
 
 
 def test_what_nothing_sets_is_named(workers: Workers, tmp_path: Path) -> None:

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from pipecompile.api.compilation import pipecompile
 from pipecompile.errors import InputError
-from pipecompile.frontend.microbatch import split
 from pipecompile.frontend.target import LossFunction, Target, sum_of_squares
 from pipecompile.frontend.target_capture import capture_target
 from pipecompile.graph.batch_statistics import DeferredBatchNorm, record_forward
@@ -116,13 +115,13 @@ class Reference:
         loss.
         """
         self.model.zero_grad(set_to_none=True)
-        rows = split((target.call.args, target.call.kwargs), microbatches)
+        rows = target.microbatches(microbatches)
         losses = []
         with minibatch_statistics():
-            for index, ((args, kwargs), wanted) in enumerate(
-                zip(rows, target.cut_targets(microbatches), strict=True)
-            ):
-                loss = self._loss_fn(self._run(StreamKey(seed, step, index), args, kwargs), wanted)
+            pairs = zip(rows, target.cut_targets(microbatches), strict=True)
+            for index, (call, wanted) in enumerate(pairs):
+                output = self._run(StreamKey(seed, step, index), call.args, call.kwargs)
+                loss = self._loss_fn(output, wanted)
                 loss.backward()
                 losses.append(loss.detach())
         divide_gradients(self.model.parameters(), microbatches)

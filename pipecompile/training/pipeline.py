@@ -259,7 +259,8 @@ class Pipeline(HeldModel):
                 remainder = self._programs.for_remainder(program, sizes.remainder, cut.shape)
             cut.check(program, remainder)
             targets = self._data.targets(sizes, target)
-            minibatch = Minibatch(cut.rows, targets, self.seed, -self._evaluations)
+            number = -self._evaluations
+            minibatch = Minibatch(cut.rows, targets, self.seed, number, samples=sizes.samples)
         # An evaluation of many samples may take as long as steps with all of them.
         steps = -(-len(cut.rows) // self.plan.microbatches)
         watched = self._watched(name, steps)
@@ -269,10 +270,7 @@ class Pipeline(HeldModel):
             )
             if with_loss:
                 return self._runner.mean_result(result, sizes)
-        if result is None:
-            return None
-        program.check_joinable(result.values[0])
-        return sizes.merge([program.outputs.unflatten(list(values)) for values in result.values])
+        return None if result is None else program.joined(result.values, sizes)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scale all gradients so that their norm, over all ranks, is at most `max_norm`.
@@ -382,7 +380,8 @@ class Pipeline(HeldModel):
             gradients[-1] = (one if scale is None else scale).double() * weight
         targets = self._data.targets(sizes, target)
         first = self._share.place.replica * len(rows)
-        return Minibatch(rows, targets, self.seed, self.steps, gradients, first)
+        samples = sizes.samples
+        return Minibatch(rows, targets, self.seed, self.steps, gradients, first, samples)
 
 
 @contextmanager

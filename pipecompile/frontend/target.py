@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -72,7 +73,7 @@ class Target:
         )
         return list(map(inputs.unflatten, rows))
 
-    @property
+    @cached_property
     def inputs(self) -> InputStructure:
         """How the minibatch is put together from tensors."""
         return InputStructure.of(self.model, self.call)
@@ -80,8 +81,7 @@ class Target:
     @property
     def samples(self) -> int:
         """How many samples the minibatch has."""
-        inputs = self.inputs
-        return inputs.batch_size(inputs.flatten(self.call))
+        return self.inputs.batch_size(self.inputs.flatten(self.call))
 
     def precision(self) -> AbstractContextManager[Any]:
         """Enter the autocast under which forwards run."""

@@ -9,11 +9,13 @@ from typing import Any
 
 import pytest
 import torch
+from click.testing import CliRunner
 from torch import Tensor, nn
 from torch.nn import functional
 
 from pipecompile import InputError, StalePlanError, pipecompile
 from pipecompile.api.verification import verify
+from pipecompile.cli import commands
 from pipecompile.frontend.target import Target
 from pipecompile.ir.serialization import encode, write
 from pipecompile.training.pipeline import Pipeline
@@ -250,6 +252,28 @@ def test_verify_cuts_a_target_where_it_says() -> None:
     _, comparisons = verify(Target.of(made, "here"), k=2, microbatches=4)
     # In its own modes, and in eval mode beside the original module.
     assert [each.passed for each in comparisons] == [True, True]
+
+
+TARGET = """
+import torch
+
+def target():
+    torch.manual_seed(0)
+    return {"model": torch.nn.LSTM(8, 8, 2), "sample_input": torch.randn(5, 6, 8), "batch_dim": 1}
+"""
+
+
+def test_the_command_line_knows_where_the_batch_is(tmp_path: Path) -> None:
+    (tmp_path / "recurrent.py").write_text(TARGET)
+    target, plan = f"{tmp_path / 'recurrent.py'}:target", str(tmp_path / "plan.json")
+    options = ["-k", "1", "--microbatches", "3", "--costs", "flops"]
+    for arguments in (
+        ["verify", target, *options],
+        ["plan", target, *options, "-o", plan],
+        ["check", plan, target],
+    ):
+        result = CliRunner().invoke(commands, arguments)
+        assert result.exit_code == 0, result.output
 
 
 def test_a_plan_is_for_microbatches_wherever_the_batch_is(tmp_path: Path) -> None:

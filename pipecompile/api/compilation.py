@@ -89,6 +89,7 @@ def pipecompile(
     autocast        The type to which forwards and the loss cast, such as torch.bfloat16.
     step_timeout    Seconds that a step over ranks may take, and an evaluation for every planned
                     minibatch; then RankFaultError says on every rank which one is at fault.
+                    Exchanges of FSDP2 and tensor parallelism end with the process group's timeout.
     weights         For a model on the meta device, of which each rank then holds its own stages
                     only: a safetensors file, the index or folder of several, or a checkpoint.
                     Without it modules set their parameters themselves, from `seed`.

@@ -360,8 +360,8 @@ class Runner:
             for index, each in parameters.items()
         }
         # Each once, in the same order on every replica.
-        late = dict.fromkeys(p for each in parameters.values() for p in each if p in tied)
-        late.update((p, None) for p in summed if p not in managed)
+        read = [p for each in parameters.values() for p in each if p in tied]
+        late = dict.fromkeys([*read, *(p for p in summed if p not in managed)])
         return ReplicaSums(own, list(late), group, self.deadline, sharded)
 
     def _pipeline(self, program: Program) -> DistributedPipeline:

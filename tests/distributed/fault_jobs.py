@@ -87,8 +87,10 @@ def _happen(fault: str) -> None:
     time.sleep(TIMEOUT + 2)
 
 
-def drill_of_evaluation(ranks: int, culprit: int) -> Seen:
-    """An evaluation that goes well, and one that a rank hangs in; it has time for three steps."""
+def drill_of_evaluation(ranks: int, culprit: int, fault: str) -> Seen:
+    """An evaluation that goes well, and one with a `fault` on a rank; it has time for three
+    steps.
+    """
     pipeline, batch = small_pipeline("1f1b", ranks, step_timeout=TIMEOUT / 3)
     samples = torch.cat([batch, batch, batch[:1]])
     pipeline.evaluate(samples)
@@ -96,7 +98,7 @@ def drill_of_evaluation(ranks: int, culprit: int) -> Seen:
 
     def planted(rank_step: RankStep, current: Action) -> None:
         if str(current) == f"{culprit}F1":
-            time.sleep(TIMEOUT + 2)
+            _happen(fault)
         perform(rank_step, current)
 
     start = time.monotonic()

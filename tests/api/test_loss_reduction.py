@@ -225,20 +225,21 @@ def test_reductions_that_do_not_go_with_the_loss_are_refused() -> None:
 
 
 class Labelled(nn.Module):
-    """A model that returns a loss of its own, as those of transformers do."""
+    """A model that returns a loss of its own, as those of transformers do; it has a parameter."""
 
     def __init__(self) -> None:
         super().__init__()
         self.layers = language_model()
+        self.temperature = nn.Parameter(torch.tensor(1.5).double())
 
     def forward(self, tokens: Tensor, labels: Tensor) -> dict[str, Tensor]:
         """Tokens and labels of shape (N, 5) to logits and loss."""
-        logits = self.layers(tokens)
+        logits = self.layers(tokens) / self.temperature
         return {"loss": LOSSES["weighted"](logits, labels)[0], "logits": logits}
 
 
 def test_the_loss_of_a_model_is_weighted_by_a_loss_function() -> None:
-    """As the message says that refuses it without one."""
+    """As the message says that refuses it without one; what it trains is on the last stage."""
     tokens, labels = padded(6, 8, first_row=LENGTH)
     model = Labelled()
     pipeline = pipecompile(
@@ -250,6 +251,8 @@ def test_the_loss_of_a_model_is_weighted_by_a_loss_function() -> None:
         loss_fn=lambda output, labels: (output["loss"], (labels != -100).sum()),
         loss_reduction="weighted",
     )
+    stages = {parameter.name: parameter.stages for parameter in pipeline.plan.parameters}
+    assert stages["temperature"] == (1,)
     unsplit = copy.deepcopy(model)
     loss = pipeline.step((tokens, labels), labels)
     wanted = unsplit(tokens, labels)["loss"]

@@ -23,6 +23,7 @@ from pipecompile.api.soundness import findings
 from pipecompile.api.staleness import check_current
 from pipecompile.cost_models.table import CostFunction
 from pipecompile.errors import InputError, ScheduleError
+from pipecompile.frontend.loss_reduction import LossReduction
 from pipecompile.frontend.self_check import restored_state
 from pipecompile.frontend.signature import arguments_of
 from pipecompile.frontend.target import LossFunction, Target
@@ -50,6 +51,7 @@ def pipecompile(
     loss_fn: LossFunction | None = None,
     sample_target: Any = None,
     target_batch_dims: Any = None,
+    loss_reduction: LossReduction = "mean",
     costs: str | CostFunction = "measured",
     links: LinksInput = None,
     self_check: bool = True,
@@ -77,6 +79,10 @@ def pipecompile(
                     Where targets have the batch: a dimension, or None for what every microbatch is
                     given whole, or a tree of these like the target's. Without it each tensor has
                     the batch first.
+    loss_reduction  How losses of microbatches make up that of a step: "mean" over samples; "sum",
+                    where `loss_fn` returns a sum over its samples; or "weighted", where it returns
+                    (loss, weight) and the loss is a mean over what the weight counts, such as
+                    tokens.
     costs           A cost model (docs/design/cost-models.md), or a function from a node and its
                     call to nanoseconds.
     links           A file that `pipecompile links` wrote, or its content; without it transfers take
@@ -123,6 +129,7 @@ def pipecompile(
         costs=function,
         autocast=autocast,
         target_batch_dims=target_batch_dims,
+        loss_reduction=loss_reduction,
     )
     _check_weights(target, weights)
     with target.precision(), on_meta(model), _unchanged(loss_fn):

@@ -127,10 +127,10 @@ def late_for_exchange(what: str) -> Seen:
         else:
             pipeline.step(batch)
 
-    return _seen_in(exchange)
+    return seen_in(exchange)
 
 
-def _seen_in(exchange: Callable[[], object]) -> Seen:
+def seen_in(exchange: Callable[[], object]) -> Seen:
     """What this rank sees of an exchange to which another one comes too late."""
     start, error = time.monotonic(), None
     try:
@@ -148,7 +148,7 @@ def begins_alone() -> Seen:
     pipeline.step(batch)
     if dist.get_rank():
         time.sleep(600)
-    return _seen_in(lambda: pipeline.step(batch))
+    return seen_in(lambda: pipeline.step(batch))
 
 
 def late_for_averages() -> Seen:
@@ -172,7 +172,7 @@ def late_for_averages() -> Seen:
         add_all(*arguments)
 
     with patch.object(StepStatistics, "add_all", late):
-        return _seen_in(lambda: pipeline.step(batch))
+        return seen_in(lambda: pipeline.step(batch))
 
 
 def refused_by_one(what: str) -> tuple[str, float]:

@@ -16,7 +16,6 @@ from benchmarks.models import gpt2, unet
 from benchmarks.recompute_stages import CostedStage, held_bytes, whole_model
 from pipecompile.api.options import options_for
 from pipecompile.codegen.stages import emit
-from pipecompile.frontend.microbatch import split
 from pipecompile.frontend.target import Target
 from pipecompile.frontend.target_capture import capture_target
 from pipecompile.graph.random_streams import StreamKey
@@ -102,7 +101,7 @@ def _measured(target: Target, in_flight: int, regions: Sequence[Sequence[str]]) 
     captured = capture_target(target, options, verify=False)
     assignment = {node.name: 0 for node in captured.module.graph.nodes if node.op != "get_attr"}
     (emitted,) = emit(captured.module, assignment, {0: regions})
-    targets = split(target.targets, MICROBATCHES)[0]
+    targets = target.cut_targets(MICROBATCHES)[0]
     stage = EagerStage(
         emitted.module,
         gradient_inputs=emitted.gradient_inputs,

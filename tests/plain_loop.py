@@ -10,8 +10,8 @@ import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
 from pipecompile import pipecompile
-from pipecompile.frontend.microbatch import split
-from pipecompile.frontend.signature import call_of
+from pipecompile.frontend.signature import arguments_of
+from pipecompile.frontend.target import Target
 from pipecompile.graph.model_state import copied_model
 
 __all__ = ["mean_square", "steps_alike"]
@@ -69,9 +69,8 @@ def _step(
     model: nn.Module, batch: Any, loss_fn: Callable[[Any, Any], Tensor], microbatches: int
 ) -> Tensor:
     losses = []
-    call = call_of(batch)
-    for args, kwargs in split((call.args, call.kwargs), microbatches):
-        loss = loss_fn(model(*args, **kwargs), None)
+    for call in Target(model, arguments_of(model, batch)).microbatches(microbatches):
+        loss = loss_fn(model(*call.args, **call.kwargs), None)
         loss.backward()
         losses.append(loss.detach())
     for parameter in model.parameters():

@@ -16,7 +16,6 @@ from pipecompile.api.draft import draft
 from pipecompile.api.options import options_for
 from pipecompile.codegen.regions import EncodedRuns
 from pipecompile.codegen.stages import emit
-from pipecompile.frontend.microbatch import split
 from pipecompile.frontend.target import Target
 from pipecompile.frontend.target_capture import Captured, capture_target
 from pipecompile.ir.graph import CostGraph
@@ -54,13 +53,12 @@ class Subject:
 
     def inputs(self) -> list[list[Tensor]]:
         """Return the input tensors of each microbatch."""
-        calls = split((self.target.call.args, self.target.call.kwargs), self.microbatches)
         flatten = self.captured.capture.inputs.flatten
-        return [list(flatten(type(self.captured.sample)(*call))) for call in calls]
+        return [list(flatten(call)) for call in self.target.microbatches(self.microbatches)]
 
     def targets(self) -> list[Any]:
         """Return the targets of each microbatch."""
-        return list(split(self.target.targets, self.microbatches))
+        return self.target.cut_targets(self.microbatches)
 
     def stages(self, plan: Plan, encoded_runs: EncodedRuns | None = None) -> list[EagerStage]:
         """Return the stages of a plan as the runtime runs them; the last one has the loss.

@@ -23,6 +23,7 @@ from pipecompile.api.soundness import findings
 from pipecompile.api.staleness import check_current
 from pipecompile.cost_models.table import CostFunction
 from pipecompile.errors import InputError, ScheduleError
+from pipecompile.frontend.batch_dims import BatchDim
 from pipecompile.frontend.loss_reduction import LossReduction
 from pipecompile.frontend.self_check import restored_state
 from pipecompile.frontend.signature import arguments_of
@@ -50,6 +51,7 @@ def pipecompile(
     *,
     loss_fn: LossFunction | None = None,
     sample_target: Any = None,
+    batch_dim: BatchDim = 0,
     target_batch_dims: Any = None,
     loss_reduction: LossReduction = "mean",
     costs: str | CostFunction = "measured",
@@ -71,14 +73,18 @@ def pipecompile(
 
     model           The module.
     sample_input    One minibatch, which is cut into microbatches: a tensor, a tuple of positional
-                    arguments or a mapping of keyword arguments; tensors have the batch first.
+                    arguments or a mapping of keyword arguments.
     loss_fn         `loss_fn(output, target)` is the scalar to train; without it the model's own
                     `loss` output is.
     sample_target   One minibatch of targets; with it the costs include the loss.
+    batch_dim       The dimension of inputs that is the batch, such as 1 for (time, batch, …): one
+                    for all, or a mapping from names of inputs to the dimension of each, 0 unless
+                    named, and None for what every microbatch is given whole. Outputs have it where
+                    the graph has it.
     target_batch_dims
                     Where targets have the batch: a dimension, or None for what every microbatch is
                     given whole, or a tree of these like the target's. Without it each tensor has
-                    the batch first.
+                    the batch first, or where inputs have it.
     loss_reduction  How losses of microbatches make up that of a step: "mean" over samples; "sum",
                     where `loss_fn` returns a sum over its samples; or "weighted", where it returns
                     (loss, weight) and the loss is a mean over what the weight counts, such as
@@ -120,7 +126,7 @@ def pipecompile(
     # Before anything is planned: from here on the ranks of a torchrun job talk to each other.
     world.join()
     function = costs if callable(costs) else None
-    arguments = arguments_of(model, sample_input)
+    arguments = arguments_of(model, sample_input, batch_dim=batch_dim)
     target = Target(
         model,
         arguments,

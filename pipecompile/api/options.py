@@ -7,13 +7,10 @@ from __future__ import annotations
 from typing import Any
 
 import msgspec
-import torch
-from torch import Tensor
 
 from pipecompile.api.choices import requested_options
 from pipecompile.api.costs import cost_model
 from pipecompile.errors import InputError, unknown
-from pipecompile.frontend.captured_graph import batch_size
 from pipecompile.frontend.target import Target
 from pipecompile.ir.plan import Options
 from pipecompile.memory_model.optimizer import OPTIMIZERS
@@ -46,8 +43,7 @@ def completed(target: Target, requested: Options) -> Options:
 
 def _check_microbatches(target: Target, microbatches: int) -> None:
     """Raise InputError unless the minibatch can be cut into `microbatches` parts of one size."""
-    leaves = torch.utils._pytree.tree_leaves((target.call.args, target.call.kwargs))
-    batch = batch_size([leaf for leaf in leaves if isinstance(leaf, Tensor)])
+    batch = target.samples
     # Stages, messages and memory are planned for one size of microbatch.
     if batch % microbatches:
         fitting = [str(number) for number in range(1, batch + 1) if batch % number == 0]

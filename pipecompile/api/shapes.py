@@ -10,7 +10,6 @@ from functools import partial
 from typing import Any
 
 import msgspec
-from torch import Tensor
 
 from pipecompile.api.costs import profiled
 from pipecompile.codegen.regions import EncodedRuns, Regions
@@ -18,7 +17,7 @@ from pipecompile.codegen.transfer import transfer, transfer_encodings, transfer_
 from pipecompile.cost_models.measured import CachedCosts
 from pipecompile.cost_models.protocol import FREE_CALL
 from pipecompile.errors import InputError, PipecompileError
-from pipecompile.frontend.signature import InputStructure, arguments_of
+from pipecompile.frontend.signature import Arguments, InputStructure, arguments_of
 from pipecompile.frontend.target import Target
 from pipecompile.frontend.target_capture import Captured
 from pipecompile.ir.graph import FUSED_ATTENTION
@@ -68,7 +67,8 @@ def _target_with(
 
     Raise InputError if the sample is not like the `known` ones.
     """
-    other = replace(target, call=arguments_of(target.model, sample))
+    call = arguments_of(target.model, sample, batch_dim=target.call.batch_dim)
+    other = replace(target, call=call)
     if not lacks_values(target.model):
         other.check_values("a pipeline")
     tensors = inputs.flatten(other.call)
@@ -80,10 +80,10 @@ def _target_with(
                 f"{name} is of type {tensor.dtype}, but that of sample_input is {planned.dtype}; "
                 "convert it: shapes differ in sizes only"
             )
-    if any(_sizes(tensors) == _sizes(inputs.flatten(each.call)) for each in known):
+    if any(_sizes(inputs, other.call) == _sizes(inputs, each.call) for each in known):
         raise InputError(
-            "it differs from sample_input, or from a shape before it, in dimension 0 at most, of "
-            "which a pipeline takes any size anyway; leave it out"
+            "it differs from sample_input, or from a shape before it, in the number of samples at "
+            "most, of which a pipeline takes any anyway; leave it out"
         )
     return other
 
@@ -153,9 +153,10 @@ def _memory(
     return memory_by_rank(held, plan.schedule, plan.allocator)
 
 
-def _sizes(tensors: Sequence[Tensor]) -> list[tuple[int, tuple[int, ...]]]:
-    """Return what tells shapes apart: all dimensions but the batch."""
-    return [(tensor.dim(), tuple(tensor.shape[1:])) for tensor in tensors]
+def _sizes(inputs: InputStructure, call: Arguments) -> list[list[int | None]]:
+    """Return what tells shapes apart: all sizes but that of the batch."""
+    pairs = zip(inputs.flatten(call), inputs.batch_dims, strict=True)
+    return [[None if i == dim else size for i, size in enumerate(t.shape)] for t, dim in pairs]
 
 
 def _described(captured: Captured) -> str:

@@ -17,7 +17,6 @@ from pipecompile.frontend.loss_reduction import (
     check_total_weight,
     total_weight,
 )
-from pipecompile.frontend.microbatch import split
 from pipecompile.frontend.target import LossFunction, Target, sum_of_squares
 from pipecompile.frontend.target_capture import capture_target
 from pipecompile.graph.batch_statistics import DeferredBatchNorm, record_forward
@@ -130,13 +129,12 @@ class Reference:
         `model`, whose old ones are dropped. Returns the loss.
         """
         self.model.zero_grad(set_to_none=True)
-        rows = split((target.call.args, target.call.kwargs), microbatches)
+        rows = target.microbatches(microbatches)
         losses, extras = [], []
         with minibatch_statistics():
-            for index, ((args, kwargs), wanted) in enumerate(
-                zip(rows, target.cut_targets(microbatches), strict=True)
-            ):
-                output = self._run(StreamKey(seed, step, index), args, kwargs)
+            pairs = zip(rows, target.cut_targets(microbatches), strict=True)
+            for index, (call, wanted) in enumerate(pairs):
+                output = self._run(StreamKey(seed, step, index), call.args, call.kwargs)
                 loss, extra = _loss_and_extra(self._loss_fn(output, wanted))
                 loss.backward()
                 losses.append(loss.detach())

@@ -11,7 +11,8 @@ import sympy
 from torch import Tensor, fx, nn
 from torch.fx.node import map_aggregate
 
-from pipecompile.errors import CaptureError, InputError
+from pipecompile.errors import CaptureError
+from pipecompile.frontend.batch_dims import output_dim
 from pipecompile.frontend.constant_answers import ConstantAnswer
 from pipecompile.frontend.data_probe import probe_data
 from pipecompile.frontend.guards import Guards, ValueRead
@@ -24,7 +25,7 @@ from pipecompile.graph.storages import storage_key
 from pipecompile.passes.buffer_versions import KeepVersions
 from pipecompile.passes.contract import apply_passes
 
-__all__ = ["Capture", "CaptureNote", "aliases_of", "batch_size", "eliminate_dead_code"]
+__all__ = ["Capture", "CaptureNote", "aliases_of", "eliminate_dead_code"]
 
 
 @dataclass(frozen=True)
@@ -85,7 +86,7 @@ class Capture:
         to what the model does not own or a module has changed between training and evaluation.
         """
         tensors = self.inputs.flatten(call)
-        batch = batch_size(tensors)
+        batch = self.inputs.batch_size(tensors)
         self._check_modes()
         # The graph may be wrong here: the forward would have taken another branch.
         if self.guards.violation(batch) or self.other_answer(tensors) is not None:
@@ -104,6 +105,13 @@ class Capture:
             _propagate(module, tensors)
         return module
 
+    def output_dims(self, values: Sequence[Tensor]) -> Sequence[int | None]:
+        """Return where the output tensors of one microbatch have the batch, see `output_dim`."""
+        if not self.guards.is_fixed:
+            return self.outputs.batch_dims
+        dims, batch = self.inputs.batch_dims, self.guards.batch
+        return [output_dim(value, dims, batch) for value in values]
+
     def recaptured(self, call: Arguments) -> Capture:
         """Return a capture for `call`; CaptureError if it returns another structure."""
         other = self.recapture(call)
@@ -117,7 +125,7 @@ class Capture:
 
     def other_answer(self, tensors: Sequence[Tensor]) -> ConstantAnswer | None:
         """Return what the forward would read otherwise of these inputs, None if nothing."""
-        batch = batch_size(tensors)
+        batch = self.inputs.batch_size(tensors)
         sizes = {} if self.guards.symbol is None else {self.guards.symbol: sympy.Integer(batch)}
         inputs = dict(zip(self.inputs.tensor_names, tensors, strict=True))
         for answer in self.constant_answers:
@@ -201,22 +209,6 @@ def _propagate(module: fx.GraphModule, inputs: Sequence[Tensor]) -> None:
         raise UnsupportedError(
             f"the graph cannot run on fake tensors: {type(error).__name__}: {reason}"
         ) from error
-
-
-def batch_size(tensors: Sequence[Tensor]) -> int:
-    """Return the size of dimension 0 of all tensors that have one; InputError if they disagree."""
-    sizes = {tensor.shape[0] for tensor in tensors if tensor.dim()}
-    if not tensors:
-        raise InputError(
-            "the sample input has no tensor; give tensors, with the batch as dimension 0 (an array "
-            "of numpy by torch.from_numpy)"
-        )
-    if len(sizes) != 1:
-        shapes = ", ".join(str(tuple(tensor.shape)) for tensor in tensors)
-        raise InputError(
-            f"dimension 0 of every input is the batch, but the inputs have shapes {shapes}"
-        )
-    return sizes.pop()
 
 
 def aliases_of(model: nn.Module) -> dict[str, tuple[str, ...]]:

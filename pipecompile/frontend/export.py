@@ -13,7 +13,7 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from pipecompile.errors import CaptureError
-from pipecompile.frontend.captured_graph import Capture, CaptureNote, aliases_of, batch_size
+from pipecompile.frontend.captured_graph import Capture, CaptureNote, aliases_of
 from pipecompile.frontend.guards import Guards
 from pipecompile.frontend.refusals import UnsupportedError
 from pipecompile.frontend.signature import Arguments, InputStructure, OutputStructure
@@ -47,7 +47,7 @@ def export_capture(
     inputs = InputStructure.of(model, call)
     tensors = inputs.flatten(call)
     program = _exported_program(model, inputs.unflatten(list(distinct_tensors(tensors))))
-    module, batch = _flat_module(program), batch_size(tensors)
+    module, batch = _flat_module(program), inputs.batch_size(tensors)
     graph = _annotated_graph(module, inputs)
     return Capture(
         model=model,
@@ -223,4 +223,4 @@ def _take_outputs(graph: fx.Graph, spec: pytree.TreeSpec) -> OutputStructure:
     # Constants are put back by `OutputStructure.unflatten`; only tensors leave a stage.
     output.args = (tensors,)
     constants = tuple(None if isinstance(leaf, fx.Node) else leaf for leaf in leaves)
-    return OutputStructure(spec, is_tensor, constants, tuple(False for _ in tensors))
+    return OutputStructure(spec, is_tensor, constants, (None,) * len(tensors))

@@ -89,22 +89,24 @@ class ValueRead:
         return torch.equal(self.tensor, self.values)
 
 
-def fake_input(tensor: Tensor, mode: FakeTensorMode, *, symbolic: bool) -> Tensor:
-    """Return a fake of `tensor`; if `symbolic`, its dimension 0 is the symbol of the batch."""
-    if not symbolic or not tensor.dim():
+def fake_input(tensor: Tensor, mode: FakeTensorMode, batch_dim: int | None) -> Tensor:
+    """Return a fake of `tensor`, whose dimension `batch_dim` is the symbol of the batch; None for
+    sizes that are all numbers.
+    """
+    if batch_dim is None:
         return mode.from_tensor(tensor, static_shapes=True)
     if tensor._is_view():
         # The fake of a view is a view of a fake base, which would have symbols of its own.
         tensor = tensor.clone()
     # DUCK: equal sizes share a symbol, so all inputs have the same batch size.
-    sizes = [DimDynamic.DUCK] + [DimDynamic.STATIC] * (tensor.dim() - 1)
+    sizes = [DimDynamic.STATIC] * tensor.dim()
+    sizes[batch_dim] = DimDynamic.DUCK
     return mode.from_tensor(tensor, symbolic_context=StatelessSymbolicContext(dynamic_sizes=sizes))
 
 
 def batch_symbol(fakes: Sequence[Tensor]) -> sympy.Symbol | None:
     """Return the symbol of the batch; None if sizes are fixed, as for batches of 0 and 1."""
-    for fake in fakes:
-        size = fake.shape[0] if fake.dim() else 0
+    for size in (size for fake in fakes for size in fake.shape):
         if isinstance(size, torch.SymInt) and isinstance(size.node.expr, sympy.Symbol):
             return size.node.expr
     return None

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -18,9 +19,9 @@ import torch.utils._pytree as pytree
 from torch import Tensor
 
 from pipecompile.errors import InputError
-from pipecompile.graph.pytrees import register_dataclasses
+from pipecompile.frontend.batch_dims import BatchDims, part_of
 
-__all__ = ["InputShapes", "MicrobatchSizes", "merge", "shape_of", "split"]
+__all__ = ["InputShapes", "MicrobatchSizes", "shape_of"]
 
 InputShapes = Sequence[tuple[int, ...]]
 """The shapes of a model's input tensors in one microbatch."""
@@ -34,19 +35,21 @@ class MicrobatchSizes:
     sizes: tuple[int, ...]
 
     @staticmethod
-    def of(tensors: Sequence[Tensor], names: Sequence[str], shapes: InputShapes) -> MicrobatchSizes:
+    def of(
+        tensors: Sequence[Tensor], names: Sequence[str], shapes: InputShapes, dims: BatchDims
+    ) -> MicrobatchSizes:
         """Return the sizes for the minibatch `tensors`, where microbatches of `shapes` are planned
-        that differ in dimension 0 at most.
+        that differ in the samples at most.
 
-        Dimension 0 is the batch; a tensor without dimensions is the same for every microbatch.
-        InputError if there is no sample, or if inputs disagree.
+        `dims` are where the tensors have the batch. InputError if there is no sample, or if inputs
+        disagree.
         """
         samples: dict[str, int] = {}
         planned_sizes = set()
-        for tensor, name, planned in zip(tensors, names, shapes, strict=True):
-            if planned:  # a tensor without dimensions says nothing about the batch
-                samples[name] = tensor.shape[0]
-                planned_sizes.add(planned[0])
+        for tensor, name, planned, dim in zip(tensors, names, shapes, dims, strict=True):
+            if dim is not None:  # else it says nothing about the batch
+                samples[name] = tensor.shape[dim]
+                planned_sizes.add(planned[dim])
         if len(set(samples.values())) != 1:
             raise InputError(f"the inputs hold different numbers of samples: {samples}")
         (total,), (size,) = set(samples.values()), planned_sizes
@@ -74,9 +77,21 @@ class MicrobatchSizes:
         """Return the size of a microbatch over the planned one."""
         return self.sizes[microbatch] / self.planned
 
-    def rows(self, tensors: Sequence[Tensor]) -> Sequence[Sequence[Tensor]]:
-        """Return the tensors of each microbatch, cut as the function `split` does."""
-        return list(zip(*(_split_leaf(tensor, self.sizes) for tensor in tensors), strict=True))
+    def rows(self, tensors: Sequence[Tensor], dims: BatchDims) -> Sequence[Sequence[Tensor]]:
+        """Return the tensors of each microbatch: parts along their dimension of `dims`, in
+        proportion to the sizes; all of a tensor without one.
+        """
+        columns = map(self._parts, tensors, dims)
+        return list(zip(*columns, strict=True))
+
+    def _parts(self, tensor: Tensor, dim: int | None) -> Sequence[Tensor]:
+        if dim is not None and tensor.shape[dim] != self.samples:
+            raise InputError(
+                f"a tensor of shape {tuple(tensor.shape)} cannot be cut into microbatches of "
+                f"{list(self.sizes)} samples; dimension {dim} must be {self.samples}"
+            )
+        begins = accumulate(self.sizes, initial=0)
+        return [part_of(tensor, dim, *each) for each in zip(begins, self.sizes, strict=False)]
 
     def mean(self, scalars: Sequence[Tensor]) -> Tensor:
         """Return the mean over samples of what is a mean over those of each microbatch."""
@@ -100,6 +115,11 @@ class MicrobatchSizes:
         merged = [_merge_leaf(column, scalar or self.mean) for column in columns]
         return pytree.tree_unflatten(merged, flat[0][1])
 
+    def join(self, parts: Sequence[Tensor], dim: int = 0) -> Tensor:
+        """Return the results of the microbatches as one, along `dim`; of scalars their mean."""
+        # A scalar is taken for a mean over samples, as metrics beside a loss are.
+        return torch.cat(list(parts), dim) if parts[0].dim() else self.mean(parts)
+
 
 def _merge_leaf(column: Sequence[Any], scalar: Callable[[Sequence[Tensor]], Tensor]) -> Any:
     if not isinstance(column[0], Tensor):
@@ -108,68 +128,36 @@ def _merge_leaf(column: Sequence[Any], scalar: Callable[[Sequence[Tensor]], Tens
 
 
 def shape_of(
-    tensors: Sequence[Tensor], names: Sequence[str], declared: Sequence[InputShapes]
+    tensors: Sequence[Tensor],
+    names: Sequence[str],
+    declared: Sequence[InputShapes],
+    dims: BatchDims,
 ) -> int:
-    """Return the index of the declared shapes that a minibatch has, whatever its dimension 0.
+    """Return the index of the declared shapes that a minibatch has, however many samples: their
+    number is the size in the dimensions `dims`.
 
     InputError, which lists them, if it has none of these.
     """
     own = [tuple(tensor.shape) for tensor in tensors]
     for index, shapes in enumerate(declared):
-        if all(map(_is_alike, own, shapes)):
+        if all(map(_is_alike, own, shapes, dims)):
             return index
     wanted = " or ".join(_described(names, shapes) for shapes in declared)
     raise InputError(
         f"the batch has {_described(names, own)}, but the pipeline runs microbatches of {wanted}: "
-        "only dimension 0 may differ; pad the batch, or declare its shape with shapes=[…]"
+        "only the number of samples may differ; pad the batch, or declare its shape with "
+        "shapes=[…]"
     )
 
 
-def _is_alike(one: tuple[int, ...], other: tuple[int, ...]) -> bool:
-    """Return whether two shapes differ in dimension 0 at most."""
-    # Dimension 0 counts the samples, and a minibatch has several microbatches of them.
-    return len(one) == len(other) and one[1:] == other[1:]
+def _is_alike(one: tuple[int, ...], other: tuple[int, ...], dim: int | None) -> bool:
+    """Return whether two shapes differ in dimension `dim` at most."""
+    # That counts the samples, and a minibatch has several microbatches of them.
+    return len(one) == len(other) and all(
+        own == wanted or index == dim
+        for index, (own, wanted) in enumerate(zip(one, other, strict=True))
+    )
 
 
 def _described(names: Sequence[str], shapes: InputShapes) -> str:
     return ", ".join(f"{name} {shape}" for name, shape in zip(names, shapes, strict=True))
-
-
-def split(tree: Any, microbatches: int) -> list[Any]:
-    """Return `tree` once per microbatch: tensors split along dimension 0, all else repeated.
-
-    InputError if a tensor cannot be split into equal parts.
-    """
-    register_dataclasses(tree)
-    leaves, spec = pytree.tree_flatten(tree)
-    rows = [_split_leaf(leaf, (1,) * microbatches) for leaf in leaves]
-    return [
-        pytree.tree_unflatten([row[index] for row in rows], spec) for index in range(microbatches)
-    ]
-
-
-def merge(trees: Sequence[Any]) -> Any:
-    """Return the results of microbatches of one size as one; see `MicrobatchSizes.merge`."""
-    return MicrobatchSizes(1, (1,) * len(trees)).merge(trees)
-
-
-def _split_leaf(leaf: Any, sizes: Sequence[int]) -> Sequence[Any]:
-    """Return the parts of a leaf in proportion to `sizes`.
-
-    A target may have several rows for each sample: 30 rows for sizes 4, 4, 2 are 12, 12 and 6.
-    """
-    if not isinstance(leaf, Tensor) or not leaf.dim():
-        return [leaf] * len(sizes)
-    rows, samples = leaf.shape[0], sum(sizes)
-    if any(rows * size % samples for size in set(sizes)):
-        shape = tuple(leaf.shape)
-        if len(set(sizes)) == 1:
-            raise InputError(
-                f"a tensor of shape {shape} cannot be cut into {len(sizes)} "
-                "microbatches; dimension 0 must be a multiple of them"
-            )
-        raise InputError(
-            f"a tensor of shape {shape} cannot be cut into microbatches of {list(sizes)} samples; "
-            f"dimension 0 must be a multiple of {samples}"
-        )
-    return torch.split(leaf, [rows * size // samples for size in sizes])

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import sympy
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from pipecompile.errors import CaptureError
 from pipecompile.frontend.caches import CacheUse
-from pipecompile.frontend.captured_graph import batch_size, eliminate_dead_code
+from pipecompile.frontend.captured_graph import eliminate_dead_code
 from pipecompile.frontend.guards import Guards, batch_symbol, fake_input
 from pipecompile.frontend.recorder import ForwardRecorder, RecordingOptions
 from pipecompile.frontend.refusals import UnsupportedError, is_data_dependence_error
@@ -76,27 +77,31 @@ def _record_once(
     mode = FakeTensorMode(shape_env=environment, allow_non_fake_inputs=True)
     recorder = ForwardRecorder(model, mode, fake_state(model, mode), options)
     # Inputs that are the same tensor get a fake each, since each is a placeholder.
-    fakes = [fake_input(tensor, mode, symbolic=symbolic) for tensor in distinct_tensors(tensors)]
+    pairs = zip(distinct_tensors(tensors), inputs.batch_dims, strict=True)
+    fakes = [fake_input(tensor, mode, dim if symbolic else None) for tensor, dim in pairs]
     for name, fake in zip(inputs.tensor_names, fakes, strict=True):
         recorder.recording.placeholder(name, fake)
     # Before the run, in which a guard may replace the symbol by a number.
     symbol = batch_symbol(fakes)
     if symbol is not None:
-        recorder.sizes = {symbol: sympy.Integer(batch_size(tensors))}
+        recorder.sizes = {symbol: sympy.Integer(inputs.batch_size(tensors))}
     if all(map(has_values, tensors)):
         recorder.inputs = dict(zip(inputs.tensor_names, tensors, strict=True))
-    outputs = _run_model(recorder, model, inputs.unflatten(fakes))
+    outputs = _run_model(recorder, model, inputs, fakes)
     eliminate_dead_code(recorder.recording.graph)
-    guards = Guards.of(batch_size(tensors), symbol, environment)
+    guards = Guards.of(inputs.batch_size(tensors), symbol, environment)
     return RecordedForward(recorder, inputs, outputs, guards)
 
 
-def _run_model(recorder: ForwardRecorder, model: nn.Module, call: Arguments) -> OutputStructure:
+def _run_model(
+    recorder: ForwardRecorder, model: nn.Module, inputs: InputStructure, fakes: Sequence[Tensor]
+) -> OutputStructure:
     """Run the model under the recorder and end the graph with its outputs."""
-    recording = recorder.recording
+    recording, call = recorder.recording, inputs.unflatten(fakes)
     try:
         with silence_torch(), recorder.run():
-            outputs, tensors = OutputStructure.of(model(*call.args, **call.kwargs))
+            result = model(*call.args, **call.kwargs)
+            outputs, tensors = OutputStructure.of(result, inputs.batch_dims)
             recording.write_back()
             recording.output(tensors)
     except CaptureError:

@@ -1,4 +1,4 @@
-"""Do the samples of a batch know of each other? Microbatches are cut along dimension 0.
+"""Do the samples of a batch know of each other? Microbatches are cut where `batch_dim` says.
 
 An LSTM that reads (time, batch) would be cut along time, and train without an error. So other rows
 are given beside the rows of a microbatch, whose outputs must stay as they are:
@@ -12,18 +12,15 @@ It is asked in eval mode, where BatchNorm and dropout do not mix or change sampl
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from functools import partial
-from typing import Any
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
 
 from pipecompile.errors import InputError
 from pipecompile.frontend.data_probe import cuda_devices
 from pipecompile.frontend.self_check import restored_state
-from pipecompile.frontend.signature import Arguments
+from pipecompile.frontend.signature import Arguments, InputStructure
 from pipecompile.graph.pytrees import tensor_leaves
 
 __all__ = ["refuse_dependent_rows"]
@@ -45,22 +42,26 @@ def refuse_dependent_rows(model: nn.Module, first: Arguments, second: Arguments)
         try:
             both = _outputs(model, first, second)
             pairs = [_outputs(model, each, each) for each in (first, second)]
+            alone = tensor_leaves(model(*first.args, **first.kwargs))
         except Exception:
             return  # a training step of it is known to work
         # What it writes in eval mode makes results depend on earlier calls, not on other rows.
         if not all(map(torch.equal, before, _states(model))):
             return
-    inputs = tensor_leaves((first.args, first.kwargs))
-    rows = next(tensor.shape[0] for tensor in inputs if tensor.dim())
-    for index, (own, *others) in enumerate(zip(both, *pairs, strict=False)):
-        # Other outputs, such as a loss or the states of layers, have no row for each sample.
-        is_batched = own.dim() > 0 and len(own) == 2 * rows and own.is_floating_point()
-        for share in _shares_changed(own, *others) if is_batched and own.numel() else ():
+    inputs = InputStructure.of(model, first)
+    tensors = inputs.flatten(first)
+    rows = inputs.batch_size(tensors)
+    for index, (own, small, *others) in enumerate(zip(both, alone, *pairs, strict=False)):
+        # Other outputs, such as a loss, have no row for each sample.
+        dim = _batch_dim(own, small, rows)
+        if dim is None or not own.numel() or not own.is_floating_point():
+            continue
+        for share in _shares_changed(dim, own, *others):
             if share > TOLERANCE:
                 raise InputError(
-                    "rows along dimension 0 are not independent: with other rows beside it in the "
-                    f"batch, output {index} of a microbatch changes by {share:.1%} of its largest "
-                    "value. Inputs must have the batch as dimension 0: transpose them "
+                    f"rows along {_where(inputs)} are not independent: with other rows beside it "
+                    f"in the batch, output {index} of a microbatch changes by {share:.1%} of its "
+                    f"largest value. {_remedy(inputs, tensors)}, or transpose the inputs "
                     "(batch_first=True for an LSTM); if samples are to know only those of their "
                     "own microbatch, self_check=False accepts it"
                 )
@@ -68,20 +69,41 @@ def refuse_dependent_rows(model: nn.Module, first: Arguments, second: Arguments)
 
 def _outputs(model: nn.Module, one: Arguments, other: Arguments) -> tuple[Tensor, ...]:
     """Return the model's output tensors for the rows of `one` and then those of `other`."""
-    join = partial(tree_map, lambda a, b: torch.cat([a, b]) if _is_batched(a) else a)
-    return tensor_leaves(model(*join(one.args, other.args), **join(one.kwargs, other.kwargs)))
+    inputs = InputStructure.of(model, one)
+    columns = zip(inputs.flatten(one), inputs.flatten(other), inputs.batch_dims, strict=True)
+    joined = [a if dim is None else torch.cat([a, b], dim) for a, b, dim in columns]
+    call = inputs.unflatten(joined)
+    return tensor_leaves(model(*call.args, **call.kwargs))
 
 
-def _is_batched(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.dim() > 0
+def _batch_dim(both: Tensor, alone: Tensor, rows: int) -> int | None:
+    """Return the dimension that has a row for each of two and of one times so many samples."""
+    sizes = zip(both.shape, alone.shape, strict=False)
+    return next((dim for dim, pair in enumerate(sizes) if pair == (2 * rows, rows)), None)
 
 
-def _shares_changed(both: Tensor, firsts: Tensor, seconds: Tensor) -> Iterator[float]:
+def _where(inputs: InputStructure) -> str:
+    dims = {dim for dim in inputs.batch_dims if dim is not None}
+    return f"dimension {dims.pop()}" if len(dims) == 1 else f"the dimensions {inputs.batch_dims}"
+
+
+def _remedy(inputs: InputStructure, tensors: Sequence[Tensor]) -> str:
+    """Return what to say where the batch is: the other one of the first two dimensions, if inputs
+    agree on its size.
+    """
+    cut = [t for t, dim in zip(tensors, inputs.batch_dims, strict=True) if dim is not None]
+    other = 1 if 0 in inputs.batch_dims else 0
+    if len({tensor.shape[other : other + 1] for tensor in cut}) == 1 and cut[0].dim() > other:
+        return f"If the batch is dimension {other}, give batch_dim={other}"
+    return "Say with batch_dim= which dimension of each input is the batch"
+
+
+def _shares_changed(dim: int, both: Tensor, firsts: Tensor, seconds: Tensor) -> Iterator[float]:
     """Yield by how much of its largest value an output for (first, second) differs in its first
     half from that for (first, first), and in its second half from that for (second, second).
     """
-    half = len(both) // 2
-    for own, other in ((both[:half], firsts[:half]), (both[half:], seconds[half:])):
+    (begin, end), (first, _), (_, second) = (each.chunk(2, dim) for each in (both, firsts, seconds))
+    for own, other in ((begin, first), (end, second)):
         largest = torch.maximum(own.abs().max(), other.abs().max())
         yield float((own - other).abs().max() / largest) if largest > 0 else 0.0
 

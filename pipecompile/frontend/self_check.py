@@ -16,13 +16,12 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.utils._pytree as pytree
 from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from pipecompile.errors import CaptureError
 from pipecompile.frontend.capture import captures
-from pipecompile.frontend.captured_graph import Capture, batch_size
+from pipecompile.frontend.captured_graph import Capture
 from pipecompile.frontend.data_probe import cuda_devices
 from pipecompile.frontend.deviation import difference_text, first_deviating_call, first_reader
 from pipecompile.frontend.digest import digest
@@ -111,12 +110,14 @@ def proven_capture(
 def _check_at(capture: Capture, module: fx.GraphModule, call: Arguments) -> int:
     """Check the graph for `call`; return the batch size."""
     check_capture(capture, module, call)
-    return batch_size(capture.inputs.flatten(call))
+    return capture.inputs.batch_size(capture.inputs.flatten(call))
 
 
 def _check_another_batch(capture: Capture, call: Arguments) -> Iterator[int]:
     """Check a second batch size if the guards allow one; yield it."""
-    batch = batch_size(capture.inputs.flatten(call))
+    inputs = capture.inputs
+    tensors = inputs.flatten(call)
+    batch = inputs.batch_size(tensors)
     others = [
         size
         # Half the batch is the cheapest. Guards that exclude it may allow a neighbour.
@@ -124,16 +125,18 @@ def _check_another_batch(capture: Capture, call: Arguments) -> Iterator[int]:
         if size and not capture.guards.violation(size)
     ]
     if others and not capture.guards.is_fixed:
-        resize = partial(_resized, size=others[0])
-        other = Arguments(*pytree.tree_map_only(Tensor, resize, (call.args, call.kwargs)))
+        resized = map(partial(_resized, size=others[0]), tensors, inputs.batch_dims)
+        other = inputs.unflatten(list(resized))
         # A model that is for some sizes only may fail at this one; then it will not run there.
         with suppress(ModelFailsError):
             yield _check_at(capture, capture.instantiate(other), other)
 
 
-def _resized(tensor: Tensor, size: int) -> Tensor:
+def _resized(tensor: Tensor, dim: int | None, size: int) -> Tensor:
     """Return the first `size` samples; if there are fewer, they are repeated."""
-    return tensor[torch.arange(size) % tensor.shape[0]] if tensor.dim() else tensor
+    if dim is None:
+        return tensor
+    return tensor[(slice(None),) * dim + (torch.arange(size) % tensor.shape[dim],)]
 
 
 def check_capture(capture: Capture, module: fx.GraphModule, call: Arguments) -> None:

@@ -16,6 +16,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
 from pipecompile.errors import CaptureError, InputError
+from pipecompile.frontend.batch_dims import BatchDim, BatchDims, batch_size, input_dims, output_dim
 from pipecompile.frontend.refusals import UnsupportedError
 from pipecompile.graph.pytrees import register_dataclasses
 from pipecompile.graph.storages import is_irregular, layout_name
@@ -31,28 +32,35 @@ CONSTANTS = (
 
 @dataclass(frozen=True)
 class Arguments:
-    """The arguments of one call of a model."""
+    """The arguments of one call of a model, and where their tensors have the batch."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
+    batch_dim: BatchDim = 0
 
 
-def call_of(sample: Any, sample_kwargs: Mapping[str, Any] | None = None) -> Arguments:
+def call_of(
+    sample: Any, sample_kwargs: Mapping[str, Any] | None = None, batch_dim: BatchDim = 0
+) -> Arguments:
     """Return a minibatch as the arguments of a call.
 
     `sample` is a tensor, a tuple of positional arguments or a mapping of keyword arguments, to
-    which `sample_kwargs` are added.
+    which `sample_kwargs` are added. What is a call already is returned as it is.
     """
     extra = dict(sample_kwargs or {})
     if isinstance(sample, Arguments):
         return sample
     if isinstance(sample, Mapping):
-        return Arguments((), {**sample, **extra})
-    return Arguments(tuple(sample) if isinstance(sample, (tuple, list)) else (sample,), extra)
+        return Arguments((), {**sample, **extra}, batch_dim)
+    args = tuple(sample) if isinstance(sample, (tuple, list)) else (sample,)
+    return Arguments(args, extra, batch_dim)
 
 
 def arguments_of(
-    model: nn.Module, sample: Any, sample_kwargs: Mapping[str, Any] | None = None
+    model: nn.Module,
+    sample: Any,
+    sample_kwargs: Mapping[str, Any] | None = None,
+    batch_dim: BatchDim = 0,
 ) -> Arguments:
     """Return what `call_of` does; InputError if the model's forward does not take it."""
     if not isinstance(model, nn.Module):
@@ -60,7 +68,7 @@ def arguments_of(
             f"the model is a {type(model).__name__}, but must be an nn.Module; wrap a function in "
             "the forward of one"
         )
-    call = call_of(sample, sample_kwargs)
+    call = call_of(sample, sample_kwargs, batch_dim)
     for leaf in pytree.tree_leaves((call.args, call.kwargs)):
         if isinstance(leaf, Tensor) and is_irregular(leaf):
             raise InputError(
@@ -83,18 +91,20 @@ class InputStructure:
     """The pytree of a model's arguments: names of its tensors, and the constants between them.
 
     `names` and `constants` have an entry for each leaf: the name is None for a constant, and the
-    constant is None for a tensor.
+    constant is None for a tensor. `batch_dims` has one for each tensor: see `input_dims`.
     """
 
     spec: pytree.TreeSpec
     names: tuple[str | None, ...]
     constants: tuple[Any, ...]
+    batch_dims: tuple[int | None, ...]
 
     @staticmethod
     def of(model: nn.Module, call: Arguments) -> InputStructure:
         """Return the structure of one call.
 
-        InputError if a tensor requires a gradient, CaptureError for leaves of another kind.
+        InputError if a tensor requires a gradient or has no such dimension as `call` says,
+        CaptureError for leaves of another kind.
         """
         register_dataclasses((call.args, call.kwargs))
         leaves, spec = pytree.tree_flatten_with_path((call.args, call.kwargs))
@@ -114,12 +124,19 @@ class InputStructure:
                 )
             names.append(name if isinstance(leaf, Tensor) else None)
         constants = tuple(None if isinstance(leaf, Tensor) else leaf for _, leaf in leaves)
-        return InputStructure(spec, tuple(names), constants)
+        named = zip(names, leaves, strict=True)
+        tensors = {name: leaf for name, (_, leaf) in named if name is not None}
+        dims = input_dims(call.batch_dim, tensors)
+        return InputStructure(spec, tuple(names), constants, dims)
 
     @property
     def tensor_names(self) -> tuple[str, ...]:
         """The names of the tensors, in order."""
         return tuple(name for name in self.names if name is not None)
+
+    def batch_size(self, tensors: Sequence[Tensor]) -> int:
+        """Return how many samples `tensors` have; InputError if they disagree."""
+        return batch_size(self.tensor_names, tensors, self.batch_dims)
 
     def flatten(self, call: Arguments) -> list[Tensor]:
         """Return the tensors of `call`, whose dicts may have their keys in any order.
@@ -151,26 +168,26 @@ class InputStructure:
         pairs = zip(self.names, self.constants, strict=True)
         leaves = [constant if name is None else next(values) for name, constant in pairs]
         args, kwargs = pytree.tree_unflatten(leaves, self.spec)
-        return Arguments(args, kwargs)
+        return Arguments(args, kwargs, dict(zip(self.tensor_names, self.batch_dims, strict=True)))
 
 
 @dataclass(frozen=True)
 class OutputStructure:
     """The pytree of a model's result: which leaves are tensors, and the constants between them.
 
-    `is_tensor` and `constants` have an entry for each leaf, `batched` one for each tensor: whether
-    its dimension 0 grows with the batch.
+    `is_tensor` and `constants` have an entry for each leaf, `batch_dims` one for each tensor: the
+    dimension that grows with the batch, see `output_dim`.
     """
 
     spec: pytree.TreeSpec
     is_tensor: tuple[bool, ...]
     constants: tuple[Any, ...]
-    batched: tuple[bool, ...]
+    batch_dims: tuple[int | None, ...]
 
     @staticmethod
-    def of(result: Any) -> tuple[OutputStructure, list[Tensor]]:
+    def of(result: Any, input_dims: BatchDims) -> tuple[OutputStructure, list[Tensor]]:
         """Return the structure of one result, and the tensors of this result. Caches of
-        transformers are left out.
+        transformers are left out. `input_dims` are where the inputs have the batch.
 
         UnsupportedError for symbolic sizes, CaptureError for leaves of another kind.
         """
@@ -192,10 +209,8 @@ class OutputStructure:
         constants = tuple(None if isinstance(leaf, Tensor) else leaf for leaf in leaves)
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         # While a forward is recorded, a size that grows with the batch is symbolic.
-        batched = tuple(
-            value.dim() > 0 and not isinstance(value.shape[0], int) for value in tensors
-        )
-        return OutputStructure(spec, is_tensor, constants, batched), tensors
+        batch_dims = tuple(output_dim(value, input_dims) for value in tensors)
+        return OutputStructure(spec, is_tensor, constants, batch_dims), tensors
 
     def is_like(self, other: OutputStructure) -> bool:
         """Return whether both have the same pytree and the same constants."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, get_args
 
 import torch
@@ -17,7 +18,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from pipecompile.cost_models.table import CostFunction
 from pipecompile.errors import InputError
 from pipecompile.frontend.loss_reduction import LossReduction, weighed
-from pipecompile.frontend.signature import Arguments, arguments_of
+from pipecompile.frontend.microbatch import MicrobatchSizes
+from pipecompile.frontend.signature import Arguments, InputStructure, arguments_of
 from pipecompile.frontend.target_cut import cut_targets
 from pipecompile.graph.model_state import has_values, without_values
 
@@ -28,6 +30,7 @@ FIELDS = (
     "model",
     "sample_input",
     "sample_kwargs",
+    "batch_dim",
     "loss_fn",
     "targets",
     "target_batch_dims",
@@ -73,11 +76,29 @@ class Target:
 
     def cut_targets(self, microbatches: int) -> list[Any]:
         """Return the targets of each of so many equal microbatches."""
-        tensors = [tensor for tensor in _tensors(self.call.args, self.call.kwargs) if tensor.dim()]
-        if self.targets is None or not tensors:
-            return [self.targets] * microbatches
-        sizes = (tensors[0].shape[0] // microbatches,) * microbatches
-        return cut_targets(self.targets, sizes, self.target_batch_dims)
+        if self.targets is None:
+            return [None] * microbatches
+        sizes = (self.samples // microbatches,) * microbatches
+        dims = self.inputs.batch_dims
+        return cut_targets(self.targets, sizes, self.target_batch_dims, dims)
+
+    def microbatches(self, count: int) -> list[Arguments]:
+        """Return the minibatch as so many equal microbatches; InputError if it cannot be cut so."""
+        inputs, size = self.inputs, self.samples // count
+        rows = MicrobatchSizes(size, (size,) * count).rows(
+            inputs.flatten(self.call), inputs.batch_dims
+        )
+        return list(map(inputs.unflatten, rows))
+
+    @cached_property
+    def inputs(self) -> InputStructure:
+        """How the minibatch is put together from tensors."""
+        return InputStructure.of(self.model, self.call)
+
+    @property
+    def samples(self) -> int:
+        """How many samples the minibatch has."""
+        return self.inputs.batch_size(self.inputs.flatten(self.call))
 
     def precision(self) -> AbstractContextManager[Any]:
         """Enter the autocast under which forwards run."""
@@ -143,7 +164,8 @@ class Target:
             raise InputError(
                 f"{origin}: model is a {type(model).__name__}, but must be an nn.Module"
             )
-        call = arguments_of(model, value["sample_input"], value.get("sample_kwargs"))
+        sample, kwargs = value["sample_input"], value.get("sample_kwargs")
+        call = arguments_of(model, sample, kwargs, value.get("batch_dim", 0))
         optimizer = _optimizer_name(value.get("optimizer"), model, origin)
         return Target(
             model,

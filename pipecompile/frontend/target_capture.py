@@ -5,17 +5,16 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from functools import partial
 from itertools import chain
 
 import torch.utils._pytree as pytree
 from torch import Tensor, fx, nn
 
 from pipecompile.errors import CaptureError, InputError
+from pipecompile.frontend.batch_dims import part_of
 from pipecompile.frontend.capture import capture, captures
 from pipecompile.frontend.captured_graph import Capture
 from pipecompile.frontend.digest import digest
-from pipecompile.frontend.microbatch import split
 from pipecompile.frontend.refusals import UnsupportedError
 from pipecompile.frontend.row_independence import refuse_dependent_rows
 from pipecompile.frontend.self_check import Proof, check_capture, proven_capture
@@ -106,9 +105,9 @@ def capture_for_remainder(
     which `verify` proves. InputError if there is none, as for a capture that holds for one size.
     """
     sample = _microbatch(target, options, 0)
-    call = Arguments(
-        *pytree.tree_map_only(Tensor, partial(_first, samples), (sample.args, sample.kwargs))
-    )
+    inputs = capture.inputs
+    pairs = zip(inputs.flatten(sample), inputs.batch_dims, strict=True)
+    call = inputs.unflatten([part_of(tensor, dim, 0, samples) for tensor, dim in pairs])
     violation = capture.guards.violation(samples)
     planned = capture.guards.batch
     refusal = (
@@ -134,17 +133,14 @@ def capture_for_remainder(
     return capture, module
 
 
-def _first(samples: int, tensor: Tensor) -> Tensor:
-    return tensor[:samples] if tensor.dim() else tensor
-
-
 def _microbatch(target: Target, options: Options, index: int) -> Arguments:
     """One microbatch of the sample, of which the first stands for all."""
-    call = split((target.call.args, target.call.kwargs), options.microbatches)[index]
-    if not target.has_values:
-        # No operator mixes tensors with values and without: all get the device of the model.
-        call = pytree.tree_map_only(Tensor, target.on_device, call)
-    return Arguments(*call)
+    call = target.microbatches(options.microbatches)[index]
+    if target.has_values:
+        return call
+    # No operator mixes tensors with values and without: all get the device of the model.
+    args, kwargs = pytree.tree_map_only(Tensor, target.on_device, (call.args, call.kwargs))
+    return Arguments(args, kwargs, call.batch_dim)
 
 
 def _captured_by(

@@ -3,6 +3,7 @@
 Which dimension of a target counts the samples is known only where it is as long as the batch:
 
     batch of 8      target (8, 5)   cut along dimension 0
+                    target (5, 8)   cut along dimension 1, if inputs have the batch there too
                     target ()       given to every microbatch
                     target (2,)     weights of two tasks? InputError, unless `dims` says what it is
 """
@@ -17,6 +18,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor
 
 from pipecompile.errors import InputError
+from pipecompile.frontend.batch_dims import BatchDims
 from pipecompile.graph.pytrees import register_dataclasses
 
 __all__ = ["cut_targets"]
@@ -27,12 +29,15 @@ REMEDY = (
 )
 
 
-def cut_targets(targets: Any, sizes: Sequence[int], dims: Any = None) -> list[Any]:
+def cut_targets(
+    targets: Any, sizes: Sequence[int], dims: Any = None, input_dims: BatchDims = (0,)
+) -> list[Any]:
     """Return `targets` once for each microbatch of so many samples.
 
     `dims` is a dimension, or a tree of dimensions and None that begins like that of the targets. A
     dimension that it names may have several rows for each sample: 30 rows for sizes 4, 4, 2 are 12,
-    12 and 6. InputError if it is not known how a tensor is cut, or if it cannot be cut so.
+    12 and 6. Without `dims` it is 0, or a dimension that inputs have the batch in. InputError if it
+    is not known how a tensor is cut, or if it cannot be cut so.
     """
     register_dataclasses(targets)
     samples = sum(sizes)
@@ -43,7 +48,10 @@ def cut_targets(targets: Any, sizes: Sequence[int], dims: Any = None) -> list[An
         )
     paths, spec = pytree.tree_flatten_with_path(targets)
     if dims is None:
-        chosen = [_batch_dimension(pytree.keystr(path), leaf, samples) for path, leaf in paths]
+        likely = sorted({0, *(dim for dim in input_dims if dim is not None)})
+        chosen = [
+            _batch_dimension(pytree.keystr(path), leaf, samples, likely) for path, leaf in paths
+        ]
     else:
         chosen = _given_dimensions(dims, spec)
     parts = [_cut(leaf, dim, sizes) for (_, leaf), dim in zip(paths, chosen, strict=True)]
@@ -52,8 +60,11 @@ def cut_targets(targets: Any, sizes: Sequence[int], dims: Any = None) -> list[An
     ]
 
 
-def _batch_dimension(path: str, leaf: Any, samples: int) -> int | None:
-    """Return 0 if that is the batch's, None for what has no dimensions; else InputError."""
+def _batch_dimension(path: str, leaf: Any, samples: int, likely: Sequence[int]) -> int | None:
+    """Return which of the `likely` dimensions is the batch's, None for what has no dimensions.
+
+    InputError if none is, or if several may be.
+    """
     if not isinstance(leaf, Tensor):
         if getattr(leaf, "shape", ()):
             raise InputError(
@@ -63,11 +74,13 @@ def _batch_dimension(path: str, leaf: Any, samples: int) -> int | None:
         return None
     if not leaf.dim():
         return None
-    if leaf.shape[0] == samples:
-        return 0
+    fitting = [dim for dim in likely if dim < leaf.dim() and leaf.shape[dim] == samples]
+    if len(fitting) == 1:
+        return fitting[0]
     raise InputError(
-        f"the target{path} is of shape {tuple(leaf.shape)}, but the batch has {samples} samples; "
-        f"{REMEDY}"
+        f"the target{path} is of shape {tuple(leaf.shape)}, "
+        f"{'and' if fitting else 'but'} the batch has {samples} samples"
+        f"{f' (in dimensions {fitting}?)' if fitting else ''}; {REMEDY}"
     )
 
 

@@ -40,7 +40,7 @@ class Minibatch:
 
     `loss_gradients` are what the backward of each microbatch begins with, None for 1; without them
     all begin with 1. `first` is the number of the first microbatch among those of all replicas, so
-    that each draws its own random numbers.
+    that each draws its own random numbers. Ranks compare how many `samples` they were given.
     """
 
     inputs: Sequence[Sequence[Tensor]]
@@ -49,13 +49,7 @@ class Minibatch:
     step: int
     loss_gradients: Sequence[Tensor | None] = ()
     first: int = 0
-
-    @property
-    def samples(self) -> int:
-        """How many samples it has: dimension 0 of the inputs that have dimensions."""
-        return sum(
-            next(tensor.shape[0] for tensor in inputs if tensor.dim()) for inputs in self.inputs
-        )
+    samples: int = 0
 
     def loss_gradient(self, microbatch: int) -> Tensor | None:
         """Return what the backward of a microbatch begins with, None for 1."""

@@ -69,18 +69,19 @@ class BatchReader:
             arguments_of(captured.model, batch)  # says more of what the model does not take
             raise
         names = captured.inputs.tensor_names
-        shape = shape_of(tensors, names, [program.input_shapes for program in self._declared])
-        sizes = MicrobatchSizes.of(tensors, names, self._declared[shape].input_shapes)
+        declared, dims = [each.input_shapes for each in self._declared], captured.inputs.batch_dims
+        shape = shape_of(tensors, names, declared, dims)
+        sizes = MicrobatchSizes.of(tensors, names, declared[shape], dims)
         for name, tensor, planned in zip(names, tensors, self._declared[0].inputs, strict=True):
             if tensor.dtype != planned[1]:
                 raise InputError(
                     f"{name} is of type {tensor.dtype}, but the plan was made for {planned[1]}; "
                     "convert it, or plan again with such a sample_input"
                 )
-        given = sizes.rows(tensors)
+        given = sizes.rows(tensors, dims)
         here = [self._runner.at_stage(0, tensor) for tensor in tensors]
         is_here = all(map(operator.is_, here, tensors))
-        return CutBatch(shape, sizes, given if is_here else sizes.rows(here), given)
+        return CutBatch(shape, sizes, given if is_here else sizes.rows(here, dims), given)
 
     def read_planned(self, batch: Any) -> CutBatch:
         """Return what `read` does; InputError if there are more microbatches than planned."""
@@ -98,4 +99,5 @@ class BatchReader:
         register_dataclasses(target)
         move = partial(self._runner.at_stage, self._plan.k - 1)
         here = tree_map_only(Tensor, move, target)
-        return cut_targets(here, sizes.sizes, self._target_batch_dims)
+        dims = self._declared[0].captured.inputs.batch_dims
+        return cut_targets(here, sizes.sizes, self._target_batch_dims, dims)

@@ -212,6 +212,7 @@ class Pipeline(HeldModel):
                 self.steps,
                 self._loss.gradients(sizes, scaler),
                 first=self._share.place.replica * len(cut.rows),
+                samples=sizes.samples,
             )
             with self._target.precision():
                 program = self._programs.current(cut.shape)
@@ -270,7 +271,8 @@ class Pipeline(HeldModel):
                 remainder = self._programs.for_remainder(program, sizes.remainder, cut.shape)
             cut.check(program, remainder)
             targets = self._data.targets(sizes, target)
-            minibatch = Minibatch(cut.rows, targets, self.seed, -self._evaluations)
+            number = -self._evaluations
+            minibatch = Minibatch(cut.rows, targets, self.seed, number, samples=sizes.samples)
         # An evaluation of many samples may take as long as steps with all of them.
         steps = -(-len(cut.rows) // self.plan.microbatches)
         watched = self._watched(name, steps)
@@ -280,10 +282,7 @@ class Pipeline(HeldModel):
             )
             if with_loss:
                 return self._loss.joined(result, sizes)
-        if result is None:
-            return None
-        program.check_joinable(result.values[0])
-        return sizes.merge([program.outputs.unflatten(list(values)) for values in result.values])
+        return None if result is None else program.joined(result.values, sizes)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scale all gradients so that their norm, over all ranks, is at most `max_norm`.

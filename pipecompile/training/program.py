@@ -13,7 +13,7 @@ from pipecompile.codegen.regions import EncodedRuns, Regions
 from pipecompile.codegen.stages import BoundaryTensor, StageModule, emit
 from pipecompile.errors import InputError
 from pipecompile.frontend.captured_graph import Capture
-from pipecompile.frontend.microbatch import InputShapes
+from pipecompile.frontend.microbatch import InputShapes, MicrobatchSizes
 from pipecompile.frontend.outside_values import OutsideValues
 from pipecompile.frontend.signature import OutputStructure
 from pipecompile.graph.attributes import AttributeItems, is_same_value, module_settings
@@ -196,21 +196,22 @@ class Program:
                 "old value; compile the model again, or keep what changes in a buffer"
             )
 
-    def check_joinable(self, values: Sequence[Tensor]) -> None:
-        """Raise InputError if what microbatches give for an output has no batch dimension to be
-        joined along.
+    def joined(self, values: Sequence[Sequence[Tensor]], sizes: MicrobatchSizes) -> Any:
+        """Return the output tensors of each microbatch as one output of the model.
+
+        InputError if one has no dimension that is known to be the batch, to be joined along.
         """
-        for index, (value, batched) in enumerate(zip(values, self.outputs.batched, strict=True)):
-            guards = self.captured.guards
-            grows = (
-                value.dim() > 0 and value.shape[0] == guards.batch if guards.is_fixed else batched
-            )
-            if value.dim() and not grows:
+        joined = []
+        dims = self.captured.output_dims(values[0])
+        for index, (parts, dim) in enumerate(zip(zip(*values, strict=True), dims, strict=True)):
+            if dim is None and parts[0].dim():
                 raise InputError(
-                    f"output {index} of shape {tuple(value.shape)} does not have the batch as "
-                    "dimension 0, so the outputs of the microbatches cannot be joined; return it "
-                    "per sample, or evaluate the model itself"
+                    f"output {index} of shape {tuple(parts[0].shape)} has no dimension that is "
+                    "known to be the batch, so the outputs of the microbatches cannot be joined; "
+                    "return it per sample, or evaluate the model itself"
                 )
+            joined.append(sizes.join(parts, dim or 0))
+        return self.outputs.unflatten(joined)
 
     @contextmanager
     def mode(self) -> Iterator[None]:

@@ -21,7 +21,6 @@ from torch.utils._pytree import tree_map_only
 from pipecompile.codegen.stages import StageModule
 from pipecompile.cost_models.device_transfer import moved_to
 from pipecompile.errors import InputError, PipecompileError
-from pipecompile.frontend.microbatch import split
 from pipecompile.frontend.target import Target, model_loss
 from pipecompile.frontend.target_capture import Captured
 from pipecompile.graph.model_state import named_state
@@ -135,7 +134,7 @@ class StageTimer:
         for _ in range(OVERHEAD_REPEATS):
             start = time.perf_counter_ns()
             self.target.cut_targets(plan.microbatches)
-            split((self.target.call.args, self.target.call.kwargs), plan.microbatches)
+            self.target.microbatches(plan.microbatches)
             with program.mode(), fresh_gradients(self.target.model.parameters()):
                 pass
             times.append(time.perf_counter_ns() - start)

@@ -195,7 +195,8 @@ def test_a_shape_that_was_not_declared_is_refused() -> None:
     pipeline, steps = shared(), shared().steps
     message = (
         r"the batch has ids \(8, 10\), but the pipeline runs microbatches of ids \(2, 16\) or ids "
-        r"\(4, 8\) or ids \(1, 12\): only dimension 0 may differ; pad the batch, or declare"
+        r"\(4, 8\) or ids \(1, 12\): only the number of samples may differ; pad the batch, or "
+        r"declare"
     )
     with pytest.raises(InputError, match=message):
         pipeline.step(*samples_of(8, 10))

@@ -221,8 +221,8 @@ def test_ranks_that_begin_different_steps_are_told(workers: Workers, tmp_path: P
     [
         ("too many samples", "microbatches, but the plan was made for"),
         ("another type", "is of type torch.float64"),
-        ("another shape", "only dimension 0 may differ"),
-        ("an evaluation", "only dimension 0 may differ"),
+        ("another shape", "only the number of samples may differ"),
+        ("an evaluation", "only the number of samples may differ"),
         ("no gradients", "gradients are switched off"),
     ],
 )

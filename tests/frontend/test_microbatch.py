@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from hypothesis import given
@@ -9,35 +7,42 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from pipecompile.errors import InputError
-from pipecompile.frontend.microbatch import MicrobatchSizes, merge, shape_of, split
+from pipecompile.frontend.microbatch import MicrobatchSizes, shape_of
 
 
-@given(st.integers(1, 5), st.integers(1, 4))
-def test_merging_undoes_splitting(microbatches: int, size: int) -> None:
-    x = torch.randn(microbatches * size, 3)
-    tree: Any = {
-        "x": x,
-        "nested": (x * 2, [x[:, 0]]),
-        "text": "same",
-        "none": None,
-        "scalar": torch.tensor(2.0),
-    }
-    rows = split(tree, microbatches)
-    assert len(rows) == microbatches
-    assert all(row["x"].shape == (size, 3) and row["text"] == "same" for row in rows)
-    merged = merge(rows)
-    assert torch.equal(merged["x"], x)
-    assert torch.equal(merged["nested"][0], x * 2)
-    assert torch.equal(merged["nested"][1][0], x[:, 0])
-    assert (merged["text"], merged["none"], merged["scalar"].item()) == ("same", None, 2.0)
+@given(
+    sizes=st.lists(st.integers(1, 4), min_size=1, max_size=4),
+    places=st.lists(st.tuples(st.integers(1, 4), st.integers(0, 3)), min_size=1, max_size=4),
+    data=st.data(),
+)
+def test_joining_undoes_cutting_along_any_dimension(
+    sizes: list[int], places: list[tuple[int, int]], data: st.DataObject
+) -> None:
+    """Each tensor has a number of dimensions, of which one is the batch."""
+    cut = MicrobatchSizes(sizes[0], tuple(sizes))
+    dims = [place % rank for rank, place in places]
+    tensors = []
+    for (rank, _), dim in zip(places, dims, strict=True):
+        shape = data.draw(st.lists(st.integers(1, 3), min_size=rank, max_size=rank))
+        shape[dim] = cut.samples
+        tensors.append(torch.randn(shape))
+    rows = cut.rows(tensors, dims)
+    for index, (tensor, dim) in enumerate(zip(tensors, dims, strict=True)):
+        parts = [row[index] for row in rows]
+        assert [part.shape[dim] for part in parts] == sizes
+        assert all(part.is_contiguous() for part in parts)
+        assert torch.equal(cut.join(parts, dim), tensor)
 
 
-def test_rows_are_in_order() -> None:
-    assert [row.tolist() for row in split(torch.arange(6), 3)] == [[0, 1], [2, 3], [4, 5]]
+def test_what_has_no_batch_is_given_whole() -> None:
+    table, scale = torch.randn(3, 3), torch.tensor(2.0)
+    rows = MicrobatchSizes(2, (2, 1)).rows([table, scale, torch.arange(3)], [None, None, 0])
+    assert all(row[0] is table and row[1] is scale for row in rows)
+    assert [row[2].tolist() for row in rows] == [[0, 1], [2]]
 
 
 def test_scalars_are_averaged_and_the_rest_is_joined() -> None:
-    merged = merge(
+    merged = MicrobatchSizes(1, (1, 1)).merge(
         [
             {"loss": torch.tensor(float(i)), "logits": torch.full((2, 1), float(i)), "n": 7}
             for i in (1, 2)
@@ -48,47 +53,33 @@ def test_scalars_are_averaged_and_the_rest_is_joined() -> None:
     assert merged["n"] == 7
 
 
-def test_nothing_is_split_into_nothing() -> None:
-    assert split(None, 3) == [None, None, None]
+@given(st.integers(1, 13), st.integers(1, 5))
+def test_parts_of_unequal_size_are_merged_by_their_samples(total: int, planned: int) -> None:
+    x = torch.randn(total, 2).double()
+    cut = MicrobatchSizes.of([x], ["x"], [(planned, 2)], [0])
+    parts = [row[0] for row in cut.rows([x], [0])]
+    assert [len(part) for part in parts] == list(cut.sizes)
+    merged = cut.merge([{"x": part, "mean": part.mean()} for part in parts])
+    assert torch.equal(merged["x"], x)
+    assert (merged["mean"] - x.mean()).abs() < 1e-14
 
 
-def test_a_target_of_another_length_is_an_error() -> None:
+@pytest.mark.parametrize("dim", [0, 1])
+def test_an_input_of_another_size_is_an_error(dim: int) -> None:
     with pytest.raises(
         InputError,
-        match=r"a tensor of shape \(7, 2\) cannot be cut into 3 microbatches; dimension 0",
+        match=r"shape \(9, 9\) cannot be cut into microbatches of \[4, 3\] samples; dimension "
+        f"{dim} must be 7",
     ):
-        split({"labels": torch.zeros(7, 2)}, 3)
+        MicrobatchSizes(4, (4, 3)).rows([torch.zeros(9, 9)], [dim])
 
 
-@given(st.integers(1, 13), st.integers(1, 5), st.integers(1, 3))
-def test_parts_of_unequal_size_are_merged_by_their_samples(
-    total: int, planned: int, rows_each: int
-) -> None:
-    tree = {"x": torch.randn(total, 2).double(), "rows": torch.randn(rows_each * total)}
-    cut = MicrobatchSizes.of([tree["x"]], ["x"], [(planned, 2)])
-    parts = [dict(zip(tree, row, strict=True)) for row in cut.rows([*tree.values()])]
-    assert [len(part["x"]) for part in parts] == list(cut.sizes)
-    assert [len(part["rows"]) for part in parts] == [rows_each * size for size in cut.sizes]
-    merged = cut.merge([{**part, "mean": part["x"].mean()} for part in parts])
-    assert torch.equal(merged["x"], tree["x"])
-    assert torch.equal(merged["rows"], tree["rows"])
-    assert (merged["mean"] - tree["x"].mean()).abs() < 1e-14
-
-
-def test_a_target_that_does_not_fit_unequal_parts_is_an_error() -> None:
-    with pytest.raises(
-        InputError,
-        match=r"shape \(9,\) cannot be cut into microbatches of \[4, 3\] samples; dimension 0 must "
-        "be a multiple of 7",
-    ):
-        MicrobatchSizes(4, (4, 3)).rows([torch.zeros(9)])
-
-
+DIMS = (0, 0, None)
 NAMES, SHAPES = ("ids", "mask", "scale"), ((2, 5), (2,), ())
 
 
 def sizes_of(*tensors: Tensor) -> tuple[int, ...]:
-    return MicrobatchSizes.of(tensors, NAMES, SHAPES).sizes
+    return MicrobatchSizes.of(tensors, NAMES, SHAPES, DIMS).sizes
 
 
 @pytest.mark.parametrize(
@@ -96,7 +87,7 @@ def sizes_of(*tensors: Tensor) -> tuple[int, ...]:
 )
 def test_the_sizes_of_microbatches(samples: int, sizes: tuple[int, ...]) -> None:
     tensors = torch.zeros(samples, 5), torch.zeros(samples), torch.tensor(1.0)
-    cut = MicrobatchSizes.of(tensors, NAMES, SHAPES)
+    cut = MicrobatchSizes.of(tensors, NAMES, SHAPES, DIMS)
     assert cut.sizes == sizes
     assert cut.samples == samples
     assert cut.planned_microbatches == samples / 2
@@ -108,20 +99,31 @@ OTHER = ((3, 7), (3,), ())
 
 
 @pytest.mark.parametrize("samples", [1, 2, 5])
+def test_a_batch_along_dimension_1_has_the_declared_shape_too(samples: int) -> None:
+    declared = [((5, 2), (2, 5)), ((7, 2), (2, 7))]
+    for index, length in enumerate((5, 7)):
+        tensors = torch.zeros(length, samples), torch.zeros(samples, length)
+        assert shape_of(tensors, ["x", "mask"], declared, [1, 0]) == index
+        sizes = MicrobatchSizes.of(tensors, ["x", "mask"], declared[index], [1, 0])
+        assert (sizes.planned, sizes.samples) == (2, samples)
+
+
+@pytest.mark.parametrize("samples", [1, 2, 5])
 def test_a_batch_has_the_declared_shape_that_differs_in_the_samples_alone(samples: int) -> None:
     for index, length in enumerate((5, 7)):
         tensors = torch.zeros(samples, length), torch.zeros(samples), torch.tensor(1.0)
-        assert shape_of(tensors, NAMES, [SHAPES, OTHER]) == index
+        assert shape_of(tensors, NAMES, [SHAPES, OTHER], DIMS) == index
 
 
 @pytest.mark.parametrize("shape", [(4, 6), (4,), (4, 5, 1), ()])
 def test_another_shape_is_an_error_that_lists_the_declared_ones(shape: tuple[int, ...]) -> None:
+    tensors = torch.zeros(shape), torch.zeros(4), torch.tensor(1.0)
     with pytest.raises(InputError) as caught:
-        shape_of((torch.zeros(shape), torch.zeros(4), torch.tensor(1.0)), NAMES, [SHAPES, OTHER])
+        shape_of(tensors, NAMES, [SHAPES, OTHER], DIMS)
     assert str(caught.value) == (
         f"the batch has ids {shape}, mask (4,), scale (), but the pipeline runs microbatches of "
-        "ids (2, 5), mask (2,), scale () or ids (3, 7), mask (3,), scale (): only dimension 0 may "
-        "differ; pad the batch, or declare its shape with shapes=[…]"
+        "ids (2, 5), mask (2,), scale () or ids (3, 7), mask (3,), scale (): only the number of "
+        "samples may differ; pad the batch, or declare its shape with shapes=[…]"
     )
 
 

@@ -39,9 +39,10 @@ class Counting(nn.Module):
         return value / self.mean
 
 
-def ask(model: nn.Module, *shape: int) -> None:
+def ask(model: nn.Module, *shape: int, batch_dim: int = 0) -> None:
     torch.manual_seed(0)
-    first, second = (Arguments((torch.randn(4, *shape),), {}) for _ in range(2))
+    size = (4, *shape)
+    first, second = (Arguments((torch.randn(size),), {}, batch_dim) for _ in range(2))
     refuse_dependent_rows(model, first, second)
 
 
@@ -88,3 +89,29 @@ def test_independent_rows_are_not(name: str) -> None:
     assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
     torch.manual_seed(0)
     assert torch.equal(torch.get_rng_state(), seeded)
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+def test_rows_are_compared_along_the_dimension_that_is_given(kind: type[nn.RNNBase]) -> None:
+    ask(kind(6, 6, 2), 5, 6, batch_dim=1)
+    with pytest.raises(
+        InputError, match=r"rows along dimension 1 .* give batch_dim=0, or transpose"
+    ):
+        ask(kind(6, 6, 2, batch_first=True), 5, 6, batch_dim=1)
+
+
+def test_the_refusal_names_the_way() -> None:
+    with pytest.raises(InputError, match="If the batch is dimension 1, give batch_dim=1, or tran"):
+        ask(nn.LSTM(6, 6), 5, 6)
+    calls = [
+        Arguments((torch.randn(4, 5, 6), torch.ones(4)), {}, {"x": 0, "scale": 0}) for _ in "ab"
+    ]
+    with pytest.raises(InputError, match=r"not independent.* Say with batch_dim= which dimension"):
+        refuse_dependent_rows(Scaled(), *calls)
+
+
+class Scaled(nn.Module):
+    """Sums over the rows."""
+
+    def forward(self, x: Tensor, scale: Tensor) -> Tensor:
+        return x.cumsum(0) * scale[:, None, None]

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from zoo import captured, example, first, same
 
 from pipecompile.errors import CaptureError, InputError
-from pipecompile.frontend.captured_graph import batch_size
+from pipecompile.frontend.batch_dims import batch_size
 from pipecompile.frontend.signature import Arguments
 
 
@@ -166,7 +166,8 @@ def test_a_keyword_of_python_may_name_an_input() -> None:
 
 def test_inputs_of_different_batches_are_an_error() -> None:
     with pytest.raises(
-        InputError, match=r"dimension 0 of every input is the batch.*\(4, 2\), \(3, 2\)"
+        InputError, match=r"no common number of samples.*x \(4, 2\), y \(3, 2\); say with batch_dim"
     ):
-        batch_size([torch.zeros(4, 2), torch.zeros(3, 2)])
-    assert batch_size([torch.zeros(4, 2), torch.tensor(1.0), torch.zeros(4)]) == 4
+        batch_size("xy", [torch.zeros(4, 2), torch.zeros(3, 2)], [0, 0])
+    three = [torch.zeros(5, 4), torch.tensor(1.0), torch.zeros(4)]
+    assert batch_size("xyz", three, [1, None, 0]) == 4

@@ -69,3 +69,20 @@ def test_a_tree_says_how_each_target_is_cut() -> None:
 def test_what_is_ambiguous_is_refused(target: Any, dims: Any, words: str) -> None:
     with pytest.raises(InputError, match=words):
         cut_targets(target, (4, 4), dims)
+
+
+def test_a_target_has_the_batch_where_the_inputs_have_it() -> None:
+    target = {"over time": rows(5, 8), "classes": rows(8, 3), "scale": torch.tensor(2.0)}
+    first, second = cut_targets(target, (6, 2), None, (1, None, 1))
+    assert torch.equal(first["over time"], rows(5, 8)[:, :6])
+    assert torch.equal(second["classes"], rows(8, 3)[6:])
+    assert first["scale"] is target["scale"]
+
+
+def test_two_dimensions_as_long_as_the_batch_are_refused() -> None:
+    with pytest.raises(InputError, match=r"\(8, 8\), and the batch has 8 .*dimensions \[0, 1\]\?"):
+        cut_targets(rows(8, 8), (4, 4), None, (1,))
+    parts = cut_targets(rows(8, 8), (4, 4), 1, (1,))
+    assert torch.equal(torch.cat(parts, 1), rows(8, 8))
+    # Where inputs have the batch first, so have targets.
+    assert torch.equal(torch.cat(cut_targets(rows(8, 8), (4, 4)), 0), rows(8, 8))

@@ -24,6 +24,7 @@ from pipecompile.api.staleness import check_current
 from pipecompile.cost_models.table import CostFunction
 from pipecompile.errors import InputError, ScheduleError
 from pipecompile.frontend.batch_dims import BatchDim
+from pipecompile.frontend.loss_reduction import LossReduction
 from pipecompile.frontend.self_check import restored_state
 from pipecompile.frontend.signature import arguments_of
 from pipecompile.frontend.target import LossFunction, Target
@@ -52,6 +53,7 @@ def pipecompile(
     sample_target: Any = None,
     batch_dim: BatchDim = 0,
     target_batch_dims: Any = None,
+    loss_reduction: LossReduction = "mean",
     costs: str | CostFunction = "measured",
     links: LinksInput = None,
     self_check: bool = True,
@@ -83,6 +85,10 @@ def pipecompile(
                     Where targets have the batch: a dimension, or None for what every microbatch is
                     given whole, or a tree of these like the target's. Without it each tensor has
                     the batch first, or where inputs have it.
+    loss_reduction  How losses of microbatches make up that of a step: "mean" over samples; "sum",
+                    where `loss_fn` returns a sum over its samples; or "weighted", where it returns
+                    (loss, weight) and the loss is a mean over what the weight counts, such as
+                    tokens.
     costs           A cost model (docs/design/cost-models.md), or a function from a node and its
                     call to nanoseconds.
     links           A file that `pipecompile links` wrote, or its content; without it transfers take
@@ -95,6 +101,7 @@ def pipecompile(
     autocast        The type to which forwards and the loss cast, such as torch.bfloat16.
     step_timeout    Seconds that a step over ranks may take, and an evaluation for every planned
                     minibatch; then RankFaultError says on every rank which one is at fault.
+                    Exchanges of FSDP2 and tensor parallelism end with the process group's timeout.
     weights         For a model on the meta device, of which each rank then holds its own stages
                     only: a safetensors file, the index or folder of several, or a checkpoint.
                     Without it modules set their parameters themselves, from `seed`.
@@ -128,6 +135,7 @@ def pipecompile(
         costs=function,
         autocast=autocast,
         target_batch_dims=target_batch_dims,
+        loss_reduction=loss_reduction,
     )
     _check_weights(target, weights)
     with target.precision(), on_meta(model), _unchanged(loss_fn):

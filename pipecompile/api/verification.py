@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,6 +12,11 @@ from torch import Tensor, nn
 
 from pipecompile.api.compilation import pipecompile
 from pipecompile.errors import InputError
+from pipecompile.frontend.loss_reduction import (
+    LossReduction,
+    check_total_weight,
+    total_weight,
+)
 from pipecompile.frontend.target import LossFunction, Target, sum_of_squares
 from pipecompile.frontend.target_capture import capture_target
 from pipecompile.graph.batch_statistics import DeferredBatchNorm, record_forward
@@ -24,6 +29,7 @@ from pipecompile.passes.seed import Seed
 from pipecompile.runtime import world
 from pipecompile.runtime.batch_statistics import minibatch_statistics
 from pipecompile.runtime.gradients import divide_gradients
+from pipecompile.runtime.place import running_replicas
 from pipecompile.training.pipeline import Pipeline
 
 __all__ = [
@@ -101,7 +107,7 @@ class Comparison:
 
 class Reference:
     """The unsplit model's training step as a step is defined: microbatch by microbatch, summed,
-    then divided by M.
+    then divided by M, or what the reduction of the loss says instead.
     """
 
     def __init__(self, model: nn.Module, loss_fn: LossFunction, run: Any, description: str) -> None:
@@ -110,22 +116,51 @@ class Reference:
         self._loss_fn = loss_fn
         self._run = run
 
-    def step(self, target: Target, microbatches: int, *, seed: int = 0, step: int = 0) -> Tensor:
-        """Run one step; gradients are left on `model`, whose old ones are dropped. Returns the mean
-        loss.
+    def step(
+        self,
+        target: Target,
+        microbatches: int,
+        *,
+        seed: int = 0,
+        step: int = 0,
+        replicas: int = 1,
+    ) -> Tensor:
+        """Run one step, which as many `replicas` run on the same minibatch; gradients are left on
+        `model`, whose old ones are dropped. Returns the loss.
         """
         self.model.zero_grad(set_to_none=True)
         rows = target.microbatches(microbatches)
-        losses = []
+        losses, extras = [], []
         with minibatch_statistics():
             pairs = zip(rows, target.cut_targets(microbatches), strict=True)
             for index, (call, wanted) in enumerate(pairs):
                 output = self._run(StreamKey(seed, step, index), call.args, call.kwargs)
-                loss = self._loss_fn(output, wanted)
+                loss, extra = _loss_and_extra(self._loss_fn(output, wanted))
                 loss.backward()
                 losses.append(loss.detach())
-        divide_gradients(self.model.parameters(), microbatches)
-        return torch.stack(losses).mean()
+                extras.append(extra)
+        return self._reduced(target.loss_reduction, torch.stack(losses), extras, replicas)
+
+    def _reduced(
+        self, reduction: LossReduction, losses: Tensor, extras: Sequence[Any], replicas: int
+    ) -> Tensor:
+        """Divide the gradients; return the loss of the step."""
+        parameters = self.model.parameters()
+        if reduction == "mean":
+            divide_gradients(parameters, len(losses))
+            return losses.mean()
+        if reduction == "sum":
+            divide_gradients(parameters, 1 / replicas)
+            return losses.sum() * replicas
+        weight = total_weight([extra.weight for extra in extras]).item()
+        check_total_weight(weight)
+        divide_gradients(parameters, weight)
+        return (losses.double().sum() / weight).to(losses.dtype)
+
+
+def _loss_and_extra(returned: Any) -> tuple[Tensor, Any]:
+    """Return a loss, and what came with it."""
+    return returned if isinstance(returned, tuple) else (returned, None)
 
 
 def reference_for(target: Target, plan: Plan) -> Reference:
@@ -275,18 +310,20 @@ def compared(target: Target, **options: Any) -> tuple[Plan, Comparison]:
         loss_fn=target.loss_fn,
         sample_target=target.targets,
         target_batch_dims=target.target_batch_dims,
+        loss_reduction=target.loss_reduction,
         **options,
     )
     reference = reference_for(target, pipeline.plan)
-    wanted = reference.step(target, pipeline.plan.microbatches, seed=pipeline.seed)
+    plan, replicas = pipeline.plan, max(1, running_replicas(pipeline.plan.ranks, None))
+    wanted = reference.step(target, plan.microbatches, seed=pipeline.seed, replicas=replicas)
     # The step adds to gradients that are there, such as those of the user's last step.
     for parameter in target.model.parameters():
         parameter.grad = None
-    loss = pipeline.step(target.call, target.targets)
+    loss, _ = _loss_and_extra(pipeline.step(target.call, target.targets))
     gradients = {name: parameter.grad for name, parameter in reference.model.named_parameters()}
     buffers = dict(reference.model.named_buffers())
     comparison = compare(pipeline, (wanted.item(), loss), gradients, buffers, reference.description)
-    return pipeline.plan, comparison
+    return plan, comparison
 
 
 def _gathered(own: Comparison) -> Comparison:

@@ -9,7 +9,7 @@ more microbatch, the remainder:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -101,22 +101,30 @@ class MicrobatchSizes:
         parts = zip(scalars, self.sizes, strict=True)
         return torch.stack([value * (size / self.samples) for value, size in parts]).sum(dim=0)
 
-    def merge(self, trees: Sequence[Any]) -> Any:
+    def merge(
+        self, trees: Sequence[Any], scalar: Callable[[Sequence[Tensor]], Tensor] | None = None
+    ) -> Any:
         """Return the results of the microbatches as one.
 
-        Tensors are joined along dimension 0, and all else is taken from the first microbatch.
+        Tensors are concatenated along dimension 0, and of scalars the mean over samples is taken,
+        or what `scalar` makes of those of all microbatches. All else is taken from the first
+        microbatch.
         """
         flat = [pytree.tree_flatten(tree) for tree in trees]
         columns = zip(*(leaves for leaves, _ in flat), strict=True)
-        return pytree.tree_unflatten(list(map(self._merge_leaf, columns)), flat[0][1])
-
-    def _merge_leaf(self, column: Sequence[Any]) -> Any:
-        return self.join(column) if isinstance(column[0], Tensor) else column[0]
+        merged = [_merge_leaf(column, scalar or self.mean) for column in columns]
+        return pytree.tree_unflatten(merged, flat[0][1])
 
     def join(self, parts: Sequence[Tensor], dim: int = 0) -> Tensor:
         """Return the results of the microbatches as one, along `dim`; of scalars their mean."""
         # A scalar is taken for a mean over samples, as metrics beside a loss are.
         return torch.cat(list(parts), dim) if parts[0].dim() else self.mean(parts)
+
+
+def _merge_leaf(column: Sequence[Any], scalar: Callable[[Sequence[Tensor]], Tensor]) -> Any:
+    if not isinstance(column[0], Tensor):
+        return column[0]
+    return torch.cat(list(column)) if column[0].dim() else scalar(column)
 
 
 def shape_of(

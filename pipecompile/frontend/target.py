@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, get_args
 
 import torch
 import torch.utils._pytree as pytree
@@ -17,6 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from pipecompile.cost_models.table import CostFunction
 from pipecompile.errors import InputError
+from pipecompile.frontend.loss_reduction import LossReduction, weighed
 from pipecompile.frontend.microbatch import MicrobatchSizes
 from pipecompile.frontend.signature import Arguments, InputStructure, arguments_of
 from pipecompile.frontend.target_cut import cut_targets
@@ -33,6 +34,7 @@ FIELDS = (
     "loss_fn",
     "targets",
     "target_batch_dims",
+    "loss_reduction",
     "optimizer",
 )
 
@@ -45,7 +47,9 @@ class Target:
     `costs` is a user's function of a node's cost, for the costs called "function". `optimizer`
     names the one whose state is counted, see `memory_model/optimizer.py`. `autocast` is the type to
     which operators of forwards and of the loss cast; None leaves it to the code around.
-    `target_batch_dims` says along which dimensions targets are cut, see `cut_targets`.
+    `target_batch_dims` says along which dimensions targets are cut, see `cut_targets`, and
+    `loss_reduction` how losses of microbatches make up one. InputError if that does not go with the
+    loss.
     """
 
     model: nn.Module
@@ -56,6 +60,19 @@ class Target:
     optimizer: str | None = None
     autocast: torch.dtype | None = None
     target_batch_dims: Any = None
+    loss_reduction: LossReduction = "mean"
+
+    def __post_init__(self) -> None:
+        known, given = get_args(LossReduction), self.loss_reduction
+        if given not in known:
+            raise InputError(f"loss_reduction={given!r}, but it is one of {', '.join(known)}")
+        if given != "mean" and self.loss_fn is None:
+            returned = "output.loss" if given == "sum" else "(output.loss, weight)"
+            raise InputError(
+                f"loss_reduction={given!r} needs a loss_fn: what a model returns as its `loss` is "
+                "taken for a mean over samples; if it is not, say so by "
+                f"loss_fn=lambda output, target: {returned}"
+            )
 
     def cut_targets(self, microbatches: int) -> list[Any]:
         """Return the targets of each of so many equal microbatches."""
@@ -122,8 +139,11 @@ class Target:
 
     @property
     def trained_by(self) -> LossFunction:
-        """The loss of the step."""
-        return self.loss_fn or model_loss
+        """The loss of a microbatch, or a pair of that and of what comes with it; weighted losses
+        are multiplied by their weights.
+        """
+        own = self.loss_fn or model_loss
+        return weighed(own) if self.loss_reduction == "weighted" else own
 
     @staticmethod
     def of(value: Any, origin: str) -> Target:
@@ -154,6 +174,7 @@ class Target:
             value.get("targets"),
             optimizer=optimizer,
             target_batch_dims=value.get("target_batch_dims"),
+            loss_reduction=value.get("loss_reduction", "mean"),
         )
 
 

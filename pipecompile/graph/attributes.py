@@ -18,10 +18,13 @@ import torch
 from torch import Tensor, nn
 
 __all__ = [
+    "CONTAINERS",
+    "PLAIN",
     "REGISTERED_TABLES",
     "AttributeItems",
     "ModuleAttributes",
     "attributes_restored",
+    "deep_copy",
     "is_same_value",
     "module_settings",
 ]
@@ -58,7 +61,7 @@ class ModuleAttributes:
         contents: dict[int, tuple[Any, Any]] = {}
         for module, attributes in values.items():
             copies[module] = {
-                name: _deep_copy(value)
+                name: deep_copy(value)
                 for name, value in attributes.items()
                 if isinstance(value, (*CONTAINERS, tuple))
             }
@@ -106,7 +109,7 @@ def module_settings(module: nn.Module) -> dict[str, Any]:
     These are its own attributes and its tables of submodules, parameters, buffers and hooks.
     `is_same_value` tells later whether they changed.
     """
-    return {name: _deep_copy(value) for name, value in vars(module).items() if _is_setting(name)}
+    return {name: deep_copy(value) for name, value in vars(module).items() if _is_setting(name)}
 
 
 def _is_setting(name: str) -> bool:
@@ -157,13 +160,13 @@ def attributes_restored(model: nn.Module) -> Iterator[None]:
         before.restore()
 
 
-def _deep_copy(value: Any) -> Any:
+def deep_copy(value: Any) -> Any:
     """Return `value` with all containers in it copied, but not the objects that these hold."""
     if isinstance(value, dict):
-        return {key: _deep_copy(item) for key, item in value.items()}
+        return {key: deep_copy(item) for key, item in value.items()}
     if isinstance(value, (list, tuple, deque)):
         # A list stands for every sequence: it is only compared with another copy.
-        return [_deep_copy(item) for item in value]
+        return [deep_copy(item) for item in value]
     return set(value) if isinstance(value, set) else value
 
 

@@ -111,7 +111,7 @@ def _restore(parameters: Iterable[Tensor], gradients: Iterable[Tensor | None]) -
 def divide_gradients(parameters: Iterable[Tensor], count: float) -> None:
     """Divide the gradients by how many were summed, in place."""
     gradients = [local_part(p.grad) for p in parameters if p.grad is not None]
-    if gradients:
+    if gradients and count != 1:
         torch._foreach_div_(gradients, count)
 
 

@@ -30,7 +30,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import AllgatherOptions, AllreduceOptions
-from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
+from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store
 
 from pipecompile.errors import PipecompileError, RankFaultError
 from pipecompile.ir.schedule import BACKWARDS, TRANSFERS, Action, Kind
@@ -293,7 +293,7 @@ class _OverdueError(Exception):
     """The step has taken longer than it may, though no wait of this rank has failed."""
 
 
-def _own_store() -> dist.Store:
+def _own_store() -> Store:
     """Return the store of the process group by a connection of its own: a step may hold that of the
     group for long. Made before the first step, since nobody can connect to a host that is gone.
     """
@@ -305,7 +305,7 @@ def _own_store() -> dist.Store:
 class _Heartbeat:
     """The thread that publishes the state of a watched step until it is stopped."""
 
-    def __init__(self, watch: StepWatch, store: dist.Store) -> None:
+    def __init__(self, watch: StepWatch, store: Store) -> None:
         self._watch = watch
         self._store = store
         self._is_store_lost = False

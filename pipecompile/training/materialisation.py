@@ -78,14 +78,10 @@ def initialise(model: nn.Module, share: LocalShare, seed: int) -> None:
     """
     firsts = {name for name, _ in (*model.named_parameters(), *model.named_buffers())}
     for path, module in model.named_modules():
-        reset = getattr(module, "reset_parameters", None)
         names = [name for name in _direct_names(path, module) if name in firsts]
-        # The seed is of the path, not of an order: modules on other ranks draw nothing here.
-        if reset is not None and any(share.holds(name) for name in names):
-            with _whole_on_cpu(module) as whole, torch.random.fork_rng(devices=()):
-                torch.manual_seed(_seed_of(seed, path))
-                reset()
-            _copy_held(path, module, whole, [name for name in names if share.holds(name)])
+        held = [name for name in names if share.holds(name)]
+        if held and hasattr(module, "reset_parameters"):
+            _reset(path, module, held, seed)
 
 
 def check_all_set(model: nn.Module, share: LocalShare) -> None:
@@ -137,6 +133,18 @@ def _tables(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
 def _direct_names(path: str, module: nn.Module) -> Iterable[str]:
     tables = (*module._parameters.items(), *module._buffers.items())
     return [f"{path}.{name}".lstrip(".") for name, tensor in tables if tensor is not None]
+
+
+def _reset(path: str, module: nn.Module, held: list[str], seed: int) -> None:
+    """Let a module set what it has, and keep what is `held` here.
+
+    A function of its own: in a loop what one module drew would live until the next one has drawn.
+    """
+    # The seed is of the path, not of an order: modules on other ranks draw nothing here.
+    with _whole_on_cpu(module) as whole, torch.random.fork_rng(devices=()):
+        torch.manual_seed(_seed_of(seed, path))
+        module.reset_parameters()  # type: ignore[operator]
+    _copy_held(path, module, whole, held)
 
 
 @contextmanager

@@ -30,7 +30,7 @@ from pipecompile.runtime.place import RankPlace
 from pipecompile.runtime.rank_step import Minibatch, StepResult
 from pipecompile.runtime.shards import gradient_parts
 from pipecompile.schedule.simulator import simulate_plan
-from pipecompile.training.batch_reader import BatchReader, CutBatch
+from pipecompile.training.batch_reader import BatchReader
 from pipecompile.training.checkpoint import Checkpoint
 from pipecompile.training.held_model import HeldModel
 from pipecompile.training.materialisation import allocate, check_all_set, initialise, lacks_values
@@ -47,6 +47,7 @@ from pipecompile.training.run_conditions import (
 )
 from pipecompile.training.run_recorder import RunRecorder
 from pipecompile.training.runner import Runner
+from pipecompile.training.step_loss import StepLoss
 
 __all__ = ["Pipeline"]
 
@@ -102,6 +103,7 @@ class Pipeline(HeldModel):
         for shape in shapes:
             self._programs.declare(shape)
         self._data = BatchReader(plan, self._programs, self._runner, target.target_batch_dims)
+        self._loss = StepLoss(target.loss_reduction, self._share.place, self._runner)
         self._recorders: list[ActionRecorder] = []
         self._gradients = StepGradients()
         self._batch_norms = MinibatchStatistics(self._share.place.replica_group)
@@ -183,15 +185,15 @@ class Pipeline(HeldModel):
                      rank, they do on all, so that all skip the update.
         everywhere   Return the result on every rank.
 
-        Returns the mean loss of the minibatch, over all replicas, where the last stage runs, and
-        None on other ranks. If the loss function returns a loss and something else, it is the pair
-        of the loss and what came with it, joined in the order of the batch.
+        Returns the loss of the minibatch, over all replicas, where the last stage runs, and None on
+        other ranks. If the loss function returns a loss and something else, it is the pair of the
+        loss and what came with it, joined in the order of the batch.
 
         A batch is cut into microbatches of the planned size, and what is left over is one more,
         which counts by its samples. Where the loss function returns the mean over samples, the loss
-        is the mean over all samples of the batch.
+        is the mean over all samples of the batch; see `loss_reduction` for sums and for weights.
 
-        Gradients are those of the mean loss; they are added to what the parameters hold. Modules
+        Gradients are those of that loss; they are added to what the parameters hold. Modules
         are in the mode that `.train()` and `.eval()` have put them in, the same on every rank. For
         modes other than the planned ones the model is captured once more and cut like the plan,
         whose figures do not hold for them.
@@ -202,24 +204,34 @@ class Pipeline(HeldModel):
             for recorder in self._recorders:
                 recorder.begin_step()
             cut = self._data.read_planned(batch)
-            minibatch = self._minibatch(cut, target, scaler)
+            sizes = cut.sizes
+            minibatch = Minibatch(
+                cut.rows,
+                self._data.targets(sizes, target),
+                self.seed,
+                self.steps,
+                self._loss.gradients(sizes, scaler),
+                first=self._share.place.replica * len(cut.rows),
+                samples=sizes.samples,
+            )
             with self._target.precision():
                 program = self._programs.current(cut.shape)
                 program.check_unchanged()
                 program.refuse_hooks()
-                remainder = self._programs.for_remainder(program, cut.sizes.remainder, cut.shape)
+                remainder = self._programs.for_remainder(program, sizes.remainder, cut.shape)
             cut.check(program, remainder)
         with self._watched(name):
             flags = {
                 "accumulate=True": accumulate,
                 "a scaler": scaler is not None,
                 "everywhere=True": everywhere,
+                **self._loss.flags,
             }
-            result = self._train(program, remainder, minibatch, cut.sizes, flags)
+            result = self._train(program, remainder, minibatch, sizes, flags)
             if scaler is not None and not accumulate:
                 self._runner.spread_overflow(program.parameters)
             self.steps += 1
-            returned = self._runner.mean_result(result, cut.sizes)
+            returned = self._loss.joined(result, sizes)
             return self._runner.everywhere(returned) if everywhere else returned
 
     def record(self) -> AbstractContextManager[RunRecorder]:
@@ -237,8 +249,8 @@ class Pipeline(HeldModel):
         """Return the model's output in eval mode, without gradients; None on ranks without the last
         stage.
 
-        With a `target` it is instead what `step` would return: the mean loss over all samples and
-        all replicas, or the pair of that and of what else the loss function returns, joined. To get
+        With a `target` it is instead what `step` would return: the loss of all samples and all
+        replicas, or the pair of that and of what else the loss function returns, joined. To get
         outputs and the loss from one run, let the loss function return (loss, output).
 
         A batch may have any number of samples, also more than planned. Outputs are what the model
@@ -269,7 +281,7 @@ class Pipeline(HeldModel):
                 program, minibatch, with_loss=with_loss, remainder=remainder
             )
             if with_loss:
-                return self._runner.mean_result(result, sizes)
+                return self._loss.joined(result, sizes)
         return None if result is None else program.joined(result.values, sizes)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
@@ -288,6 +300,7 @@ class Pipeline(HeldModel):
     def zero_grad(self) -> None:
         """Drop the gradients of this process, and those that steps have put aside."""
         self._gradients.clear()
+        self._loss.clear()
         self._batch_norms.clear()
         for parameter in self._programs.planned.parameters:
             parameter.grad = None
@@ -335,9 +348,8 @@ class Pipeline(HeldModel):
         """Leave the gradients of a minibatch on the parameters; return what the last stage does."""
         parameters, rows = program.parameters, len(minibatch.inputs)
         accumulate = flags["accumulate=True"]
-        # A minibatch of two microbatches and a half weighs that much.
-        count = sizes.planned_microbatches
         summed = [*parameters, *self._runner.whole_parameters]
+        count = self._loss.count(sizes)
         gradients = self._gradients.of_step(summed, count, accumulate=accumulate)
         with _modes(program, remainder), self._statistics(accumulate), gradients:
             result = self._runner.train(
@@ -349,8 +361,10 @@ class Pipeline(HeldModel):
                 observers=self._recorders,
                 remainder=remainder,
             )
+            divisor = self._loss.divisor(result, sizes, accumulate=accumulate)
             if not accumulate:
-                divide_gradients(parameters, count * self._share.place.replicas)
+                divide_gradients(parameters, divisor)
+        self._loss.put_aside(divisor if accumulate else 0.0)
         for recorder in self._recorders:
             recorder.end_step(self.steps, rows, partial(_boundaries, program, remainder, rows))
         return result
@@ -366,22 +380,6 @@ class Pipeline(HeldModel):
             deadline = self._runner.deadline
             return self._batch_norms.of_step(accumulate=accumulate, deadline=deadline)
         return nullcontext()
-
-    def _minibatch(self, cut: CutBatch, target: Any, scaler: GradScaler | None) -> Minibatch:
-        """Return the microbatches of a training step, and what their backwards begin with."""
-        sizes, rows = cut.sizes, cut.rows
-        # Every rank asks the scaler, since it makes its scale when it is first asked.
-        one = torch.ones((), device=self._runner.device)
-        scale = None if scaler is None or not scaler.is_enabled() else scaler.scale(one)
-        gradients: list[Tensor | None] = [scale] * len(rows)
-        if sizes.remainder is not None:
-            # In float64, because autograd casts it to the type of the loss.
-            weight = sizes.weight(len(rows) - 1)
-            gradients[-1] = (one if scale is None else scale).double() * weight
-        targets = self._data.targets(sizes, target)
-        first = self._share.place.replica * len(rows)
-        samples = sizes.samples
-        return Minibatch(rows, targets, self.seed, self.steps, gradients, first, samples)
 
 
 @contextmanager

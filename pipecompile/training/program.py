@@ -14,6 +14,7 @@ from pipecompile.codegen.stages import BoundaryTensor, StageModule, emit
 from pipecompile.errors import InputError
 from pipecompile.frontend.captured_graph import Capture
 from pipecompile.frontend.microbatch import InputShapes, MicrobatchSizes
+from pipecompile.frontend.outside_values import OutsideValues
 from pipecompile.frontend.signature import OutputStructure
 from pipecompile.graph.attributes import AttributeItems, is_same_value, module_settings
 from pipecompile.graph.autograd_context import current_context
@@ -124,6 +125,7 @@ class Program:
         self.named_modules = tuple(model.named_modules())
         self._items = AttributeItems(model)
         self._settings = dict(_settings(self.captured))
+        self._outside_values = OutsideValues.of(model)
         self._named_parameters = list(model.named_parameters())
         self._trained_as = [_trained_as(parameter) for _, parameter in self._named_parameters]
 
@@ -147,6 +149,11 @@ class Program:
         # Objects are compared first, in one pass, since a small step takes only a millisecond.
         if not self._items.are_the_same():
             self._check_settings()
+        if changed := self._outside_values.changed():
+            raise InputError(
+                f"{changed} has changed since the model was compiled, and the graph has its old "
+                "value; compile the model again, or keep what changes in a buffer"
+            )
         pairs = zip(self._named_parameters, self._trained_as, strict=True)
         for (name, parameter), (flag, dtype) in pairs:
             if _trained_as(parameter) != (flag, dtype):

@@ -11,10 +11,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, fx, nn
-from torch.utils._pytree import tree_map_only
 
 from pipecompile.errors import PipecompileError
-from pipecompile.frontend.microbatch import MicrobatchSizes
 from pipecompile.frontend.target import Target
 from pipecompile.ir.plan import Plan
 from pipecompile.ir.schedule import Schedule
@@ -25,7 +23,7 @@ from pipecompile.runtime.local_share import LocalShare
 from pipecompile.runtime.norm import total_norm
 from pipecompile.runtime.place import device_of_this_rank
 from pipecompile.runtime.rank_step import ActionObserver, Minibatch, StepResult
-from pipecompile.runtime.replicas import ReplicaSums, mean_over_replicas
+from pipecompile.runtime.replicas import ReplicaSums
 from pipecompile.runtime.shards import gradient_parts
 from pipecompile.runtime.stage import EagerStage
 from pipecompile.runtime.ties import Ties, sum_tied_gradients, tie_groups
@@ -240,24 +238,6 @@ class Runner:
         deadline = self.deadline if self._share.is_distributed else None
         return total_norm(gradients, norm_type, self.device, deadline)
 
-    def mean_result(self, result: StepResult | None, sizes: MicrobatchSizes) -> Any:
-        """Return the mean loss, with what came with it; None without the last stage.
-
-        Scalars that came with it are means over replicas too, and tensors those of this replica.
-        """
-        if result is None:
-            return None
-        own, extras = sizes.mean([values[0] for values in result.values]), result.extras
-        loss = self._mean_over_replicas(own, sizes.samples)
-        if extras[0] is None:
-            return loss
-
-        def mean(value: Tensor) -> Tensor:
-            is_mean = not value.dim() and value.is_floating_point()
-            return self._mean_over_replicas(value, sizes.samples) if is_mean else value
-
-        return loss, tree_map_only(Tensor, mean, sizes.merge(extras))
-
     def everywhere(self, returned: Any) -> Any:
         """Return what the last stage's rank returns, on every rank of the pipeline."""
         place = self._share.place
@@ -284,13 +264,6 @@ class Runner:
                 path, _, last = name.rpartition(".")
                 if name in own:
                     model.get_submodule(path)._buffers[last] = buffer
-
-    def _mean_over_replicas(self, value: Tensor, samples: int) -> Tensor:
-        """Return the mean over all samples of what is a mean over `samples` of this replica."""
-        group = self._share.place.replica_group
-        if group is None:
-            return value
-        return mean_over_replicas(value, samples, group, self.deadline)
 
     # -- tied parameters and replicas
 
@@ -360,8 +333,8 @@ class Runner:
             for index, each in parameters.items()
         }
         # Each once, in the same order on every replica.
-        late = dict.fromkeys(p for each in parameters.values() for p in each if p in tied)
-        late.update((p, None) for p in summed if p not in managed)
+        read = [p for each in parameters.values() for p in each if p in tied]
+        late = dict.fromkeys([*read, *(p for p in summed if p not in managed)])
         return ReplicaSums(own, list(late), group, self.deadline, sharded)
 
     def _pipeline(self, program: Program) -> DistributedPipeline:

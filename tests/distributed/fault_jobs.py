@@ -87,8 +87,10 @@ def _happen(fault: str) -> None:
     time.sleep(TIMEOUT + 2)
 
 
-def drill_of_evaluation(ranks: int, culprit: int) -> Seen:
-    """An evaluation that goes well, and one that a rank hangs in; it has time for three steps."""
+def drill_of_evaluation(ranks: int, culprit: int, fault: str) -> Seen:
+    """An evaluation that goes well, and one with a `fault` on a rank; it has time for three
+    steps.
+    """
     pipeline, batch = small_pipeline("1f1b", ranks, step_timeout=TIMEOUT / 3)
     samples = torch.cat([batch, batch, batch[:1]])
     pipeline.evaluate(samples)
@@ -96,7 +98,7 @@ def drill_of_evaluation(ranks: int, culprit: int) -> Seen:
 
     def planted(rank_step: RankStep, current: Action) -> None:
         if str(current) == f"{culprit}F1":
-            time.sleep(TIMEOUT + 2)
+            _happen(fault)
         perform(rank_step, current)
 
     start = time.monotonic()
@@ -125,10 +127,10 @@ def late_for_exchange(what: str) -> Seen:
         else:
             pipeline.step(batch)
 
-    return _seen_in(exchange)
+    return seen_in(exchange)
 
 
-def _seen_in(exchange: Callable[[], object]) -> Seen:
+def seen_in(exchange: Callable[[], object]) -> Seen:
     """What this rank sees of an exchange to which another one comes too late."""
     start, error = time.monotonic(), None
     try:
@@ -146,7 +148,7 @@ def begins_alone() -> Seen:
     pipeline.step(batch)
     if dist.get_rank():
         time.sleep(600)
-    return _seen_in(lambda: pipeline.step(batch))
+    return seen_in(lambda: pipeline.step(batch))
 
 
 def late_for_averages() -> Seen:
@@ -170,7 +172,7 @@ def late_for_averages() -> Seen:
         add_all(*arguments)
 
     with patch.object(StepStatistics, "add_all", late):
-        return _seen_in(lambda: pipeline.step(batch))
+        return seen_in(lambda: pipeline.step(batch))
 
 
 def refused_by_one(what: str) -> tuple[str, float]:

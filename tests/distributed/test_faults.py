@@ -5,7 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import signal
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import product
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
@@ -76,8 +76,33 @@ def test_a_rank_that_dies_is_named(
     tmp_path: Path, schedule: str, recompute: str, action: str
 ) -> None:
     culprit = int(action[0])
-    store = f"file://{tmp_path}/store"
-    processes, pipes = _start(3, store, jobs.drill, 3, schedule, recompute, action, "kill")
+    arguments = 3, schedule, recompute, action, "kill"
+    _expect_death(culprit, *_start(3, _store_in(tmp_path), jobs.drill, *arguments))
+
+
+@pytest.mark.one_case_in(4)
+@pytest.mark.parametrize("action", ["1REDUCE_GRAD", "0REDUCE_GRAD", "0F1", "1B1"])
+def test_a_rank_of_a_replica_that_dies_is_named(tmp_path: Path, action: str) -> None:
+    culprit = 2 + int(action[0])  # of the second replica
+    arguments = 2, "1f1b", "none", action, "kill", culprit
+    _expect_death(culprit, *_start(4, _store_in(tmp_path), jobs.drill, *arguments))
+
+
+@pytest.mark.one_case_in(3)
+@pytest.mark.parametrize("culprit", [1, 0, 2])
+def test_a_rank_that_dies_in_an_evaluation_is_named(tmp_path: Path, culprit: int) -> None:
+    arguments = 3, culprit, "kill"
+    _expect_death(culprit, *_start(3, _store_in(tmp_path), jobs.drill_of_evaluation, *arguments))
+
+
+def _store_in(folder: Path) -> str:
+    return f"file://{folder}/store"
+
+
+def _expect_death(
+    culprit: int, processes: Sequence[BaseProcess], pipes: Sequence[Connection]
+) -> None:
+    """Only the culprit dies, and all others name it in time."""
     for rank, pipe in enumerate(pipes):
         if rank != culprit:
             seen = pipe.recv()
@@ -90,7 +115,7 @@ def test_a_rank_that_dies_is_named(
 
 
 def test_a_rank_that_gives_up_can_end_while_another_hangs(tmp_path: Path) -> None:
-    processes, pipes = _start(2, f"file://{tmp_path}/store", jobs.begins_alone)
+    processes, pipes = _start(2, _store_in(tmp_path), jobs.begins_alone)
     assert "rank 1 has not begun step 1" in pipes[0].recv().text
     processes[0].join(timeout=20)
     assert processes[0].exitcode == 0
@@ -158,7 +183,7 @@ def _work(
 
 def test_a_rank_that_hangs_in_an_evaluation_is_named(workers: Workers, tmp_path: Path) -> None:
     for rank, seen in enumerate(
-        workers.run(3, jobs.drill_of_evaluation, 3, 1, folder=str(tmp_path))
+        workers.run(3, jobs.drill_of_evaluation, 3, 1, "hang", folder=str(tmp_path))
     ):
         assert seen.error == "RankFaultError"
         assert "rank 1 hangs in 1F1 (forward of microbatch 1, stage 1)" in seen.text

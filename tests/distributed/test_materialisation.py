@@ -19,11 +19,13 @@ from tests.distributed.workers import Workers
     not Path("/proc/self/clear_refs").exists(), reason="the peak of a process is read from /proc"
 )
 def test_a_rank_has_memory_for_its_stages_only(workers: Workers, tmp_path: Path) -> None:
+    layer = jobs.LAYER_BYTES
+    # A module draws before its values are copied, and a byte for each says whether it was set.
+    drawn = layer + layer // 4
+    slack = 40 << 20  # the kernel counts pages in steps, and the allocator keeps some
     for grown, own in workers.run(4, jobs.peak_growth, folder=str(tmp_path)):
-        whole = 4 * jobs.LAYERS * (jobs.WIDTH + 1) * jobs.WIDTH
-        assert own == whole / 4
-        # The kernel counts pages of a process in steps; it grows at least by a part of its stage.
-        assert own / 4 < grown < 0.6 * whole
+        assert own == jobs.LAYERS // 4 * layer
+        assert own - slack < grown < own + drawn + slack
 
 
 def test_any_cut_begins_with_the_same_weights(workers: Workers, tmp_path: Path) -> None:

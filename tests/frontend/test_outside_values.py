@@ -1,0 +1,210 @@
+"""Values outside of a model that its forward reads: which are found, and what counts as changed."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from pipecompile.api.compilation import pipecompile
+from pipecompile.errors import InputError
+from pipecompile.frontend.outside_values import OutsideValues
+
+SCALE = 2.0
+MASK = torch.ones(4)
+OTHER = 1.0
+TABLE = {"scale": 2.0, "nested": {"deep": 1.0}}
+CONFIG = SimpleNamespace(scale=2.0, inner=SimpleNamespace(scale=2.0), other=1)
+WORDS = [str(number) for number in range(1000)]
+
+
+class Settings:
+    scale = 2.0
+
+    def doubled(self) -> float:
+        return 2 * SCALE
+
+
+def helper(x: Tensor) -> Tensor:
+    return deeper(x) + 1
+
+
+def deeper(x: Tensor) -> Tensor:
+    return x * SCALE
+
+
+def decorated(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    @functools.wraps(function)
+    def inner(*arguments: Any) -> Tensor:
+        return function(*arguments)
+
+    return inner
+
+
+def enclosing() -> tuple[Callable[[Tensor], Tensor], Callable[[float], None]]:
+    scale = 2.0
+
+    def scaled(x: Tensor) -> Tensor:
+        return x * scale
+
+    def change(value: float) -> None:
+        nonlocal scale
+        scale = value
+
+    return scaled, change
+
+
+class Base(nn.Module):
+    factor = 2.0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.config = SimpleNamespace(scale=2.0, other=1)
+        self.settings = Settings()
+
+
+class OfGlobal(Base):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) * SCALE
+
+
+class OfHelper(Base):
+    def forward(self, x: Tensor) -> Tensor:
+        return helper(self.linear(x))
+
+
+class OfDecorated(Base):
+    @decorated
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) * SCALE
+
+
+class OfMethod(Base):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.scaled(self.linear(x))
+
+    def scaled(self, x: Tensor) -> Tensor:
+        return sum(y * SCALE for y in (x,))  # type: ignore[return-value]
+
+
+class OfOwnObject(Base):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) * self.config.scale
+
+
+class OfMethodOfObject(Base):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) * self.settings.doubled()
+
+
+class OfGlobalObject(Base):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) * CONFIG.inner.scale
+
+
+class OfTable(Base):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) * TABLE["nested"]["deep"]  # type: ignore[index]
+
+
+class OfClass(Base):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) * Settings.scale
+
+
+class OfOwnClass(Base):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) * self.factor
+
+
+class OfTensor(Base):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) * MASK
+
+
+class OfClosure(Base):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scaled, self.change = enclosing()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.scaled(self.linear(x))
+
+
+Change = Callable[[pytest.MonkeyPatch, Any], object]
+GLOBAL: Change = lambda patch, _: patch.setitem(globals(), "SCALE", 3.0)  # noqa: E731
+CASES: dict[type[Base], tuple[Change, str]] = {
+    OfGlobal: (GLOBAL, "SCALE"),
+    OfHelper: (GLOBAL, "SCALE"),
+    OfDecorated: (GLOBAL, "SCALE"),
+    OfMethod: (GLOBAL, "SCALE"),
+    OfMethodOfObject: (GLOBAL, "SCALE"),
+    OfOwnObject: (lambda patch, m: patch.setattr(m.config, "scale", 3.0), "0.config.scale"),
+    OfGlobalObject: (lambda patch, _: patch.setattr(CONFIG.inner, "scale", 3.0), "inner.scale"),
+    OfTable: (lambda patch, _: patch.setitem(TABLE["nested"], "deep", 3.0), "TABLE"),  # type: ignore[call-overload]
+    OfClass: (lambda patch, _: patch.setattr(Settings, "scale", 3.0), "Settings.scale"),
+    OfOwnClass: (lambda patch, _: patch.setattr(Base, "factor", 3.0), "Base.factor"),
+    OfTensor: (lambda patch, _: patch.setitem(globals(), "MASK", torch.zeros(4)), "MASK"),
+    OfClosure: (lambda _, m: m.change(3.0), "scale in enclosing"),
+}
+
+
+@pytest.mark.parametrize("kind", CASES, ids=lambda kind: kind.__name__)
+def test_what_a_forward_reads_outside_is_found(
+    kind: type[Base], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    change, where = CASES[kind]
+    model = nn.Sequential(kind(), nn.Linear(4, 4))
+    values = OutsideValues.of(model)
+    assert values.changed() is None
+    monkeypatch.setattr(CONFIG, "other", 2)  # read by nobody
+    monkeypatch.setitem(globals(), "OTHER", 5.0)
+    model[0].config.other = 7
+    assert values.changed() is None
+    change(monkeypatch, model[0])
+    changed = values.changed()
+    assert changed is not None and where in changed
+
+
+@pytest.mark.one_case_in(3)
+@pytest.mark.parametrize("kind", CASES, ids=lambda kind: kind.__name__)
+def test_a_step_refuses_what_changed_since_the_compile(
+    kind: type[Base], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    change, where = CASES[kind]
+    model, x = nn.Sequential(kind(), nn.Linear(4, 4)), torch.randn(4, 4)
+    loss_fn = nn.functional.mse_loss
+    pipeline = pipecompile(model, x, k=2, microbatches=2, costs="flops", loss_fn=loss_fn)
+    pipeline.step(x, x)
+    change(monkeypatch, model[0])
+    with pytest.raises(InputError, match=rf"{where}.* has changed since the model was compiled"):
+        pipeline.step(x, x)
+
+
+def test_equal_values_have_not_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+    values = OutsideValues.of(OfTable())
+    monkeypatch.setitem(globals(), "TABLE", {"scale": 2.0, "nested": {"deep": 1.0}})
+    assert values.changed() is None
+    monkeypatch.setitem(globals(), "TABLE", {"scale": 2, "nested": {"deep": 1.0}})
+    assert values.changed() is not None  # an int computes otherwise than a float
+
+
+def test_a_large_container_is_compared_by_what_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    class OfWords(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x * len(WORDS)
+
+    values = OutsideValues.of(OfWords())
+    monkeypatch.setitem(globals(), "WORDS", WORDS[:-1])
+    assert values.changed() is not None
+
+
+def test_torch_and_the_standard_library_are_not_followed() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.GELU(), nn.TransformerEncoderLayer(4, 2))
+    assert OutsideValues.of(model).values == ()

@@ -42,7 +42,7 @@ Read = Callable[[], Any]
 
 
 @dataclass(frozen=True)
-class _Value:
+class _OutsideValue:
     """What was in a place, with a copy if it is a container."""
 
     where: str
@@ -62,19 +62,19 @@ class _Value:
 class OutsideValues:
     """The values that the forward of a model may read, besides what its modules hold themselves."""
 
-    values: tuple[_Value, ...]
+    values: tuple[_OutsideValue, ...]
 
     @staticmethod
     def of(model: nn.Module) -> OutsideValues:
         """Return the values as they are now."""
-        return OutsideValues(tuple(_Search(model).values))
+        return OutsideValues(tuple(_NameSearch(model).values))
 
     def changed(self) -> str | None:
         """Return where there is something else now; None if all is the same."""
         return next((each.where for each in self.values if not each.is_the_same), None)
 
 
-class _Search:
+class _NameSearch:
     """Follows the names in functions to values and to other functions.
 
     A name of a function is looked up among its globals, what it encloses, and the attributes of
@@ -82,7 +82,7 @@ class _Search:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self.values: list[_Value] = []
+        self.values: list[_OutsideValue] = []
         self._seen: set[tuple[int, frozenset[str]]] = set()
         self._class_names: dict[tuple[type, frozenset[str]], frozenset[str]] = {}
         for path, module in model.named_modules():
@@ -97,7 +97,7 @@ class _Search:
         """Note what is in a place that a function reads, and follow it."""
         value = read()
         if isinstance(value, COMPARED):
-            self.values.append(_Value(where, read, value, deep_copy(value)))
+            self.values.append(_OutsideValue(where, read, value, deep_copy(value)))
         self._follow(where, value, names)
 
     def _look_among(self, where: str, items: Mapping[str, Any], names: frozenset[str]) -> None:

@@ -108,6 +108,7 @@ def test_equal_microbatches_leave_the_bits_of_the_loop_over_views() -> None:
         assert torch.equal(own.grad, other.grad / 4)
 
 
+@pytest.mark.one_case_in(2)
 @pytest.mark.parametrize("options", [{}, {"recompute": "stage"}], ids=["plain", "recomputed"])
 def test_each_input_has_its_own_dimension(options: dict[str, Any]) -> None:
     torch.manual_seed(0)
@@ -239,6 +240,7 @@ def test_shapes_differ_in_dimension_0() -> None:
         compiled(Recurrent(), batch_of(8), batch_dim=1, shapes=[batch_of(4)])
 
 
+@pytest.mark.sweep
 def test_verify_cuts_a_target_where_it_says() -> None:
     torch.manual_seed(0)
     made: dict[str, Any] = {

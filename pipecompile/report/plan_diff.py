@@ -19,7 +19,7 @@ from pipecompile.ir.plurals import counted
 from pipecompile.ir.rank_memory import RankMemory
 from pipecompile.ir.serialization import Value
 from pipecompile.report.recompute import encoding_texts, recompute_text, region_texts
-from pipecompile.report.stage_moves import Move, move_text, moved_modules, moved_nodes
+from pipecompile.report.stage_moves import StageMove, move_text, moved_modules, moved_nodes
 
 __all__ = ["ChangeKind", "PlanChange", "PlanDiff", "compare_plans"]
 
@@ -185,11 +185,11 @@ def _moves(old: Plan, new: Plan) -> tuple[list[PlanChange], list[str]]:
     return [_move(move, _ends(move)) for move in moved], [note]
 
 
-def _ends(move: Move) -> str:
+def _ends(move: StageMove) -> str:
     return move.first if move.first == move.last else f"{move.first} … {move.last}"
 
 
-def _move(move: Move, where: str) -> PlanChange:
+def _move(move: StageMove, where: str) -> PlanChange:
     before, after = _stages(move.before), _stages(move.after)
     return PlanChange(kind="move", where=where, before=before, after=after)
 
@@ -201,17 +201,15 @@ def _stages(stages: tuple[int, ...]) -> int | tuple[int, ...] | None:
 def _recompute(old: Plan, new: Plan) -> Iterator[PlanChange]:
     """Yield what stages recompute and encode, and the time that this adds to a microbatch."""
     if old.k != new.k:
-        yield from _changed("recompute", "all stages", _recomputing(old), _recomputing(new))
-        extra = [sum(stage.extra_ns for stage in plan.stages) for plan in (old, new)]
+        counts = [sum(stage.recompute != "none" for stage in plan.stages) for plan in (old, new)]
+        if any(counts):
+            texts = (f"{count} of {plan.k}" for count, plan in zip(counts, (old, new), strict=True))
+            yield from _changed("recompute", "stages that recompute", *texts)
+        extra = (sum(stage.extra_ns for stage in plan.stages) for plan in (old, new))
         yield from _changed("recompute", "all stages, extra time", *extra)
         return
     for index, (before, after) in enumerate(zip(old.stages, new.stages, strict=True)):
         yield from _recompute_of_stage(f"stage {index}", before, after)
-
-
-def _recomputing(plan: Plan) -> str:
-    stages = sum(stage.recompute != "none" for stage in plan.stages)
-    return f"{stages} of {counted(plan.k, 'stage')} recompute"
 
 
 def _recompute_of_stage(where: str, old: Stage, new: Stage) -> Iterator[PlanChange]:

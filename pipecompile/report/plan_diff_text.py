@@ -23,7 +23,7 @@ _DIGEST = 12  # letters of a digest that are shown, as in other messages
 
 _HEADINGS: dict[ChangeKind, str] = {
     "step": "step",
-    "memory": "memory at the peak",
+    "memory": "memory",
     "load": "loads",
     "move": "moved",
     "recompute": "recompute",
@@ -83,11 +83,13 @@ def diff_headline(diff: PlanDiff) -> str:
 
 def _groups(diff: PlanDiff) -> Iterator[tuple[ChangeKind, list[PlanChange]]]:
     """Yield the changes that stand under one heading."""
-    # The bubble is a line of the table of the step.
-    for kind, changes in groupby(
-        diff.changes, lambda change: "step" if change.kind == "bubble" else change.kind
-    ):
+    for kind, changes in groupby(diff.changes, _heading_kind):
         yield kind, list(changes)
+
+
+def _heading_kind(change: PlanChange) -> ChangeKind:
+    # The bubble is a line of the table of the step.
+    return "step" if change.kind == "bubble" else change.kind
 
 
 def _rows(kind: ChangeKind, changes: Sequence[PlanChange], diff: PlanDiff) -> list[list[str]]:

@@ -9,14 +9,14 @@ from itertools import chain, groupby
 
 from pipecompile.ir.plan import Plan, Stage
 
-__all__ = ["Move", "move_text", "moved_modules", "moved_nodes", "moves"]
+__all__ = ["StageMove", "move_text", "moved_modules", "moved_nodes", "moves"]
 
 Places = Mapping[str, tuple[int, ...]]
 """Names in the order of the forward, each with the stages in which it lies."""
 
 
 @dataclass(frozen=True)
-class Move:
+class StageMove:
     """Neighbours that lie in other stages than before: `first`, `last` and all between them.
 
     They are neighbours in the old plan's order, or in the new plan's if only that one has them. Of
@@ -29,7 +29,7 @@ class Move:
     after: tuple[int, ...]
 
 
-def moves(old: Places, new: Places) -> list[Move]:
+def moves(old: Places, new: Places) -> list[StageMove]:
     """Return the moves that make `new` out of `old`, each as long as it can be.
 
     Of layers 0 to 3 in stages 0 0 1 1 that then lie in 0 1 1 1, layer 1 moves from 0 to 1.
@@ -40,15 +40,15 @@ def moves(old: Places, new: Places) -> list[Move]:
     return [*_ranges(gone_or_moved), *_ranges(added)]
 
 
-def _ranges(rows: Iterator[tuple[str, tuple[int, ...], tuple[int, ...]]]) -> Iterator[Move]:
+def _ranges(rows: Iterator[tuple[str, tuple[int, ...], tuple[int, ...]]]) -> Iterator[StageMove]:
     """Yield a move for each run of rows that have the same stages before and after."""
     for (before, after), run in groupby(rows, key=lambda row: row[1:]):
         names = [row[0] for row in run]
         if before != after:
-            yield Move(names[0], names[-1], before, after)
+            yield StageMove(names[0], names[-1], before, after)
 
 
-def moved_nodes(old: Plan, new: Plan) -> list[Move]:
+def moved_nodes(old: Plan, new: Plan) -> list[StageMove]:
     """Return the nodes that lie in another stage; both plans must have the same nodes."""
     return moves(_node_places(old), _node_places(new))
 
@@ -57,7 +57,7 @@ def _node_places(plan: Plan) -> Places:
     return {name: (stage,) for name, stage in plan.assignment.items()}
 
 
-def moved_modules(old: Plan, new: Plan) -> list[Move] | None:
+def moved_modules(old: Plan, new: Plan) -> list[StageMove] | None:
     """Return the modules that lie in other stages, were added or are gone; None if the plans share
     none.
     """
@@ -87,7 +87,7 @@ def _expanded(modules: Sequence[str]) -> list[str]:
     return list(dict.fromkeys(blocks))
 
 
-def move_text(move: Move, plan: Plan) -> str:
+def move_text(move: StageMove, plan: Plan) -> str:
     """Return which nodes of `plan` move: by the modules that they make up, as far as these are
     known, and by nodes where a module is cut.
     """

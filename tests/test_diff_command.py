@@ -124,7 +124,7 @@ def test_a_file_that_is_no_plan_is_an_error(files: tuple[str, str], tmp_path: Pa
     assert invoke("diff", files[0]).exit_code == 2
 
 
-def test_a_plan_that_is_not_sound_is_compared_with_a_warning(
+def test_plans_are_compared_as_their_files_have_them(
     files: tuple[str, str], tmp_path: Path
 ) -> None:
     edited = tmp_path / "edited.json"
@@ -132,16 +132,17 @@ def test_a_plan_that_is_not_sound_is_compared_with_a_warning(
     tree["prediction"]["step_ns"] *= 2
     edited.write_text(json.dumps(tree))
     result = invoke("diff", files[0], str(edited))
-    assert result.exit_code == 1
-    assert f"{edited} is not sound" in result.stderr
+    # Whether a plan is sound is a question to `check`, which takes longer.
+    assert (result.exit_code, result.stderr) == (1, "")
     assert "+100.0%" in result.stdout
 
 
-def test_diff_needs_no_torch(files: tuple[str, str]) -> None:
+def test_diff_imports_nothing_that_is_slow(files: tuple[str, str]) -> None:
     code = (
         "import sys\nfrom pipecompile.cli import commands\n"
+        "slow = {'torch', 'ortools', 'networkx', 'rich', 'pipecompile.api.soundness'}\n"
         "try:\n    commands(['diff', *sys.argv[1:]])\nexcept SystemExit as end:\n"
-        "    print(end.code, *{'torch', 'ortools', 'rich'} & {*sys.modules}, file=sys.stderr)"
+        "    print(end.code, *slow & {*sys.modules}, file=sys.stderr)"
     )
     done = subprocess.run([sys.executable, "-c", code, *files], capture_output=True, text=True)
     assert done.stderr == "1\n"

@@ -7,7 +7,6 @@ from itertools import groupby
 from typing import Any
 
 from pipecompile.ir.duration import time_with_unit
-from pipecompile.ir.graph import TimeUnit
 from pipecompile.ir.links import Links
 from pipecompile.ir.plurals import counted
 from pipecompile.ir.size import option_text, size_text
@@ -95,11 +94,8 @@ def _heading_kind(change: PlanChange) -> ChangeKind:
 def _rows(kind: ChangeKind, changes: Sequence[PlanChange], diff: PlanDiff) -> list[list[str]]:
     """Return a table of figures: before, after, and how much that is more or less."""
     if kind == "memory":
-        columns = [
-            f"{held} {cell}" for held in ("expected", "bound") for cell in ("before", "after")
-        ]
-        columns.insert(2, "change")
-        return [[_HEADINGS[kind], *columns, "change"], *map(_memory_row, changes)]
+        header = [_HEADINGS[kind], "expected", "change", "bound", "change"]
+        return [header, *map(_memory_row, changes)]
     rows = [[_HEADINGS[kind], "before", "after", "change"]]
     for change in changes:
         rows.append([change.where, *_pair(change, diff), _change_text(change, diff)])
@@ -110,7 +106,9 @@ def _memory_row(change: PlanChange) -> list[str]:
     cells = []
     for held in ("expected", "bound"):
         before, after = getattr(change.before, held), getattr(change.after, held)
-        cells += [*_sizes(before, after), _relative(before, after)]
+        # In one cell, so that the table fits a terminal of 80 columns.
+        sizes = dict.fromkeys([size_text(before), size_text(after)])
+        cells += [" → ".join(sizes), _relative(before, after)]
     # Under the line of its rank, each kind of memory is indented.
     rank, number, *kind = change.where.split(" ")
     return [f"  {kind[0]}" if kind else f"{rank} {number}", *cells]
@@ -141,7 +139,8 @@ def _stages_text(stages: str) -> str:
 def _pair(change: PlanChange, diff: PlanDiff) -> tuple[str, str]:
     """Return both values as people read them."""
     if _is_time(change):
-        return _times(change.before, change.after, diff.time_units)
+        old, new = diff.time_units
+        return time_with_unit(change.before, old), time_with_unit(change.after, new)
     text = _text_of(change)
     before, after = text(change.before), text(change.after)
     if before == after and change.kind == "links":
@@ -171,22 +170,6 @@ def _is_time(change: PlanChange) -> bool:
     return change.kind in ("step", "load") or change.where.endswith("extra time")
 
 
-def _times(before: int, after: int, units: tuple[TimeUnit, TimeUnit]) -> tuple[str, str]:
-    texts = time_with_unit(before, units[0]), time_with_unit(after, units[1])
-    # Two times that differ must not read as one: 92.6 ms and 92.6 ms.
-    if texts[0] == texts[1]:
-        names = ["units" if unit == "relative" else "ns" for unit in units]
-        return f"{before:,} {names[0]}", f"{after:,} {names[1]}"
-    return texts
-
-
-def _sizes(before: int, after: int) -> tuple[str, str]:
-    texts = size_text(before), size_text(after)
-    if texts[0] == texts[1] and before != after:
-        return f"{before:,} B", f"{after:,} B"
-    return texts
-
-
 def _change_text(change: PlanChange, diff: PlanDiff) -> str:
     """Return by how much a number differs; "" for what is no number."""
     if change.kind == "bubble":
@@ -205,7 +188,7 @@ def _relative(before: int, after: int) -> str:
     if before == after or not before:
         return ""
     change = after / before - 1
-    # What is small is not printed as none.
+    # What is small is not printed as none: the two values may read alike.
     return f"{change:+.1%}" if abs(change) >= 0.0005 else "<0.1%"
 
 

@@ -101,9 +101,9 @@ def test_a_module_that_moved(pair: tuple[Plan, Plan]) -> None:
             "step   80.0 ms 88.0 ms      +10.0%",
             "bubble   40.0%   45.0% +5.0 points",
             "",
-            "memory        expected before expected after  change bound before bound after change",
-            "rank 0                4.0 MiB        6.0 MiB  +50.0%      5.0 MiB     7.0 MiB +40.0%",
-            "  activations         2.0 MiB        4.0 MiB +100.0%      3.0 MiB     5.0 MiB +66.7%",
+            "memory                 expected  change             bound change",
+            "rank 0        4.0 MiB → 6.0 MiB  +50.0% 5.0 MiB → 7.0 MiB +40.0%",
+            "  activations 2.0 MiB → 4.0 MiB +100.0% 3.0 MiB → 5.0 MiB +66.7%",
             "",
             "loads   before   after change",
             "rank 0 10.0 ms 12.0 ms +20.0%",
@@ -161,12 +161,21 @@ def test_on_a_terminal_tables_are_drawn_by_rich(pair: tuple[Plan, Plan]) -> None
     assert text.endswith("pin block.4: none → 0")
 
 
-def test_two_values_that_differ_are_not_printed_alike(plan: Plan) -> None:
+def test_a_small_change_is_not_printed_as_none(plan: Plan) -> None:
     old = with_figures(plan, step_ns=92_610_000, memory=4 * (held(MIB, MIB, 0),))
     new = with_figures(plan, step_ns=92_610_001, memory=4 * (held(MIB + 1, MIB, 0),))
-    text = diff_text(compare_plans(old, new))
-    assert "92,610,000 ns 92,610,001 ns  <0.1%" in text
-    assert "2,097,152 B    2,097,153 B  <0.1%" in text
+    lines = diff_text(compare_plans(old, new)).splitlines()
+    assert lines[1] == "step 92.6 ms 92.6 ms  <0.1%"
+    assert lines[4] == "rank 0        2.0 MiB  <0.1% 2.0 MiB  <0.1%"
+
+
+def test_tables_fit_a_narrow_terminal(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    old = with_figures(plan, memory=4 * (held(512 << 10, 512 << 20, 0),))
+    new = with_figures(plan, memory=4 * (held(256 << 10, 256 << 20, 512 << 20),))
+    text = diff_text(compare_plans(old, new), terminal_table)
+    assert "  activations" in text
+    assert "512.0 MiB → 768.0 MiB" in text
 
 
 def test_what_begins_at_nothing_has_no_relative_change(plan: Plan) -> None:

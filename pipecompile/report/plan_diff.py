@@ -96,7 +96,7 @@ def compare_plans(old: Plan, new: Plan) -> PlanDiff:
         *_costs(old, new),
     ]
     return PlanDiff(
-        # A plan that differs in consequences alone was edited, and they must not pass unseen.
+        # Of an edited plan only consequences may differ: they must not pass unseen.
         changes=tuple(changes or _other(old, new)),
         notes=(*_size_notes(old, new), *notes),
         time_units=(old.time_unit, new.time_unit),

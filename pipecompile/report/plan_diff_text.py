@@ -32,7 +32,7 @@ _HEADINGS: dict[ChangeKind, str] = {
     "links": "links",
     "model": "model",
     "costs": "costs",
-    "other": "only these fields differ: one of the files was edited",
+    "other": "only these fields differ: a file was edited, or another pipecompile wrote it",
 }
 _TABLES = ("step", "memory", "load")
 
@@ -179,8 +179,9 @@ def _change_text(change: PlanChange, diff: PlanDiff) -> str:
         comparable = diff.time_units[0] == diff.time_units[1]
         return _relative(change.before, change.after) if comparable else ""
     is_number = all(type(value) is int for value in (change.before, change.after))
-    # Stages are numbers that count nothing.
-    return _relative(change.before, change.after) if is_number and change.kind != "option" else ""
+    # The numbers of stages count nothing.
+    is_stage = change.kind == "move" or change.where.startswith("pin ")
+    return _relative(change.before, change.after) if is_number and not is_stage else ""
 
 
 def _relative(before: int, after: int) -> str:

@@ -277,6 +277,15 @@ def test_options_are_named_as_in_python(plan: Plan) -> None:
     ]
 
 
+def test_numbers_have_a_relative_change_but_stages_have_none(plan: Plan) -> None:
+    old = with_options(plan, pin={"a": 1}, memory_bytes=1 << 30)
+    new = with_options(plan, pin={"a": 2}, memory_bytes=3 << 29)
+    assert diff_text(compare_plans(old, new)).splitlines()[1:] == [
+        "  memory: 1GiB → 1536MiB (+50.0%)",
+        "  pin a: 1 → 2",
+    ]
+
+
 def test_what_the_plan_was_made_for(plan: Plan) -> None:
     fingerprint = Fingerprint(graph="1" * 64, costs="2" * 64)
     capture = replace(plan.capture, verified=False, model="Net", notes=("one", "two"))

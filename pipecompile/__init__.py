@@ -26,10 +26,12 @@ from pipecompile.torch_versions import check_torch
 if TYPE_CHECKING:
     from pipecompile.api.choices import Choices
     from pipecompile.api.compilation import pipecompile
+    from pipecompile.api.diff import diff
     from pipecompile.ir.encodings import Encoding
     from pipecompile.ir.options import Objective, OptimizerName, PlacementShape, ScheduleName
     from pipecompile.ir.plan import BatchNormUpdate, Granularity, Plan, Recompute
     from pipecompile.ir.recorded_run import RecordedRun
+    from pipecompile.report.plan_diff import PlanChange, PlanDiff
     from pipecompile.training.checkpoint import Checkpoint
     from pipecompile.training.pipeline import Pipeline
 
@@ -49,6 +51,8 @@ __all__ = [
     "Pipeline",
     "PlacementShape",
     "Plan",
+    "PlanChange",
+    "PlanDiff",
     "RankFaultError",
     "Recompute",
     "RecordedRun",
@@ -57,6 +61,7 @@ __all__ = [
     "StalePlanError",
     "StaleProfileError",
     "__version__",
+    "diff",
     "pipecompile",
 ]
 
@@ -76,10 +81,13 @@ _HOMES = {
     "Pipeline": "pipecompile.training.pipeline",
     "PlacementShape": "pipecompile.ir.options",
     "Plan": "pipecompile.ir.plan",
+    "PlanChange": "pipecompile.report.plan_diff",
+    "PlanDiff": "pipecompile.report.plan_diff",
     "Encoding": "pipecompile.ir.encodings",
     "Recompute": "pipecompile.ir.plan",
     "RecordedRun": "pipecompile.ir.recorded_run",
     "ScheduleName": "pipecompile.ir.options",
+    "diff": "pipecompile.api.diff",
     "pipecompile": "pipecompile.api.compilation",
 }
 

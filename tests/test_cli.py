@@ -314,10 +314,10 @@ def imported(*arguments: str) -> list[str]:
     return result.stderr.splitlines()[-1].split()  # the log comes before
 
 
-@pytest.mark.parametrize("command", ["show", "check", "simulate", "view"])
+@pytest.mark.parametrize("command", ["show", "check", "diff", "simulate", "view"])
 def test_reading_a_plan_needs_no_torch(plan_file: str, command: str, tmp_path: Path) -> None:
-    output = ["-o", str(tmp_path / "plan.html")] if command == "view" else []
-    assert imported(command, plan_file, *output) == []
+    more = {"view": ["-o", str(tmp_path / "plan.html")], "diff": [plan_file]}
+    assert imported(command, plan_file, *more.get(command, [])) == []
 
 
 def linked(bandwidth: int | None) -> str:

@@ -38,6 +38,8 @@ PUBLIC = """
     Pipeline
     PlacementShape
     Plan
+    PlanChange
+    PlanDiff
     RankFaultError
     Recompute
     RecordedRun
@@ -46,6 +48,7 @@ PUBLIC = """
     StalePlanError
     StaleProfileError
     __version__
+    diff
     pipecompile
 """
 

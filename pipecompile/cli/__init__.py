@@ -12,7 +12,7 @@ import warnings
 import click
 
 from pipecompile.cli.answers import AnswerGroup
-from pipecompile.cli.plans import check, show, simulate, view
+from pipecompile.cli.plans import check, diff, show, simulate, view
 from pipecompile.cli.runs import compare
 from pipecompile.cli.solvers import partition, schedule
 from pipecompile.cli.targets import calibrate, measure_links, plan, profile, verify
@@ -41,6 +41,7 @@ for command in (
     show,
     view,
     check,
+    diff,
     simulate,
     compare,
     verify,

@@ -19,7 +19,16 @@ if TYPE_CHECKING:
     from pipecompile.api.report import DrawTable
     from pipecompile.ir.finding import Finding
 
-__all__ = ["FINE", "NO", "AnswerGroup", "framed", "print_findings", "say", "table_style"]
+__all__ = [
+    "FINE",
+    "NO",
+    "AnswerGroup",
+    "framed",
+    "print_annotation",
+    "print_findings",
+    "say",
+    "table_style",
+]
 
 # As diff(1) and grep(1) have them. CI tells "the plan does not fit" (1) from "no answer" (2).
 FINE, NO, ERROR = 0, 1, 2
@@ -137,15 +146,15 @@ def print_findings(path: str, findings: Sequence[Finding], form: str) -> None:
     click.echo(framed("\n".join(lines), form))
     if form == "github":
         for finding in failed:
-            click.echo(_annotation("error", path, finding.message), err=True)
+            print_annotation("error", path, finding.message)
         if not failed:
-            click.echo(_annotation("notice", path, "the plan is sound"), err=True)
+            print_annotation("notice", path, "the plan is sound")
 
 
-def _annotation(level: str, path: str, message: str) -> str:
-    """Return a workflow command: GitHub shows its message beside the file in a pull request's
+def print_annotation(level: str, path: str, message: str) -> None:
+    """Print a workflow command: GitHub shows its message beside the file in a pull request's
     diff.
     """
     # The percent sign begins an escape there, as in %0A for a line break.
     text = message.replace("%", "%25").replace("\n", "%0A")
-    return f"::{level} file={path}::{text}"
+    click.echo(f"::{level} file={path}::{text}", err=True)

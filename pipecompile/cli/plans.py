@@ -9,13 +9,21 @@ from typing import Any
 
 import click
 
-from pipecompile.cli.answers import FINE, NO, AnswerCommand, framed, print_findings, table_style
+from pipecompile.cli.answers import (
+    FINE,
+    NO,
+    AnswerCommand,
+    framed,
+    print_annotation,
+    print_findings,
+    table_style,
+)
 from pipecompile.cli.options import OneOf, format_option
 from pipecompile.ir.plan import RECOMPUTES, Plan
 from pipecompile.ir.serialization import check_writable, encode, read, write
 from pipecompile.ir.size import parse_caps
 
-__all__ = ["check", "print_plan", "show", "simulate", "view"]
+__all__ = ["check", "diff", "print_plan", "show", "simulate", "view"]
 
 logger = logging.getLogger("pipecompile.cli")
 
@@ -120,6 +128,31 @@ def check(path: str, target: str | None, form: str, memory: str | None, **limits
         checks.append(Finding(code="stale", passed=reason is None, message=message))
     print_findings(path, checks, form)
     return FINE if all(finding.passed for finding in checks) else NO
+
+
+@click.command(cls=AnswerCommand, short_help="What differs between two plans.")
+@click.argument("old_path", metavar="OLD")
+@click.argument("new_path", metavar="NEW")
+@format_option
+def diff(old_path: str, new_path: str, form: str) -> int:
+    """What differs between the plans OLD and NEW: step, memory and loads, what moved to another
+    stage, recompute, schedule, options, model and costs. Exit code 1 if anything does.
+    """
+    from pipecompile.api import diff as api
+
+    # Not whether they are sound, as the other commands look: that takes seconds for large plans,
+    # and of a plan in a pull request `check` says it.
+    found = api.diff(read(old_path, Plan), read(new_path, Plan))
+    if form == "json":
+        figures = {"old": old_path, "new": new_path, "same": found.same}
+        figures |= {name: getattr(found, name) for name in found.__struct_fields__}
+        click.echo(encode(figures), nl=False)
+    elif form == "github":
+        click.echo(api.diff_markdown(found, f"{old_path} → {new_path}"))
+        print_annotation("notice", new_path, api.diff_headline(found))
+    else:
+        click.echo(api.diff_text(found, table_style(form)))
+    return FINE if found.same else NO
 
 
 @click.command(cls=AnswerCommand, short_help="When each rank does what, and why it idles.")

@@ -1,11 +1,11 @@
-"""Tables as text: plain columns for files and pipes, rich's tables for a terminal."""
+"""Tables as text: plain columns for files and pipes, rich's tables for a terminal, Markdown."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from io import StringIO
 
-__all__ = ["DrawTable", "bar", "plain_table", "terminal_table"]
+__all__ = ["DrawTable", "bar", "markdown_table", "plain_table", "terminal_table"]
 
 Rows = Sequence[Sequence[str]]
 DrawTable = Callable[[Rows, Collection[int]], Iterator[str]]
@@ -53,6 +53,14 @@ def terminal_table(rows: Rows, left: Collection[int] = ()) -> Iterator[str]:
         console.print(table)
     # The box has an empty line above and below.
     yield from (line for line in capture.get().splitlines() if line.strip())
+
+
+def markdown_table(rows: Rows, left: Collection[int] = ()) -> Iterator[str]:
+    """Yield the lines of a table in Markdown, as GitHub shows it."""
+    header, *body = ([cell.strip().replace("|", "\\|") for cell in row] for row in rows)
+    sides = [":--" if column in left else "--:" for column in range(len(header))]
+    for cells in (header, sides, *body):
+        yield f"| {' | '.join(cells)} |"
 
 
 def bar(part: float, width: int) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
@@ -14,6 +14,7 @@ from pipecompile.ir.plan import Plan
 from pipecompile.ir.recorded_run import RecordedRun
 from pipecompile.ir.schedule_problem import ScheduleProblem
 from pipecompile.ir.serialization import decode, encode
+from pipecompile.report.plan_diff import ChangeKind
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "reference" / "formats.md").read_text()
 
@@ -44,3 +45,8 @@ def test_the_table_of_a_plan_has_all_fields() -> None:
     rows = [line for line in section("Plan").splitlines() if line.startswith("| `")]
     named = {name for row in rows for name in re.findall(r"`(\w+)`", row.split("|")[1])}
     assert named == set(Plan.__struct_fields__) - {"schema"}
+
+
+def test_the_table_of_changes_has_all_kinds_in_their_order() -> None:
+    rows = re.findall(r"^\| `(\w+)` \| ", section("Result of `diff`"), re.MULTILINE)
+    assert tuple(rows[1:]) == get_args(ChangeKind)

@@ -90,7 +90,7 @@ def _make_plan(
     )
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def make_plan() -> MakePlan:
     """Makes a plan of `k` stages for a small made-up graph."""
     return _make_plan

@@ -63,7 +63,7 @@ def cleared(pipeline: Pipeline) -> tuple[Pipeline, nn.Module]:
     return pipeline, copy.deepcopy(pipeline._target.model)
 
 
-@settings(max_examples=examples(80), deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(reductions, st.integers(1, 4), schedules, st.integers(0, 999), st.data())
 def test_a_step_is_that_of_the_unsplit_model_on_the_whole_minibatch(
     reduction: LossReduction, microbatches: int, schedule: str, seed: int, data: st.DataObject

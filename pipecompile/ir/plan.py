@@ -22,6 +22,7 @@ from pipecompile.ir.size import caps_by_rank
 
 __all__ = [
     "GRANULARITIES",
+    "LAYOUT_FORMATS",
     "RECOMPUTES",
     "BatchNormUpdate",
     "Boundary",
@@ -29,6 +30,7 @@ __all__ = [
     "Faster",
     "Fingerprint",
     "Granularity",
+    "LayoutFormat",
     "Options",
     "Ordering",
     "OwnedParameter",
@@ -46,6 +48,18 @@ Granularity = Literal["operators", "modules", "blocks", "auto"]
 GRANULARITIES: tuple[Granularity, ...] = get_args(Granularity)
 Recompute = Literal["auto", "none", "stage", "except-last", "block", "sqrt"]
 RECOMPUTES: tuple[Recompute, ...] = get_args(Recompute)
+LayoutFormat = Literal[
+    "megatron",
+    "megatron-hybrid",
+    "torchtitan",
+    "split-spec",
+    "device-map",
+    "vllm",
+    "sglang",
+    "json",
+]
+"""In whose words a layout is written."""
+LAYOUT_FORMATS: tuple[LayoutFormat, ...] = get_args(LayoutFormat)
 BatchNormUpdate = Literal["microbatch", "minibatch"]
 """After what batch norms update their running averages."""
 

@@ -31,6 +31,7 @@ __all__ = [
     "Fingerprint",
     "Granularity",
     "LayoutFormat",
+    "ModuleRun",
     "Options",
     "Ordering",
     "OwnedParameter",
@@ -161,14 +162,26 @@ class TiedSum(Value, frozen=True, kw_only=True):
     bytes: NonNegative
 
 
+class ModuleRun(Value, frozen=True, kw_only=True):
+    """A run of nodes of a stage in one module: the place of the first one in the graph, how many
+    they are, and what forward and backward of a microbatch take in all of them.
+    """
+
+    module: str
+    place: NonNegative
+    nodes: Positive
+    ns: NonNegative
+
+
 class Stage(Value, frozen=True, kw_only=True, dict=True, rename={"blocks": "nodes"}):
     """One stage: what it runs, what that costs for one microbatch, what crosses its boundaries.
 
     `blocks` (in files: `nodes`) are the names of its nodes in the order of the forward, in runs
-    that lie in one block of the model. `per_step_ns` is what it costs once a step: the division of
-    its gradients, and entering and leaving the step. `replica_sum` is what it exchanges with the
-    same stage of other replicas, if there are any, and `tied_sums` what its rank exchanges after it
-    with others that hold the same parameters.
+    that lie in one block of the model. `module_runs` say where each of them lies in the model, for
+    `pipecompile export`; plans of older versions have none. `per_step_ns` is what it costs once a
+    step: the division of its gradients, and entering and leaving the step. `replica_sum` is what it
+    exchanges with the same stage of other replicas, if there are any, and `tied_sums` what its rank
+    exchanges after it with others that hold the same parameters.
 
     `recompute` says what it recomputes, in `recompute_ns`: everything, in an action of its own
     ("stage", or for all microbatches but a step's last one "except-last"), or `regions` of its
@@ -180,6 +193,7 @@ class Stage(Value, frozen=True, kw_only=True, dict=True, rename={"blocks": "node
 
     blocks: tuple[tuple[str, ...], ...]
     modules: tuple[str, ...]
+    module_runs: tuple[ModuleRun, ...] = ()
     groups: tuple[str, ...]
     forward_ns: NonNegative
     backward_ns: NonNegative
@@ -375,6 +389,10 @@ class Plan(FileValue, frozen=True, kw_only=True):
         # A node in two stages would run twice for each microbatch.
         names = [name for stage in self.stages for name in stage.nodes]
         _same("distinct nodes", len(set(names)), "nodes in all stages", len(names))
+        for stage in self.stages:
+            if stage.module_runs:
+                counted_nodes = sum(run.nodes for run in stage.module_runs)
+                _same("nodes of the module runs", counted_nodes, "nodes", len(stage.nodes))
         # Also of what is only relayed: every tensor crosses one boundary at a time.
         for left, right in zip(self.stages, self.stages[1:], strict=False):
             if left.outputs != right.inputs:

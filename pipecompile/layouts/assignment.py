@@ -10,8 +10,8 @@ from pipecompile.errors import InputError, unknown
 from pipecompile.ir.graph import CostGraph
 from pipecompile.ir.plurals import counted
 from pipecompile.layouts.data_flow import completed
-from pipecompile.layouts.layers import LayerList, find_layers, lies_in
-from pipecompile.layouts.layout import BEGINNING, HYBRID_ATTENTION, Layout
+from pipecompile.layouts.layers import LayerList, ancestors, find_layers, lies_in
+from pipecompile.layouts.layout import BEGINNING, HYBRID_ATTENTION, NODE, Layout
 from pipecompile.layouts.sections import (
     ATTENTION,
     MLP,
@@ -72,8 +72,9 @@ def _by_sections(layout: Layout, graph: CostGraph, container: str | None) -> dic
     sections = sections_of(modules, _with_parameters(graph), layers)
     if layout.format == "megatron-hybrid":
         sections = in_halves(modules, sections, layers)
-    stages = _stages_of_sections(layout)
-    _check_sections(stages, {section for section in sections if section}, layers, layout)
+    there = {section for section in sections if section is not None}
+    stages = _stages_of_sections(layout, there)
+    _check_sections(stages, there, layers, layout)
     return {
         node.name: stages[section]
         for node, section in zip(graph.nodes, sections, strict=True)
@@ -81,7 +82,7 @@ def _by_sections(layout: Layout, graph: CostGraph, container: str | None) -> dic
     }
 
 
-def _stages_of_sections(layout: Layout) -> dict[Section, int]:
+def _stages_of_sections(layout: Layout, there: set[Section]) -> dict[Section, int]:
     """Return the stage of each section that the symbols of a layout stand for."""
     stages: dict[Section, int] = {}
     numbers = Counter[str]()
@@ -93,7 +94,8 @@ def _stages_of_sections(layout: Layout) -> dict[Section, int]:
             numbers[symbol] += 1
     if layout.format != "megatron":
         # Counts and patterns are of layers alone: what is around them lies at the ends.
-        stages |= {Section("E"): 0, Section("L"): layout.k - 1}
+        ends = {"E": 0, "m": layout.k - 1, "L": layout.k - 1}
+        stages |= {section: ends[section.symbol] for section in there if section.symbol in ends}
     return stages
 
 
@@ -139,33 +141,28 @@ def _by_prefixes(layout: Layout, graph: CostGraph) -> dict[str, int]:
     _refuse_unknown(stages, graph)
     named: dict[str, int] = {}
     for node in graph.nodes:
-        if node.name in stages:
-            named[node.name] = stages[node.name]
-            continue
-        prefixes = [entry for entry in _ancestors(node.module) if entry in stages]
+        entries = (f"{NODE}{node.name}", *ancestors(node.module))
+        prefixes = [entry for entry in entries if entry in stages]
         if prefixes:
             named[node.name] = stages[prefixes[0]]
     _refuse_missing(named, graph)
     return named
 
 
-def _ancestors(module: str) -> list[str]:
-    """Return a path and those of the modules around it, the longest first: a.b, a and ""."""
-    parts = module.split(".") if module else []
-    return [".".join(parts[:length]) for length in range(len(parts), -1, -1)]
-
-
 def _refuse_unknown(entries: Iterable[str], graph: CostGraph) -> None:
-    paths = {path for node in graph.nodes for path in _ancestors(node.module)}
+    paths = {path for node in graph.nodes for path in ancestors(node.module)}
     for entry in entries:
-        if entry not in paths and entry not in graph.by_name:
-            raise unknown("module", entry, sorted(paths - {""}), listed_in="the model's graph")
+        if entry.startswith(NODE):
+            if entry[len(NODE) :] not in graph.by_name:
+                raise unknown("node", entry[len(NODE) :], graph.by_name, listed_in="its graph")
+        elif entry not in paths:
+            raise unknown("module", entry, sorted(paths - {""}), listed_in="the model")
 
 
 def _refuse_missing(named: Mapping[str, int], graph: CostGraph) -> None:
     """Raise InputError if a module with parameters and nothing in it has no stage."""
     with_parameters = _with_parameters(graph)
-    around = {path for node in graph.nodes for path in _ancestors(node.module)[1:]}
+    around = {path for node in graph.nodes for path in ancestors(node.module)[1:]}
     for node in graph.nodes:
         if node.module in with_parameters - around and node.name not in named:
             raise InputError(
@@ -189,7 +186,6 @@ def _by_splits(layout: Layout, graph: CostGraph) -> dict[str, int]:
         places = [place for place, n in enumerate(graph.nodes) if lies_in(n.module, module)]
         if not places:
             _refuse_unknown([module], graph)
-            raise InputError(f"the module {module!r} is a node; a split is at a module")
         begins.append((places[0] if point == BEGINNING else places[-1] + 1, f"{module}.{point}"))
     begins.sort()
     for (left, earlier), (right, later) in pairwise(begins):

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pipecompile.errors import InputError
 from pipecompile.ir.module_paths import block_of
 
-__all__ = ["LayerList", "find_layers", "lies_in"]
+__all__ = ["LayerList", "ancestors", "find_layers", "lies_in"]
 
 
 @dataclass(frozen=True)
@@ -41,6 +41,12 @@ class LayerList:
 def lies_in(module: str, path: str) -> bool:
     """Return whether a module is the one at `path` or lies in it."""
     return not path or module == path or module.startswith(f"{path}.")
+
+
+def ancestors(module: str) -> list[str]:
+    """Return a path and those of the modules around it, the longest first: a.b, a and ""."""
+    parts = module.split(".") if module else []
+    return [".".join(parts[:length]) for length in range(len(parts), -1, -1)]
 
 
 def find_layers(ns_by_module: Mapping[str, int], given: str | None = None) -> LayerList:

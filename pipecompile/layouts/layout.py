@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from pipecompile.ir.plan import LayoutFormat
 
-__all__ = ["BEGINNING", "END", "HYBRID_ATTENTION", "HYBRID_MLP", "SYMBOLS", "Layout"]
+__all__ = ["BEGINNING", "END", "HYBRID_ATTENTION", "HYBRID_MLP", "NODE", "SYMBOLS", "Layout"]
 
 SYMBOLS = {
     "E": "embedding",
@@ -17,6 +17,10 @@ SYMBOLS = {
 """Megatron's symbols, and the words that it has for them in nested lists."""
 HYBRID_ATTENTION, HYBRID_MLP = "*+D", "-E"
 """Megatron's symbols for the halves of a layer in hybrid patterns."""
+NODE = "%"
+"""What begins the name of a node where modules are named, as in %view_3: a module may have the same
+name.
+"""
 BEGINNING, END = "BEGINNING", "END"
 """The points of a module at which torch's `split_spec` cuts."""
 
@@ -26,8 +30,8 @@ class Layout:
     """The stages of a layout, each with its entries.
 
     An entry is, by `format`, a symbol (`E` `t` `m` `L`; halves of layers in `megatron-hybrid`; only
-    `t` in `vllm` and `sglang`), or the path of a module or the name of a node (`torchtitan`,
-    `device-map`, `json`). In a `split-spec` the first stage has no entries, and each other one has
+    `t` in `vllm` and `sglang`), or the path of a module (`torchtitan`, `device-map`, `json`) or %
+    and the name of a node. In a `split-spec` the first stage has no entries, and each other one has
     two: the module where it begins, and `BEGINNING` or `END` of that module.
     """
 

@@ -61,10 +61,10 @@ def test_embedding_head_and_mtp_layers_have_stages_of_their_own() -> None:
 
 
 def test_a_node_can_be_named_and_wins_over_its_module() -> None:
-    first, _ = modules([["embed", "layers", "norm", "layers_3_mlp4"], ["head"]])
+    first, _ = modules([["embed", "layers", "norm", "%layers_3_mlp4"], ["head"]])
     assert "layers_3_add5" in first
     with pytest.raises(InputError, match="against the data flow"):
-        modules([["embed", "layers.0"], ["layers", "norm", "layers_0_mlp4", "head"]])
+        modules([["embed", "layers.0"], ["layers", "norm", "%layers_0_mlp4", "head"]])
 
 
 MISMATCHES = [

@@ -75,8 +75,10 @@ class Options(Value, frozen=True, kw_only=True):
     time, the others are named in the glossary. `encodings` are the ones of saved tensors that
     stages may use where that lets them fit. `granularity` is what the model was cut between, and
     `leaf` are modules that were taken as one node. `batch_norm` says after what batch norms update
-    their running averages; no figure of a plan depends on it. Over `replicas` gradients are summed;
-    where the plan is `sharded`, each replica holds a part of every parameter between steps.
+    their running averages; no figure of a plan depends on it. A `layout`, of `layout_format`, is
+    the cut; its layers are those in the module `layers`, or found in the model. Over `replicas`
+    gradients are summed; where the plan is `sharded`, each replica holds a part of every parameter
+    between steps.
     """
 
     k: Positive
@@ -88,6 +90,9 @@ class Options(Value, frozen=True, kw_only=True):
     costs: str
     # Not shared: msgspec gives each instance an empty dict of its own.
     pin: dict[str, int] = {}
+    layout: str | None = None
+    layout_format: LayoutFormat | None = None
+    layers: str | None = None
     groups: tuple[tuple[str, ...], ...] = ()
     parameters_everywhere: bool = False
     granularity: Granularity = "operators"

@@ -314,9 +314,10 @@ def imported(*arguments: str) -> list[str]:
     return result.stderr.splitlines()[-1].split()  # the log comes before
 
 
-@pytest.mark.parametrize("command", ["show", "check", "simulate", "view"])
+@pytest.mark.parametrize("command", ["show", "check", "simulate", "view", "export"])
 def test_reading_a_plan_needs_no_torch(plan_file: str, command: str, tmp_path: Path) -> None:
-    output = ["-o", str(tmp_path / "plan.html")] if command == "view" else []
+    output = ["-o", str(tmp_path / "plan.html")] if command in ("view", "export") else []
+    output += ["--to", "json"] if command == "export" else []
     assert imported(command, plan_file, *output) == []
 
 
@@ -986,6 +987,7 @@ OUTPUTS = {
     "profile --page": ("profile", "missing.py:model"),
     "calibrate -o": ("calibrate",),
     "links -o": ("links",),
+    "export -o": ("export", "missing.json", "--to", "json"),
     "simulate --svg": ("simulate", "missing.json"),
     "simulate --trace": ("simulate", "missing.json"),
     "schedule --csv": ("schedule", "missing.json"),

@@ -55,7 +55,7 @@ def export_layout(
 
 def _who_can_say_it(plan: Plan, rows: list[PlanRow], container: str | None) -> list[str]:
     """Return the formats in which the cut of a plan can be written."""
-    able = []
+    able: list[str] = []
     for form in LAYOUT_FORMATS:
         if form == "json":
             able.append(form)

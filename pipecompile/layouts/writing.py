@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 
+from pipecompile.layouts.layers import ancestors
 from pipecompile.layouts.layout import NODE
-from pipecompile.layouts.rows import PlanRow, ancestors, stages_by_path
+from pipecompile.layouts.rows import PlanRow, stages_by_path
 
 __all__ = ["json_text", "lists_text", "mapping_text", "prefixes_of"]
 

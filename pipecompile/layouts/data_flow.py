@@ -61,6 +61,7 @@ def _earliest_reader(edges: list[tuple[str, str]], known: Mapping[str, int]) -> 
         is_settled = True
         for source, reader in reversed(edges):
             stage = stages.get(reader)
+            # One that is not known yet counts as later than any.
             if source not in known and stage is not None and stage < stages.get(source, stage + 1):
                 stages[source] = stage
                 is_settled = False

@@ -7,8 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
 from examples import models
+from pipecompile import pipecompile
 from pipecompile.api.choices import requested_options
 from pipecompile.api.costs import cost_graph
 from pipecompile.api.draft import draft
@@ -120,3 +123,17 @@ def test_a_layout_for_another_number_of_layers_shows_both() -> None:
         InputError, match=rf"has {layers + 2} layers, but the model has {layers} \(transformer\.h"
     ):
         _plan(layout=f"Et|t*{layers + 1}L")
+
+
+def test_a_list_of_modules_in_python_is_the_cut_that_trains() -> None:
+    model = nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 4))
+    pipeline = pipecompile(
+        model,
+        torch.randn(4, 4),
+        layout=[["0", "1"], ["2"]],
+        costs="flops",
+        loss_fn=nn.functional.mse_loss,
+    )
+    assert [stage.modules for stage in pipeline.plan.stages] == [("0", "1"), ("2",)]
+    loss = pipeline.step(torch.randn(4, 4), torch.randn(4, 4))
+    assert torch.isfinite(torch.as_tensor(loss))

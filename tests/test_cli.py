@@ -314,9 +314,10 @@ def imported(*arguments: str) -> list[str]:
     return result.stderr.splitlines()[-1].split()  # the log comes before
 
 
-@pytest.mark.parametrize("command", ["show", "check", "diff", "simulate", "view"])
+@pytest.mark.parametrize("command", ["show", "check", "diff", "simulate", "view", "export"])
 def test_reading_a_plan_needs_no_torch(plan_file: str, command: str, tmp_path: Path) -> None:
-    more = {"view": ["-o", str(tmp_path / "plan.html")], "diff": [plan_file]}
+    output = ["-o", str(tmp_path / "output")]
+    more = {"view": output, "diff": [plan_file], "export": [*output, "--to", "json"]}
     assert imported(command, plan_file, *more.get(command, [])) == []
 
 
@@ -986,6 +987,7 @@ OUTPUTS = {
     "profile --page": ("profile", "missing.py:model"),
     "calibrate -o": ("calibrate",),
     "links -o": ("links",),
+    "export -o": ("export", "missing.json", "--to", "json"),
     "simulate --svg": ("simulate", "missing.json"),
     "simulate --trace": ("simulate", "missing.json"),
     "schedule --csv": ("schedule", "missing.json"),

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from pipecompile.cost_models.device import load_device
@@ -20,6 +22,8 @@ from pipecompile.ir.options import (
 from pipecompile.ir.plan import Options
 from pipecompile.ir.serialization import read
 from pipecompile.ir.size import parse_caps
+from pipecompile.layouts.layout import Layout
+from pipecompile.layouts.reading import layout_text, read_layout
 from pipecompile.schedule.named_orders import ASYNCHRONOUS, MAY_SPLIT, required_placement
 from pipecompile.schedule.selection import placements
 
@@ -64,8 +68,9 @@ def requested_options(**choices: Any) -> Options:
     for option in OPTIONS:
         given[option.name] = _checked(option, given[option.name])
     _check_costs(given["costs"])
+    layout = _layout(given)
     # The two that others decide: k may come from ranks, and microbatches are k.
-    given["k"] = _stages(given)
+    given["k"] = _stages(given) if layout is None else _stages_of_layout(given, layout)
     if given["microbatches"] is None:
         given["microbatches"] = given["k"]
     given["replicas"] = given["replicas"] or 1
@@ -105,6 +110,8 @@ def _checked_value(option: Option, value: Any) -> Any:
         return None
     if option.name == "memory":
         return parse_caps(value)
+    if option.name == "layout":
+        return layout_text(_file_or_value(value))
     if option.type == int | None:
         # Not isinstance: True is an int too, but no number of stages.
         if type(value) is not int:
@@ -116,6 +123,50 @@ def _checked_value(option: Option, value: Any) -> Any:
     if option.choices:
         return known_name(option.name, value, option.choices)
     return value
+
+
+def _file_or_value(layout: object) -> object:
+    """Return the text in the file that `layout` names; itself if there is no such file."""
+    if isinstance(layout, str | Path):
+        # A text of many stages is longer than the name of a file may be.
+        with suppress(OSError):
+            if Path(layout).is_file():
+                return Path(layout).read_text()
+    return layout
+
+
+def _layout(given: dict[str, Any]) -> Layout | None:
+    """Return the layout that is given, if any, and note its format.
+
+    Raise InputError if other options contradict it, or need one.
+    """
+    if given["layout"] is None:
+        for name in ("layout_format", "layers"):
+            if given[name] is not None:
+                raise InputError(f"{name}={given[name]!r} is of a layout; give layout= too")
+        return None
+    if given["pin"]:
+        raise InputError("a layout fixes the stage of every node; leave out pin, or the layout")
+    if given["granularity"] != "operators":
+        raise InputError(
+            f"granularity={given['granularity']!r} is for cuts that are searched, but the layout "
+            "is the cut; leave one of them out"
+        )
+    layout = read_layout(given["layout"], given["layout_format"])
+    given["layout_format"] = layout.format
+    return layout
+
+
+def _stages_of_layout(given: Mapping[str, Any], layout: Layout) -> int:
+    """Return the number of stages of a layout; InputError if k or ranks say another one."""
+    asked = None if given["k"] is None and given["ranks"] is None else _stages(given)
+    if asked not in (None, layout.k):
+        what = "k" if given["k"] is not None else f"ranks={given['ranks']}, which is k"
+        raise InputError(
+            f"the layout has {layout.k} stages, but {what}={asked}; leave that out, or write a "
+            f"layout for {asked} stages"
+        )
+    return layout.k
 
 
 LEAST = {

@@ -29,6 +29,8 @@ from pipecompile.ir.plan import (
 )
 from pipecompile.ir.schedule import Schedule
 from pipecompile.ir.serialization import fingerprint
+from pipecompile.layouts.assignment import assignment_of
+from pipecompile.layouts.reading import read_layout
 from pipecompile.recompute.planner import RecomputePlanner
 from pipecompile.recompute.stages import owners_of, routes_of, stages_of
 from pipecompile.schedule.selection import placements, schedule_plan
@@ -61,17 +63,28 @@ def draft(
         capture,
         tuple(tuple(shape) for shape in microbatch_shapes),
     )
+    fixed = _fixed_by_layout(graph, options)
     # A placement on which nothing fits is no failure as long as another one has a plan.
     plans, refusals = [], []
     for placement in placements(options):
         try:
-            planner = recompute_planner(graph, options, placement, settled=True)
+            planner = recompute_planner(graph, fixed, placement, settled=True)
             plans.append(_plan_on_placement(planner, links, origin, assignment))
         except InfeasibleError as error:
             refusals.append(error)
     if not plans:
         raise refusals[0]
-    return min(plans, key=lambda plan: plan.prediction.step_ns)
+    best = min(plans, key=lambda plan: plan.prediction.step_ns)
+    # It was asked for by a layout, and not by the stage of each node.
+    return msgspec.structs.replace(best, options=options)
+
+
+def _fixed_by_layout(graph: CostGraph, options: Options) -> Options:
+    """Return the options with each node in its stage, if they have a layout."""
+    if options.layout is None:
+        return options
+    layout = read_layout(options.layout, options.layout_format)
+    return msgspec.structs.replace(options, pin=assignment_of(layout, graph, options.layers))
 
 
 class _Origin(NamedTuple):

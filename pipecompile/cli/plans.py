@@ -19,11 +19,11 @@ from pipecompile.cli.answers import (
     table_style,
 )
 from pipecompile.cli.options import OneOf, format_option
-from pipecompile.ir.plan import RECOMPUTES, Plan
+from pipecompile.ir.plan import LAYOUT_FORMATS, RECOMPUTES, Plan
 from pipecompile.ir.serialization import check_writable, encode, read, write
 from pipecompile.ir.size import parse_caps
 
-__all__ = ["check", "diff", "print_plan", "show", "simulate", "view"]
+__all__ = ["check", "diff", "export", "print_plan", "show", "simulate", "view"]
 
 logger = logging.getLogger("pipecompile.cli")
 
@@ -180,4 +180,38 @@ def simulate(path: str, trace_path: str | None, svg_path: str | None, form: str)
         click.echo(encode(step_figures_of(plan)), nl=False)
     else:
         click.echo(framed(step_text_of(plan, table_style(form)), form))
+    return FINE
+
+
+@click.command(cls=AnswerCommand, short_help="The cut of PLAN in the words of another framework.")
+@click.argument("path", metavar="PLAN")
+@click.option(
+    "--to",
+    required=True,
+    metavar="FORMAT",
+    help=f"One of {', '.join((*LAYOUT_FORMATS, 'torch-csv'))} (the schedule, for torch).",
+)
+@click.option("--round", "rounded", is_flag=True, help="Round a cut that the format cannot say.")
+@click.option(
+    "--layers",
+    metavar="MODULE",
+    help="The list of modules that are the layers.  [default: that of the plan, or found]",
+)
+@click.option("-o", "--output", metavar="FILE", help="Where to write it, instead of printing it.")
+def export(path: str, to: str, rounded: bool, layers: str | None, output: str | None) -> int:
+    """The cut of PLAN as a layout for Megatron-LM, torchtitan, torch, Hugging Face, vLLM or SGLang,
+    or its schedule for torch. Read back with plan --layout, it gives the same cut.
+    """
+    from pipecompile.api.layouts import cost_text, export_of
+
+    check_writable(output)
+    plan = _read_plan(path)
+    exported = export_of(plan, to, layers, rounded=rounded)
+    if exported.moved:
+        logger.warning("%s", cost_text(plan, exported))
+    if output is None:
+        click.echo(exported.text.rstrip())
+    else:
+        write(output, f"{exported.text.rstrip()}\n".encode())
+        logger.info("wrote %s", output)
     return FINE

@@ -280,6 +280,11 @@ class CostGraph(Value, frozen=True, kw_only=True, dict=True):
         return {node.name: node for node in self.nodes}
 
     @cached_property
+    def places(self) -> dict[str, int]:
+        """The place of each node: its index in the order of the forward."""
+        return {node.name: place for place, node in enumerate(self.nodes)}
+
+    @cached_property
     def parameter_by_name(self) -> dict[str, Parameter]:
         """Parameters and buffers by their canonical name."""
         return {parameter.name: parameter for parameter in self.parameters}

@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal, TypedDict, get_args, get_origin, get
 
 from pipecompile.errors import InputError, unknown
 from pipecompile.ir.encodings import Encoding
-from pipecompile.ir.plan import BatchNormUpdate, Granularity, Recompute
+from pipecompile.ir.plan import BatchNormUpdate, Granularity, LayoutFormat, Recompute
 
 __all__ = [
     "DEFAULT_STAGES",
@@ -225,6 +225,30 @@ class ChoiceTypes(TypedDict, total=False):
             default_text="none",
             form="pins",
             metavar="NODE=STAGE",
+        ),
+    ]
+    layout: Annotated[
+        Any,
+        Option(
+            None,
+            "Take the cut from a layout, a text or its file: Megatron's string or lists, "
+            "torchtitan's module_fqns_per_model_part, torch's split_spec, a device_map, counts of "
+            "layers (vLLM, SGLang), or a JSON list of modules for each stage. It has its own k.",
+            default_text="none: the cut is searched",
+            metavar="LAYOUT",
+        ),
+    ]
+    layout_format: Annotated[
+        LayoutFormat | None,
+        Option(None, "The format of the layout.", default_text="told by its form"),
+    ]
+    layers: Annotated[
+        str | None,
+        Option(
+            None,
+            "The list of modules that are the layers of a layout, such as transformer.h.",
+            default_text="the list of numbered modules that takes most of the time",
+            metavar="MODULE",
         ),
     ]
     no_split: Annotated[

@@ -22,6 +22,7 @@ from pipecompile.ir.size import caps_by_rank
 
 __all__ = [
     "GRANULARITIES",
+    "LAYOUT_FORMATS",
     "RECOMPUTES",
     "BatchNormUpdate",
     "Boundary",
@@ -29,6 +30,8 @@ __all__ = [
     "Faster",
     "Fingerprint",
     "Granularity",
+    "LayoutFormat",
+    "ModuleRun",
     "Options",
     "Ordering",
     "OwnedParameter",
@@ -46,6 +49,18 @@ Granularity = Literal["operators", "modules", "blocks", "auto"]
 GRANULARITIES: tuple[Granularity, ...] = get_args(Granularity)
 Recompute = Literal["auto", "none", "stage", "except-last", "block", "sqrt"]
 RECOMPUTES: tuple[Recompute, ...] = get_args(Recompute)
+LayoutFormat = Literal[
+    "megatron",
+    "megatron-hybrid",
+    "torchtitan",
+    "split-spec",
+    "device-map",
+    "vllm",
+    "sglang",
+    "json",
+]
+"""In whose words a layout is written."""
+LAYOUT_FORMATS: tuple[LayoutFormat, ...] = get_args(LayoutFormat)
 BatchNormUpdate = Literal["microbatch", "minibatch"]
 """After what batch norms update their running averages."""
 
@@ -60,8 +75,10 @@ class Options(Value, frozen=True, kw_only=True):
     time, the others are named in the glossary. `encodings` are the ones of saved tensors that
     stages may use where that lets them fit. `granularity` is what the model was cut between, and
     `leaf` are modules that were taken as one node. `batch_norm` says after what batch norms update
-    their running averages; no figure of a plan depends on it. Over `replicas` gradients are summed;
-    where the plan is `sharded`, each replica holds a part of every parameter between steps.
+    their running averages; no figure of a plan depends on it. A `layout`, of `layout_format`, is
+    the cut; its layers are those in the module `layers`, or found in the model. Over `replicas`
+    gradients are summed; where the plan is `sharded`, each replica holds a part of every parameter
+    between steps.
     """
 
     k: Positive
@@ -73,6 +90,9 @@ class Options(Value, frozen=True, kw_only=True):
     costs: str
     # Not shared: msgspec gives each instance an empty dict of its own.
     pin: dict[str, int] = {}
+    layout: str | None = None
+    layout_format: LayoutFormat | None = None
+    layers: str | None = None
     groups: tuple[tuple[str, ...], ...] = ()
     parameters_everywhere: bool = False
     granularity: Granularity = "operators"
@@ -147,14 +167,26 @@ class TiedSum(Value, frozen=True, kw_only=True):
     bytes: NonNegative
 
 
+class ModuleRun(Value, frozen=True, kw_only=True):
+    """A run of nodes of a stage in one module: the place of the first one in the graph, how many
+    they are, and what forward and backward of a microbatch take in all of them.
+    """
+
+    module: str
+    place: NonNegative
+    nodes: Positive
+    ns: NonNegative
+
+
 class Stage(Value, frozen=True, kw_only=True, dict=True, rename={"blocks": "nodes"}):
     """One stage: what it runs, what that costs for one microbatch, what crosses its boundaries.
 
     `blocks` (in files: `nodes`) are the names of its nodes in the order of the forward, in runs
-    that lie in one block of the model. `per_step_ns` is what it costs once a step: the division of
-    its gradients, and entering and leaving the step. `replica_sum` is what it exchanges with the
-    same stage of other replicas, if there are any, and `tied_sums` what its rank exchanges after it
-    with others that hold the same parameters.
+    that lie in one block of the model. `module_runs` say where each of them lies in the model, for
+    `pipecompile export`; plans of older versions have none. `per_step_ns` is what it costs once a
+    step: the division of its gradients, and entering and leaving the step. `replica_sum` is what it
+    exchanges with the same stage of other replicas, if there are any, and `tied_sums` what its rank
+    exchanges after it with others that hold the same parameters.
 
     `recompute` says what it recomputes, in `recompute_ns`: everything, in an action of its own
     ("stage", or for all microbatches but a step's last one "except-last"), or `regions` of its
@@ -166,6 +198,7 @@ class Stage(Value, frozen=True, kw_only=True, dict=True, rename={"blocks": "node
 
     blocks: tuple[tuple[str, ...], ...]
     modules: tuple[str, ...]
+    module_runs: tuple[ModuleRun, ...] = ()
     groups: tuple[str, ...]
     forward_ns: NonNegative
     backward_ns: NonNegative
@@ -361,6 +394,10 @@ class Plan(FileValue, frozen=True, kw_only=True):
         # A node in two stages would run twice for each microbatch.
         names = [name for stage in self.stages for name in stage.nodes]
         _same("distinct nodes", len(set(names)), "nodes in all stages", len(names))
+        for stage in self.stages:
+            if stage.module_runs:
+                counted_nodes = sum(run.nodes for run in stage.module_runs)
+                _same("nodes of the module runs", counted_nodes, "nodes", len(stage.nodes))
         # Also of what is only relayed: every tensor crosses one boundary at a time.
         for left, right in zip(self.stages, self.stages[1:], strict=False):
             if left.outputs != right.inputs:

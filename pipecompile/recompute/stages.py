@@ -13,7 +13,16 @@ from itertools import groupby
 from pipecompile.errors import InfeasibleError
 from pipecompile.ir.graph import CostGraph, Node
 from pipecompile.ir.module_paths import block_of
-from pipecompile.ir.plan import Boundary, Options, OwnedParameter, ReplicaSum, Route, Stage, TiedSum
+from pipecompile.ir.plan import (
+    Boundary,
+    ModuleRun,
+    Options,
+    OwnedParameter,
+    ReplicaSum,
+    Route,
+    Stage,
+    TiedSum,
+)
 from pipecompile.recompute.planner import RecomputePlanner
 from pipecompile.recompute.policies import NO_RECOMPUTE, StageRecompute
 
@@ -75,6 +84,7 @@ def _stage(
     return Stage(
         blocks=tuple(_blocks(nodes)),
         modules=tuple(module_ranges(node.module for node in nodes)),
+        module_runs=tuple(_module_runs(graph, nodes)),
         groups=tuple(sorted({node.group for node in nodes if node.group is not None})),
         forward_ns=sum(node.forward_ns for node in nodes),
         backward_ns=sum(node.backward_ns for node in nodes),
@@ -146,6 +156,24 @@ def _blocks(nodes: Iterable[Node]) -> Iterator[tuple[str, ...]]:
     """Yield the names of the nodes, in runs that lie in one block of the model."""
     for _, run in groupby(nodes, key=lambda node: block_of(node.module)):
         yield tuple(node.name for node in run)
+
+
+def _module_runs(graph: CostGraph, nodes: Sequence[Node]) -> Iterator[ModuleRun]:
+    """Yield the runs of a stage's nodes that lie in one module and follow each other in the
+    graph.
+    """
+    # In a run, the place less the index in the stage is the same for all nodes.
+    numbered = enumerate(nodes)
+    for (_, module), run in groupby(
+        numbered, key=lambda pair: (graph.places[pair[1].name] - pair[0], pair[1].module)
+    ):
+        members = [node for _, node in run]
+        yield ModuleRun(
+            module=module,
+            place=graph.places[members[0].name],
+            nodes=len(members),
+            ns=sum(node.forward_ns + node.backward_ns for node in members),
+        )
 
 
 def _sum_if_known(values: Iterable[int | None]) -> int | None:

@@ -102,11 +102,13 @@ def _title(plan: Plan) -> str:
 
 def _figures(plan: Plan) -> Iterator[tuple[str, str]]:
     loads, search = plan.prediction.loads_ns, plan.search
-    proof = "proven" if search.proven else "not proven"
+    proof = f"{'proven' if search.proven else 'not proven'} ({search.method})"
+    if plan.options.layout is not None:
+        proof = "of the layout"  # nothing was searched, so there is nothing to prove
     yield "step", time_with_unit(plan.prediction.step_ns, plan.time_unit)
     yield "bubble", f"{plan.prediction.bubble:.1%}"
     yield "largest load / mean load", f"{max(loads) * len(loads) / max(sum(loads), 1):.3f}"
-    yield "cut", f"{search.objective}, {proof} ({search.method})"
+    yield "cut", f"{search.objective}, {proof}"
     if plan.options.recompute != "none":
         yield "recompute", plan.options.recompute
     yield "memory", cap_text(plan)

@@ -42,6 +42,7 @@ from pipecompile.report.units import (
 __all__ = ["headline", "summary"]
 
 _MODULES_WIDTH = 40
+_LAYOUT_WIDTH = 60
 _GRANULARITIES = {
     "operators": "",
     "modules": ", cut between modules",
@@ -96,6 +97,10 @@ def _header(plan: Plan) -> Iterator[str]:
     imbalance = max(loads) * len(loads) / max(sum(loads), 1)
     variance = variance_text(loads, unit)
     yield f"  imbalance  {imbalance:.3f} (largest load / mean load), variance of loads {variance}"
+    if plan.options.layout is not None:
+        text = " ".join(plan.options.layout.split())
+        shown = text if len(text) <= _LAYOUT_WIDTH else f"{text[:_LAYOUT_WIDTH]}…"
+        yield f"  layout     {shown} ({plan.options.layout_format})"
     yield f"  objective  {_objective(plan)}"
     yield from _all_objectives(plan)
     yield from _ordering(plan)
@@ -164,6 +169,9 @@ def _ordering(plan: Plan) -> Iterator[str]:
 def _objective(plan: Plan) -> str:
     search = plan.search
     value = objective_text(search.objective, search.value, plan.time_unit)
+    if plan.options.layout is not None:
+        # Among cuts that are all fixed there is one only: its bound would say nothing.
+        return f"{objective_label(search.objective)} {value}, of the layout's cut"
     bound = objective_text(search.objective, search.bound, plan.time_unit)
     proof = "proven" if search.proven else "not proven"
     return (

@@ -1,0 +1,1 @@
+"""Layouts: cuts in the words of other frameworks. They are read, found in a model, and exported."""

@@ -20,7 +20,8 @@ from pipecompile.api.recompute import recompute_planner
 from pipecompile.ir.graph import CostGraph
 from pipecompile.ir.links import FREE
 from pipecompile.ir.module_paths import block_of
-from pipecompile.ir.plan import Options, Prediction, Stage
+from pipecompile.ir.plan import Options, Prediction
+from pipecompile.ir.stage import Stage
 from pipecompile.partition.problem import StageCandidate
 from pipecompile.schedule.selection import placements
 

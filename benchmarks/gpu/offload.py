@@ -24,7 +24,8 @@ from pipecompile.codegen.regions import EncodedRuns
 from pipecompile.cost_models.clock import Clock
 from pipecompile.graph.random_streams import StreamKey
 from pipecompile.ir.encodings import Encoding
-from pipecompile.ir.plan import EncodedNodes, Plan, Stage
+from pipecompile.ir.plan import Plan
+from pipecompile.ir.stage import EncodedNodes, Stage
 from pipecompile.memory_model.live_ranges import LiveRanges
 from pipecompile.memory_model.stage import footprint_of
 from pipecompile.recompute.encoding_offers import HOST_BYTES_PER_NS, encoding_offers

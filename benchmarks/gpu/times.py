@@ -16,8 +16,8 @@ from benchmarks.gpu.cases import Case
 from benchmarks.gpu.models import MODELS
 from benchmarks.gpu.rows import Row
 from benchmarks.gpu.subject import subject_of
-from pipecompile.ir.plan import Stage
 from pipecompile.ir.schedule import Kind
+from pipecompile.ir.stage import Stage
 from pipecompile.training.stage_timer import StageTimer
 
 __all__ = ["action_rows", "costs_name", "time_cases"]

@@ -25,10 +25,10 @@ from pipecompile.ir.plan import (
     Prediction,
     Provenance,
     Search,
-    Stage,
 )
 from pipecompile.ir.schedule import Schedule
 from pipecompile.ir.serialization import fingerprint
+from pipecompile.ir.stage import Stage
 from pipecompile.layouts.assignment import assignment_of
 from pipecompile.layouts.reading import read_layout
 from pipecompile.recompute.planner import RecomputePlanner

@@ -9,9 +9,15 @@ from itertools import chain, combinations
 from pipecompile.api.draft import predicted
 from pipecompile.errors import PipecompileError
 from pipecompile.ir.finding import Finding
-from pipecompile.ir.plan import Options, Ordering, Plan, Recompute, Stage
+from pipecompile.ir.plan import (
+    Options,
+    Ordering,
+    Plan,
+    Recompute,
+)
 from pipecompile.ir.schedule import Schedule
 from pipecompile.ir.size import size_text
+from pipecompile.ir.stage import Stage
 from pipecompile.schedule.check import check_schedule
 from pipecompile.schedule.named_orders import MAY_SPLIT
 from pipecompile.schedule.problem import PlacedProblem

@@ -11,8 +11,8 @@ from itertools import accumulate, pairwise
 import msgspec
 
 from pipecompile.ir.graph import CostGraph, Node
-from pipecompile.ir.plan import Stage
 from pipecompile.ir.schedule import Kind
+from pipecompile.ir.stage import Stage
 
 __all__ = ["Times", "apportioned", "scaled"]
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from pipecompile.ir.encodings import ENCODINGS, Encoding
 from pipecompile.ir.module_paths import block_of
-from pipecompile.ir.plan import EncodedNodes
+from pipecompile.ir.stage import EncodedNodes
 from pipecompile.memory_model.encoding_costs import EncodingCost
 from pipecompile.memory_model.encodings import EncodedPlaces, storage_encodings
 from pipecompile.memory_model.live_ranges import LiveRanges

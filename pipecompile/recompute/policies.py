@@ -13,7 +13,8 @@ from pipecompile.ir.encodings import Encoding
 from pipecompile.ir.footprint import EMPTY_FOOTPRINT, Footprint
 from pipecompile.ir.graph import CostGraph
 from pipecompile.ir.module_paths import block_of
-from pipecompile.ir.plan import EncodedNodes, Options
+from pipecompile.ir.plan import Options
+from pipecompile.ir.stage import EncodedNodes
 from pipecompile.memory_model.allocator import ALLOCATORS, Allocator
 from pipecompile.memory_model.live_ranges import LiveRanges
 from pipecompile.memory_model.rank import BackwardAllowance, backward_allowances, rank_memory

@@ -13,16 +13,8 @@ from itertools import groupby
 from pipecompile.errors import InfeasibleError
 from pipecompile.ir.graph import CostGraph, Node
 from pipecompile.ir.module_paths import block_of
-from pipecompile.ir.plan import (
-    Boundary,
-    ModuleRun,
-    Options,
-    OwnedParameter,
-    ReplicaSum,
-    Route,
-    Stage,
-    TiedSum,
-)
+from pipecompile.ir.plan import Options, OwnedParameter, Route
+from pipecompile.ir.stage import Boundary, ModuleRun, ReplicaSum, Stage, TiedSum
 from pipecompile.recompute.planner import RecomputePlanner
 from pipecompile.recompute.policies import NO_RECOMPUTE, StageRecompute
 

@@ -14,10 +14,11 @@ import msgspec
 from pipecompile.ir.amount import Amount
 from pipecompile.ir.graph import TimeUnit
 from pipecompile.ir.options import OPTIONS
-from pipecompile.ir.plan import Options, Plan, Stage
+from pipecompile.ir.plan import Options, Plan
 from pipecompile.ir.plurals import counted
 from pipecompile.ir.rank_memory import RankMemory
 from pipecompile.ir.serialization import Value
+from pipecompile.ir.stage import Stage
 from pipecompile.report.recompute import encoding_texts, recompute_text, region_texts
 from pipecompile.report.stage_moves import StageMove, move_text, moved_modules, moved_nodes
 

@@ -6,8 +6,9 @@ from collections.abc import Iterator, Sequence
 from itertools import chain
 
 from pipecompile.ir.duration import time_text
-from pipecompile.ir.plan import Plan, Stage
+from pipecompile.ir.plan import Plan
 from pipecompile.ir.plurals import counted
+from pipecompile.ir.stage import Stage
 from pipecompile.report.units import percent
 
 __all__ = [

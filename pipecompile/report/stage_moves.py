@@ -7,7 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, groupby
 
-from pipecompile.ir.plan import Plan, Stage
+from pipecompile.ir.plan import Plan
+from pipecompile.ir.stage import Stage
 
 __all__ = ["StageMove", "move_text", "moved_modules", "moved_nodes", "moves"]
 

@@ -8,10 +8,11 @@ from itertools import takewhile
 from pipecompile.ir.duration import time_text, time_with_unit
 from pipecompile.ir.encodings import ENCODINGS
 from pipecompile.ir.links import Link
-from pipecompile.ir.plan import Plan, Stage
+from pipecompile.ir.plan import Plan
 from pipecompile.ir.plurals import counted
 from pipecompile.ir.schedule import Kind
 from pipecompile.ir.size import size_text
+from pipecompile.ir.stage import Stage
 from pipecompile.report.links import links_text, overhead_texts
 from pipecompile.report.memory import (
     ALLOCATOR_NAMES,

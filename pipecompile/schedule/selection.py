@@ -12,9 +12,10 @@ from pipecompile.errors import InfeasibleError, InputError
 from pipecompile.ir.amount import AllocatorName
 from pipecompile.ir.links import Links
 from pipecompile.ir.options import known_name
-from pipecompile.ir.plan import Options, Ordering, Stage
+from pipecompile.ir.plan import Options, Ordering
 from pipecompile.ir.schedule import Schedule
 from pipecompile.ir.size import size_text
+from pipecompile.ir.stage import Stage
 from pipecompile.memory_model.snapshots import Snapshot, peak_snapshots
 from pipecompile.schedule.check import check_schedule
 from pipecompile.schedule.named_orders import (

@@ -12,9 +12,10 @@ from itertools import pairwise
 from pipecompile.ir.amount import AllocatorName, Amount
 from pipecompile.ir.footprint import Footprint
 from pipecompile.ir.links import Links
-from pipecompile.ir.plan import Plan, Stage
+from pipecompile.ir.plan import Plan
 from pipecompile.ir.rank_memory import RankMemory
 from pipecompile.ir.schedule import Schedule
+from pipecompile.ir.stage import Stage
 from pipecompile.memory_model.allocator import ALLOCATORS
 from pipecompile.memory_model.rank import (
     available_for_activations,

@@ -29,7 +29,8 @@ from pipecompile.frontend.target import Target
 from pipecompile.frontend.target_capture import Captured, capture_target
 from pipecompile.ir.encodings import Encoding
 from pipecompile.ir.graph import CostGraph
-from pipecompile.ir.plan import EncodedNodes, Plan, Stage
+from pipecompile.ir.plan import Plan
+from pipecompile.ir.stage import EncodedNodes, Stage
 from pipecompile.memory_model.live_ranges import LiveRanges
 from pipecompile.recompute.encoding_offers import encoding_offers
 from pipecompile.recompute.stages import stages_of

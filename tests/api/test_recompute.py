@@ -22,7 +22,8 @@ from pipecompile.api.soundness import findings
 from pipecompile.api.verification import compared, reference_for, verify
 from pipecompile.frontend.target import Target
 from pipecompile.frontend.target_capture import capture_target
-from pipecompile.ir.plan import EncodedNodes, Plan
+from pipecompile.ir.plan import Plan
+from pipecompile.ir.stage import EncodedNodes
 from tests.sweeps import sweep
 
 

@@ -13,18 +13,17 @@ from pipecompile.ir.amount import Amount
 from pipecompile.ir.footprint import AMOUNT_FIELDS, Footprint
 from pipecompile.ir.links import FREE, Link
 from pipecompile.ir.plan import (
-    Boundary,
     Fingerprint,
     Options,
     Plan,
     Prediction,
     Provenance,
     Search,
-    Stage,
 )
 from pipecompile.ir.rank_memory import RankMemory
 from pipecompile.ir.schedule import Idle, Schedule
 from pipecompile.ir.serialization import decode, encode
+from pipecompile.ir.stage import Boundary, Stage
 
 EMPTY_FOOTPRINT = Amount(expected=0, bound=0)
 EDGE = Boundary(name="a", bytes=4, gradient_bytes=4)

@@ -11,7 +11,8 @@ from collections.abc import Mapping, Sequence
 import pytest
 
 from pipecompile.ir.graph import CostGraph, Node, Parameter
-from pipecompile.ir.plan import Options, TiedSum
+from pipecompile.ir.plan import Options
+from pipecompile.ir.stage import TiedSum
 from pipecompile.recompute.planner import RecomputePlanner
 from pipecompile.recompute.schedule_view import ScheduleView
 from pipecompile.recompute.stages import stages_of

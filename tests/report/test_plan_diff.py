@@ -10,8 +10,9 @@ import pytest
 
 from pipecompile.ir.amount import ZERO, Amount
 from pipecompile.ir.links import Link, Links
-from pipecompile.ir.plan import EncodedNodes, Fingerprint, Plan, Stage
+from pipecompile.ir.plan import Fingerprint, Plan
 from pipecompile.ir.rank_memory import RankMemory
+from pipecompile.ir.stage import EncodedNodes, Stage
 from pipecompile.report.plan_diff import ChangeKind, compare_plans
 from pipecompile.report.plan_diff_text import diff_headline, diff_markdown, diff_text
 from pipecompile.report.tables import terminal_table

@@ -9,8 +9,9 @@ import msgspec
 import pytest
 
 from pipecompile.ir.duration import time_text
-from pipecompile.ir.plan import EncodedNodes, Plan
+from pipecompile.ir.plan import Plan
 from pipecompile.ir.size import size_text
+from pipecompile.ir.stage import EncodedNodes
 from pipecompile.report.plan_page import plan_page
 from pipecompile.schedule.simulator import simulate_plan
 from tests.report.pages import Page

@@ -8,7 +8,8 @@ import pytest
 from pytest_regressions.file_regression import FileRegressionFixture
 
 from pipecompile.ir.links import FREE
-from pipecompile.ir.plan import EncodedNodes, Faster, Plan, Provenance
+from pipecompile.ir.plan import Faster, Plan, Provenance
+from pipecompile.ir.stage import EncodedNodes
 from pipecompile.report.summary import summary
 from pipecompile.report.tables import terminal_table
 from pipecompile.report.timeline_text import timeline_text

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from pipecompile.ir.amount import Amount
 from pipecompile.ir.footprint import AMOUNT_FIELDS, Footprint, MessageStorage, ReceivedTensor
 from pipecompile.ir.links import Link, Links
-from pipecompile.ir.plan import Boundary, ReplicaSum, Stage, TiedSum
+from pipecompile.ir.stage import Boundary, ReplicaSum, Stage, TiedSum
 from pipecompile.memory_model.allocator import ALLOCATORS
 from pipecompile.memory_model.rank import activation_curve
 from pipecompile.schedule.named_orders import generate

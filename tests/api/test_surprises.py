@@ -340,14 +340,18 @@ def test_an_edited_plan_is_refused() -> None:
     made = compiled(linears(6)).plan
     first, second = made.stages
     moved = [
-        msgspec.structs.replace(first, blocks=(*first.blocks, (second.nodes[-1],))),
-        msgspec.structs.replace(second, blocks=(second.nodes[:-1],)),
+        msgspec.structs.replace(first, blocks=(*first.blocks, (second.nodes[-1],)), module_runs=()),
+        msgspec.structs.replace(second, blocks=(second.nodes[:-1],), module_runs=()),
     ]
     edited: Plan = msgspec.structs.replace(made, stages=tuple(moved))
     with pytest.raises(PipecompileError):
         compiled(linears(6), plan=edited)
     dropped = msgspec.structs.replace(
-        made, stages=(first, msgspec.structs.replace(second, blocks=(second.nodes[1:],)))
+        made,
+        stages=(
+            first,
+            msgspec.structs.replace(second, blocks=(second.nodes[1:],), module_runs=()),
+        ),
     )
     with pytest.raises(StalePlanError, match="the plan was edited"):
         compiled(linears(6), plan=dropped)

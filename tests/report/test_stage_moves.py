@@ -78,6 +78,7 @@ def cut(plan: Plan, stages: list[int]) -> Plan:
             msgspec.structs.replace(
                 stage,
                 blocks=tuple((n,) for n, s in zip(names, stages, strict=True) if s == index),
+                module_runs=(),
                 modules=tuple(
                     f"model.{n}" for n, s in zip(names, stages, strict=True) if s == index
                 ),
@@ -115,12 +116,16 @@ def with_runs(plan: Plan, *stages: tuple[list[str], list[str]]) -> Plan:
     """A plan with these runs (names of nodes between spaces) and modules in its first stages."""
     made = [
         msgspec.structs.replace(
-            stage, blocks=tuple(tuple(run.split()) for run in runs), modules=tuple(modules)
+            stage,
+            blocks=tuple(tuple(run.split()) for run in runs),
+            modules=tuple(modules),
+            module_runs=(),
         )
         for stage, (runs, modules) in zip(plan.stages, stages, strict=False)
     ]
     rest = [
-        msgspec.structs.replace(stage, blocks=(), modules=()) for stage in plan.stages[len(made) :]
+        msgspec.structs.replace(stage, blocks=(), modules=(), module_runs=())
+        for stage in plan.stages[len(made) :]
     ]
     return msgspec.structs.replace(plan, stages=(*made, *rest))
 

@@ -200,7 +200,8 @@ def simulate(path: str, trace_path: str | None, svg_path: str | None, form: str)
 @click.option("-o", "--output", metavar="FILE", help="Where to write it, instead of printing it.")
 def export(path: str, to: str, rounded: bool, layers: str | None, output: str | None) -> int:
     """The cut of PLAN as a layout for Megatron-LM, torchtitan, torch, Hugging Face, vLLM or SGLang,
-    or its schedule for torch. Read back with plan --layout, it gives the same cut.
+    or its schedule for torch. Read back with plan --layout, all that the format names lies in the
+    stages that it had.
     """
     from pipecompile.api.layouts import cost_text, export_of
 

@@ -1,5 +1,6 @@
-"""Plans in the words of other frameworks: a cut as a text. Read back, all that the text names lies in
-the stages that it had.
+"""Plans in the words of other frameworks: a cut as a text.
+
+Read back, all that the text names lies in the stages that it had.
 """
 
 from __future__ import annotations

@@ -238,6 +238,11 @@ def resident(pipeline: Pipeline, target: Target, rank: int) -> int:
         tensors += _leaves((target.call.args, target.call.kwargs))
     if rank == pipeline.plan.schedule.placement[-1]:
         tensors += _leaves(target.targets)
+    return _bytes_of(tensors)
+
+
+def _bytes_of(tensors: Sequence[Tensor]) -> int:
+    """Return the bytes of the storages that this rank has of `tensors`."""
     parts = (local_part(tensor).untyped_storage() for tensor in tensors)
     storages = {storage.data_ptr(): storage.nbytes() for storage in parts}
     return sum(storages.values())
@@ -251,7 +256,7 @@ def _peak_and_loss(pipeline: Pipeline, target: Target, setting: PlanSetting) -> 
     """Return the highest sum of allocations during two steps, and the bytes that went missing.
 
     The first step also makes what stays: the optimizer's state. The second one frees all that it
-    allocates, so what it seems to leave are events that the profiler lost.
+    allocates. What they seem to leave beside that are events that the profiler lost.
     """
     optimizer = OPTIMIZERS[setting.optimizer](list(pipeline.parameters()))
     gc.collect()  # Otherwise garbage of planning could be freed during the steps.
@@ -264,7 +269,9 @@ def _peak_and_loss(pipeline: Pipeline, target: Target, setting: PlanSetting) -> 
                 time.sleep(GLOO_SECONDS)
                 optimizer.step()
                 optimizer.zero_grad()
-    return max(accumulate(sizes[""])), abs(sum(sizes["second"]))
+    state = _bytes_of(_leaves(optimizer.state_dict()["state"]))
+    lost = max(abs(sum(sizes[""]) - state), abs(sum(sizes["second"])))
+    return max(accumulate(sizes[""])), lost
 
 
 def peak_allocation(run: Callable[[], object]) -> int:

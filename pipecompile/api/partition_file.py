@@ -14,21 +14,23 @@ from math import inf
 from pathlib import Path
 from typing import Literal, TypeVar
 
+import msgspec
+
 from pipecompile.api.links import link_of, links_of
 from pipecompile.api.partition_problem import simulated_step_ns
 from pipecompile.errors import InfeasibleError, InputError, PipecompileError
 from pipecompile.ir.cut import Cut
 from pipecompile.ir.graph import CostGraph
 from pipecompile.ir.links import FREE, Links
+from pipecompile.ir.pipedream_profile import cost_graph_in
 from pipecompile.ir.plan import Options
-from pipecompile.ir.serialization import read
 from pipecompile.ir.size import parse_bytes
 from pipecompile.partition.problem import MemoryConstraint, PartitionProblem
 from pipecompile.partition.result import Partition
 from pipecompile.partition.solver import solve
 from pipecompile.schedule.named_orders import peak_in_flight, required_placement
 
-__all__ = ["CutRequest", "links_from_options", "partition"]
+__all__ = ["CutRequest", "links_from_options", "partition", "partition_over_ranks"]
 
 T = TypeVar("T")
 SUGGESTING_SECONDS = 1.0  # of work on each change that might make an infeasible problem feasible
@@ -182,9 +184,51 @@ def partition(path: str | Path, request: CutRequest, *, seconds: float = 10.0) -
     Raise InfeasibleError if there is none; it says which constraint cannot be met and how many
     stages would fit.
     """
+    _check_seconds(seconds)
+    return _best_cut(cost_graph_in(path), request, seconds)
+
+
+def partition_over_ranks(path: str | Path, request: CutRequest, *, seconds: float = 10.0) -> Cut:
+    """Return the cut of least largest load over the `ranks` of the request, into any number of
+    stages: PipeDream's planner (arXiv 1806.03377, section 3.2). The `k` of the request is not read.
+
+    Of cuts that are as good it is the one with the fewest stages, which keeps the fewest
+    microbatches in flight. Raise InfeasibleError if no number of stages has a cut.
+    """
+    _check_seconds(seconds)
+    if request.ranks is None or request.objective != "max-load":
+        raise InputError(
+            "numbers of stages are compared by their largest load over all ranks: give --ranks and "
+            "--objective max-load, or the number of stages with -k"
+        )
+    graph, cuts, began = cost_graph_in(path), list[Cut](), time.perf_counter()
+    numbers = range(1, min(request.ranks, len(graph.nodes)) + 1)
+    for k in numbers:
+        try:
+            cuts.append(_best_cut(graph, replace(request, k=k), seconds / len(numbers)))
+        except InfeasibleError:
+            if k == numbers[-1] and not cuts:
+                raise
+    best = min(cuts, key=lambda cut: cut.value)
+    # No cut into any number of stages is better than the lowest of their bounds.
+    bound = min(cut.bound for cut in cuts)
+    return msgspec.structs.replace(
+        best,
+        bound=bound,
+        gap=(best.value - bound) / best.value if best.value else 0.0,
+        proven=best.value == bound,
+        seconds=round(time.perf_counter() - began, 3),
+    )
+
+
+def _check_seconds(seconds: float) -> None:
     if not 0 < seconds < inf:
         raise InputError(f"a time limit of {seconds:g} s: give a positive number")
-    graph, began = read(path, CostGraph), time.perf_counter()
+
+
+def _best_cut(graph: CostGraph, request: CutRequest, seconds: float) -> Cut:
+    """Return the best cut of a graph; InfeasibleError as `partition`."""
+    began = time.perf_counter()
     try:
         result = solve(request.problem(graph), seconds=seconds)
     except InfeasibleError as error:

@@ -18,7 +18,9 @@ logger = logging.getLogger("pipecompile.cli")
 
 @click.command(cls=AnswerCommand, short_help="The partitioner alone: cut a cost graph.")
 @click.argument("path", metavar="GRAPH")
-@click.option("-k", "k", type=int, required=True, help="Number of stages.")
+@click.option(
+    "-k", "k", type=int, help="Number of stages.  [default: any, with --ranks and max-load]"
+)
 @plan_option("objective")
 @plan_option("memory")
 @click.option(
@@ -66,6 +68,7 @@ logger = logging.getLogger("pipecompile.cli")
 @format_option
 def partition(
     path: str,
+    k: int | None,
     form: str,
     links: str | None,
     bandwidth: float | None,
@@ -75,16 +78,21 @@ def partition(
     **options: Any,
 ) -> int:
     """Cut a cost graph, which `profile -o` or another tool wrote, into stages: the partitioner
-    alone.
+    alone. GRAPH may also be a profile of PipeDream's profiler.
     """
-    from pipecompile.api.partition_file import CutRequest, links_from_options
+    from pipecompile.api.partition_file import (
+        CutRequest,
+        links_from_options,
+        partition_over_ranks,
+    )
     from pipecompile.api.partition_file import partition as cut
     from pipecompile.api.report import cut_text
 
     # Two ways to say the same: a file with a link for each pair, or one link for all of them.
     connected = links_from_options(links, bandwidth, latency)
-    request = CutRequest(links=connected, communication=comm, **options)
-    result = cut(path, request, seconds=time_limit)
+    request = CutRequest(k=1 if k is None else k, links=connected, communication=comm, **options)
+    search = cut if k is not None else partition_over_ranks
+    result = search(path, request, seconds=time_limit)
     click.echo(
         encode(result).decode().rstrip()
         if form == "json"

@@ -27,6 +27,7 @@ __all__ = [
     "encode",
     "fingerprint",
     "read",
+    "read_bytes",
     "write",
 ]
 
@@ -77,11 +78,15 @@ def read(path: str | Path, type_: type[T]) -> T:
 
     FormatError as in `decode`, or if the file cannot be read.
     """
+    return decode(read_bytes(path), type_, origin=str(path))
+
+
+def read_bytes(path: str | Path) -> bytes:
+    """Return what is in the file at `path`; FormatError if it cannot be read."""
     try:
-        data = Path(path).read_bytes()
+        return Path(path).read_bytes()
     except OSError as error:
         raise FormatError(f"{path}: cannot be read ({error.strerror})") from error
-    return decode(data, type_, origin=str(path))
 
 
 def check_writable(*paths: str | Path | None) -> None:

@@ -238,7 +238,9 @@ class Chains:
             [self.problem.reduction_ns(max(int(size), 0), replicas) for size in different],
             np.int64,
         )
-        result: Integers = -(-load // replicas) + reduction[where].reshape(load.shape)
+        divided, reduced = -(-load // replicas), reduction[where].reshape(load.shape)
+        overlaps = self.problem.communication == "overlap"
+        result: Integers = np.maximum(divided, reduced) if overlaps else divided + reduced
         return result
 
     # The dynamic program

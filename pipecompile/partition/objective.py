@@ -34,7 +34,7 @@ def stage_loads(
     Both are in ns at the speed of the stage's rank.
 
     What stages pay to fit their memory is not included. With `replicas` (ranks per stage) a load is
-    divided among the ranks, and the all-reduce of the gradients is added.
+    divided among the ranks, and the all-reduce of the gradients is joined to it as transfers are.
 
     Transfers of a tensor from stage 0 to consumers in stages 1 and 3, w ns for value and gradient:
 
@@ -58,7 +58,7 @@ def stage_loads(
         for stage, ranks in enumerate(replicas):
             parameter_bytes = sum(by_name[name].parameter_bytes for name in members[stage])
             reduction = problem.reduction_ns(parameter_bytes, ranks)
-            loads[stage] = -(-loads[stage] // ranks) + reduction
+            loads[stage] = join(-(-loads[stage] // ranks), reduction)
     return tuple(loads)
 
 

@@ -125,9 +125,10 @@ class PartitionProblem:
 
     Ranks: `placement` gives the rank of each stage (default: one stage a rank), `speeds` how fast
     each rank is (1: as the costs say), `links` how ranks are connected. With `replica_ranks` a
-    stage may run on several data-parallel ranks, that many in all: its load is divided among them,
-    and a ring all-reduce of its gradients is added once per step of `microbatches` (PipeDream,
-    arXiv 1806.03377, section 3.2).
+    stage may run on several data-parallel ranks, that many in all: they take microbatches by turns,
+    so its load is divided among them, and there is a ring all-reduce of its gradients once per step
+    of `microbatches`, or once in a round of them if a step has fewer (PipeDream, arXiv 1806.03377,
+    section 3.2).
 
     Costs: every stage but the last recomputes its forward for the share `recompute` of the
     microbatches. `step_ns` simulates the step of an assignment, for the objective step-time; unless
@@ -312,11 +313,12 @@ class PartitionProblem:
     def reduction_ns(self, parameter_bytes: int, replicas: int) -> int:
         """Return the time per microbatch of a ring all-reduce of gradients among `replicas`.
 
-        It sends 2 (r − 1) / r times the bytes, once per step, and is spread over the microbatches.
+        It sends 2 (r − 1) / r times the bytes, once per step, and is spread over the microbatches:
+        over r at least, since each replica has one of its own before there is anything to reduce.
         """
         assert self.links.one is not None
         once = self.links.one.transfer_ns(-(-2 * (replicas - 1) * parameter_bytes // replicas))
-        return -(-once // self.microbatches)
+        return -(-once // max(self.microbatches, replicas))
 
     @cached_property
     def units(self) -> tuple[Unit, ...]:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 from fractions import Fraction
+from itertools import product
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import msgspec
 import pytest
@@ -12,12 +14,18 @@ from cuts import chain, cuts, graphs
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipecompile.api.partition_file import CutRequest, links_from_options, partition
+from pipecompile.api.partition_file import (
+    CutRequest,
+    links_from_options,
+    partition,
+    partition_over_ranks,
+)
 from pipecompile.errors import InfeasibleError, InputError
 from pipecompile.ir.graph import CostGraph
 from pipecompile.ir.links import Link, Links
 from pipecompile.ir.serialization import encode, write
-from pipecompile.partition.objective import lower_bound
+from pipecompile.partition.objective import lower_bound, stage_loads
+from pipecompile.partition.problem import PartitionProblem
 from pipecompile.partition.solver import solve
 
 
@@ -96,6 +104,38 @@ def test_replicas_divide_the_load(tmp_path: Path) -> None:
     path = _file(tmp_path, chain([2, 2, 8, 8]))
     result = partition(path, CutRequest(k=2, objective="max-load", ranks=5))
     assert (result.replicas, result.loads_with_transfers_ns) == ((1, 4), (4, 4))
+
+
+@given(graphs(4), st.integers(1, 4), st.sampled_from([None, 10**9]))
+def test_no_number_of_stages_is_better(graph: CostGraph, ranks: int, bandwidth: int | None) -> None:
+    """Brute force over all cuts into all numbers of stages, on all numbers of replicas."""
+    links = Links(bandwidth_bytes_per_s=bandwidth, latency_ns=0)
+    request = CutRequest(k=1, objective="max-load", ranks=ranks, links=links)
+    with TemporaryDirectory() as folder:
+        result = partition_over_ranks(_file(Path(folder), graph), request)
+    values = []
+    for k in range(1, min(ranks, len(PartitionProblem(graph, 1).units)) + 1):
+        problem = replace(request, k=k).problem(graph)
+        every = [r for r in product(range(1, ranks + 1), repeat=k) if sum(r) <= ranks]
+        values += [
+            max(stage_loads(problem, cut, replicas)) for cut in cuts(problem) for replicas in every
+        ]
+    assert (result.value, result.proven) == (min(values), True)
+
+
+def test_numbers_of_stages_are_compared_by_the_largest_load(tmp_path: Path) -> None:
+    path = _file(tmp_path, chain([1, 1]))
+    for request in (CutRequest(k=1, ranks=2), CutRequest(k=1, objective="max-load")):
+        with pytest.raises(InputError, match="give --ranks and --objective max-load"):
+            partition_over_ranks(path, request)
+
+
+def test_a_cap_rules_out_numbers_of_stages(tmp_path: Path) -> None:
+    path = _file(tmp_path, chain([1, 1, 1], held=[10, 10, 10]))
+    request = CutRequest(k=1, objective="max-load", ranks=3, memory="10")
+    assert partition_over_ranks(path, request).replicas == (1, 1, 1)
+    with pytest.raises(InfeasibleError):
+        partition_over_ranks(path, replace(request, memory="9"))
 
 
 def test_links_from_rank_to_rank(tmp_path: Path) -> None:

@@ -71,6 +71,11 @@ def test_replicas_share_a_load_and_reduce_gradients_once_a_step() -> None:
     problem = PartitionProblem(graph, 2, links=LINK, replica_ranks=4, microbatches=5)
     # (12 + 4) / 3, rounded up, and a ring all-reduce of 30 bytes: 2 · 2/3 · 30 = 40, in 5 parts.
     assert stage_loads(problem, {"n0": 0, "n1": 1}, (3, 1)) == (6 + 8, 16)
+    # A step of one microbatch: each of the 3 replicas has one before they reduce.
+    assert stage_loads(replace(problem, microbatches=1), {"n0": 0, "n1": 1}, (3, 1)) == (6 + 14, 16)
+    # What overlaps with computing counts only if it takes longer.
+    overlapping = replace(problem, communication="overlap")
+    assert stage_loads(overlapping, {"n0": 0, "n1": 1}, (3, 1)) == (8, 12)
     alike = Links(bandwidth_bytes_per_s=((10**9,) * 4,) * 4, latency_ns=0)
     assert stage_loads(replace(problem, links=alike), {"n0": 0, "n1": 1}, (3, 1)) == (6 + 8, 16)
 

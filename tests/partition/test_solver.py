@@ -109,7 +109,7 @@ def test_the_best_replicas_are_found(graph: CostGraph, data: st.DataObject) -> N
         graph,
         k,
         objective=data.draw(st.sampled_from(["variance", "max-load"])),
-        communication=data.draw(st.sampled_from(["relay", "endpoint", "none"])),
+        communication=data.draw(st.sampled_from(["relay", "endpoint", "overlap", "none"])),
         links=Links(bandwidth_bytes_per_s=bandwidth, latency_ns=data.draw(st.integers(0, 2))),
         replica_ranks=ranks,
         microbatches=data.draw(st.integers(1, 3)),

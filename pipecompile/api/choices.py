@@ -1,4 +1,4 @@
-"""What is asked of a plan, checked before PyTorch is imported and before a model is captured."""
+"""The choices for a plan, checked before PyTorch is imported and before a model is captured."""
 
 from __future__ import annotations
 
@@ -159,12 +159,12 @@ def _layout(given: dict[str, Any]) -> Layout | None:
 
 def _stages_of_layout(given: Mapping[str, Any], layout: Layout) -> int:
     """Return the number of stages of a layout; InputError if k or ranks say another one."""
-    asked = None if given["k"] is None and given["ranks"] is None else _stages(given)
-    if asked not in (None, layout.k):
+    requested = None if given["k"] is None and given["ranks"] is None else _stages(given)
+    if requested not in (None, layout.k):
         what = "k" if given["k"] is not None else f"ranks={given['ranks']}, which is k"
         raise InputError(
-            f"the layout has {layout.k} stages, but {what}={asked}; leave that out, or write a "
-            f"layout for {asked} stages"
+            f"the layout has {layout.k} stages, but {what}={requested}; leave that out, or write a "
+            f"layout for {requested} stages"
         )
     return layout.k
 

@@ -96,8 +96,8 @@ def _fault_of(stage: Stage, options: Options) -> str | None:
 
 
 def _misplaced_run(stage: Stage) -> str | None:
-    """Why the regions and the runs of encoded nodes cannot be those of the stage; None if they can
-    be.
+    """Return why the regions and the runs of encoded nodes cannot be those of the stage; None if
+    they can be.
 
     Each is a run of the stage's nodes. Regions lie side by side or one within the other; encoded
     runs lie apart from each other and from all regions.

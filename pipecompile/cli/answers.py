@@ -125,7 +125,7 @@ def table_style(form: str) -> DrawTable:
 
 
 def framed(text: str, form: str) -> str:
-    """`text` as `--format` wants it: GitHub shows what is fenced as it is."""
+    """Return `text` as `--format` wants it: GitHub shows what is fenced as it is."""
     return f"```\n{text}\n```" if form == "github" else text
 
 

@@ -140,8 +140,8 @@ def diff(old_path: str, new_path: str, form: str) -> int:
     """
     from pipecompile.api import diff as api
 
-    # Not whether they are sound, as the other commands look: that takes seconds for large plans,
-    # and of a plan in a pull request `check` says it.
+    # Unlike the other commands, this one does not look whether the plans are sound: that takes
+    # seconds for large plans, and `check` says it of a plan in a pull request.
     found = api.diff(read(old_path, Plan), read(new_path, Plan))
     if form == "json":
         figures = {"old": old_path, "new": new_path, "same": found.same}

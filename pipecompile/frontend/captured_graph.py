@@ -124,13 +124,13 @@ class Capture:
         return other
 
     def other_answer(self, tensors: Sequence[Tensor]) -> ConstantAnswer | None:
-        """Return what the forward would read otherwise of these inputs, None if nothing."""
+        """Return an answer that would differ for these inputs; None if all stay the same."""
         batch = self.inputs.batch_size(tensors)
         sizes = {} if self.guards.symbol is None else {self.guards.symbol: sympy.Integer(batch)}
         inputs = dict(zip(self.inputs.tensor_names, tensors, strict=True))
         for answer in self.constant_answers:
-            is_asked = batch != self.guards.batch or answer.inputs
-            if is_asked and not answer.holds(sizes, inputs):
+            may_differ = batch != self.guards.batch or answer.inputs
+            if may_differ and not answer.holds(sizes, inputs):
                 return answer
         return None
 

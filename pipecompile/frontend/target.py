@@ -134,7 +134,7 @@ class Target:
             )
 
     def on_device(self, tensor: Tensor) -> Tensor:
-        """`tensor` of the minibatch, moved to the model's device."""
+        """Return `tensor`, which is of the minibatch, on the model's device."""
         return tensor.to(self.device) if has_values(tensor) else without_values(tensor, self.device)
 
     @property

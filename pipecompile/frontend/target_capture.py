@@ -134,7 +134,7 @@ def capture_for_remainder(
 
 
 def _microbatch(target: Target, options: Options, index: int) -> Arguments:
-    """One microbatch of the sample, of which the first stands for all."""
+    """Return the microbatch `index` of the sample; the first one stands for all."""
     call = target.microbatches(options.microbatches)[index]
     if target.has_values:
         return call

@@ -12,8 +12,8 @@ from pipecompile.ir.encodings import Use
 
 __all__ = ["autograd_nodes_since", "known_uses"]
 
-# Nodes of pooling, by the number of dimensions that they pool. Their backwards read of the saved
-# input nothing but its layout.
+# Nodes of pooling, by the number of dimensions that they pool. Of the saved input their backwards
+# read the layout only.
 _MAX_POOLS = {
     "MaxPool2DWithIndicesBackward0": 2,
     "MaxPool3DWithIndicesBackward0": 3,

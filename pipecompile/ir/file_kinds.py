@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, get_args, get_type_hints
 
 import msgspec
@@ -26,7 +27,8 @@ def schema_of(data: bytes) -> str:
 def kind_mismatch(data: bytes, *types: type[Any]) -> str | None:
     """Return the message for a file whose `schema` is not that of any of `types`.
 
-    None if it is, if it is of an older version, or if the file or the types have none.
+    None if it is, if it is of an older version, or if the types have none. A file without one is
+    not of another kind if it has some field of `types`.
     """
     given = schema_of(data)
     known = dict(_kind_and_version(schema) for schema in map(_schema, types) if schema is not None)
@@ -34,6 +36,9 @@ def kind_mismatch(data: bytes, *types: type[Any]) -> str | None:
         return f"is a list, but {' or '.join(map(_with_article, known))} is expected; name one"
     if known and data.lstrip()[:1] not in (b"{", b""):
         return f"is not JSON, but {' or '.join(map(_with_article, known))} is expected; name one"
+    if known and not given and _has_no_field_of(data, types):
+        wanted = " or ".join(map(_with_article, known))
+        return f"is no file of pipecompile, but {wanted} is expected; name {wanted}"
     if not given or not known:
         return None
     kind, version = _kind_and_version(given)
@@ -48,6 +53,21 @@ def kind_mismatch(data: bytes, *types: type[Any]) -> str | None:
             "update pipecompile, or have the file written again"
         )
     return None
+
+
+def _has_no_field_of(data: bytes, types: Sequence[type[Any]]) -> bool:
+    """Return whether the file is a mapping without any field of `types`.
+
+    One that has some is a file of that kind that somebody wrote, with a mistake in it.
+    """
+    try:
+        keys = msgspec.json.decode(data, type=dict[str, msgspec.Raw]).keys()
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return False
+    structs = (type_ for type_ in types if _schema(type_) is not None)
+    return keys.isdisjoint(
+        field.encode_name for struct in structs for field in msgspec.structs.fields(struct)
+    )
 
 
 def remedy(data: bytes, fault: str) -> str:

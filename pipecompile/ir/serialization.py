@@ -69,7 +69,9 @@ def decode(data: bytes, type_: type[T], *, origin: str) -> T:
     try:
         return msgspec.json.decode(data, type=type_)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        reason = kind_mismatch(data, type_) or f"{error}; {remedy(data, str(error))}"
+        is_json = isinstance(error, msgspec.ValidationError)
+        fault = str(error) if is_json else f"is not valid JSON ({error})"
+        reason = kind_mismatch(data, type_) or f"{fault}; {remedy(data, fault)}"
         raise FormatError(f"{origin}: {reason}") from error
 
 

@@ -51,12 +51,12 @@ def export_layout(
     if not rounded:
         raise InputError(
             f"a layout for {form} cannot say this cut: {stages}; export to "
-            f"{' or '.join(_who_can_say_it(plan, rows, container))}, or round it (--round)"
+            f"{' or '.join(_exact_formats(plan, rows, container))}, or round it (--round)"
         )
     return _rounded(division, rows, plan.k)
 
 
-def _who_can_say_it(plan: Plan, rows: list[PlanRow], container: str | None) -> list[str]:
+def _exact_formats(plan: Plan, rows: list[PlanRow], container: str | None) -> list[str]:
     """Return the formats in which the cut of a plan can be written."""
     able: list[str] = []
     for form in LAYOUT_FORMATS:

@@ -165,8 +165,8 @@ def _no_layout(text: str, form: LayoutFormat | None) -> InputError:
     if form is not None:
         return InputError(f"the layout {_short(text)} is none of the format {form}")
     return InputError(
-        f"the layout {_short(text)} is of no known form; write one of these formats, or name it "
-        f"with layout_format: {', '.join(LAYOUT_FORMATS)}"
+        f"the layout {_short(text)} is no file and of no known form; write one of these "
+        f"formats, or name it with layout_format: {', '.join(LAYOUT_FORMATS)}"
     )
 
 

@@ -275,7 +275,10 @@ class _StageMemory(StageBackward):
         return self._only_in_first_step(tensor)
 
     def _only_in_first_step(self, tensor: Tensor) -> Amount:
-        """A gradient that no stage behind makes is received, as zeros, in the first step only."""
+        """Return the bytes of a gradient that no later stage makes: none are expected.
+
+        It is received in the first step only, as zeros, so that the bound has them.
+        """
         return Amount(expected=0, bound=self.allocator.amount([tensor.gradient_bytes]).bound)
 
     def _inputs_for_weight_backward(self) -> Iterator[str]:

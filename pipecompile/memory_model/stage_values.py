@@ -164,7 +164,7 @@ class StageValues(StageSubgraph):
     # -- what is stored
 
     def _stored(self, place: int, storage: Storage) -> StoredValue:
-        """Return the value with all that needs it again."""
+        """Return the storage with the nodes of this stage that need it after the forward."""
         savers = [saver for saver in storage.savers if saver in self.inside]
         # Only outermost regions count: what inner ones read is held by the outer recompute.
         own_region = self.enclosing.get(place, ())[:1]

@@ -101,11 +101,11 @@ class Boundaries(ABC):
 
     @abstractmethod
     def is_subset(self, a: Rows, b: Rows) -> Mask:
-        """Return (len(a), len(b)): whether ideal a is a strict subset of ideal b."""
+        """Return for each pair whether ideal a is a strict subset of ideal b: (len(a), len(b))."""
 
     @abstractmethod
     def crossing_states(self, rows: Rows, flows: Sequence[int]) -> Integers:
-        """Return (len(rows), len(flows)): the crossing state of each flow at each boundary.
+        """Return the crossing state of each flow at each boundary, as (len(rows), len(flows)).
 
         It is 1 + the number of the flow's consumers in the ideal, and 0 where the flow does not
         cross.

@@ -109,8 +109,8 @@ class _IntegerProgram:
         rank_loads = [
             sum(
                 loads[stage]
-                for stage, its_rank in enumerate(problem.stage_ranks)
-                if its_rank == rank
+                for stage, stage_rank in enumerate(problem.stage_ranks)
+                if stage_rank == rank
             )
             for rank in range(problem.ranks)
         ]

@@ -78,10 +78,10 @@ class PricedSearch:
             if all(are_as_charged):
                 self.is_complete = is_certain and self.is_exact
                 return chain
-            asked = len(self.prices) - prices_at_start
-            if self.is_spent or asked > self.limit // PARTS_WITH_GUESSES:
+            priced = len(self.prices) - prices_at_start
+            if self.is_spent or priced > self.limit // PARTS_WITH_GUESSES:
                 payments.only_priced = True
-            elif asked > self.limit // PARTS_WITHOUT_GUESSES:
+            elif priced > self.limit // PARTS_WITHOUT_GUESSES:
                 payments.guess()
 
     @property

@@ -61,8 +61,9 @@ def _dropout(
     *,
     train: bool = True,
 ) -> Tensor:
-    """Dropout as CUDA runs it: fused, unless it works in place or drops nothing or everything.
+    """Return what CUDA's dropout returns.
 
+    It is fused, unless it works in place or drops nothing or everything.
     F.dropout calls its argument `training`, and torch.dropout calls it `train`.
     """
     if inplace:

@@ -172,7 +172,7 @@ def _sum_if_known(values: Iterable[int | None]) -> int | None:
     """Return the sum; None if a value is not known."""
     total = 0
     for value in values:
-        # The sum of some would pass for a short time of all.
+        # A sum of only some values would be taken for the sum of all.
         if value is None:
             return None
         total += value

@@ -173,13 +173,13 @@ def _is_time(change: PlanChange) -> bool:
 def _change_text(change: PlanChange, diff: PlanDiff) -> str:
     """Return by how much a number differs; "" for what is no number."""
     if change.kind == "bubble":
-        # It is a share already: of a share of a share nobody knows what it is of.
+        # It is a share already, and a relative change of a share would be misread.
         return f"{100 * (change.after - change.before):+.1f} points"
     if _is_time(change):
         comparable = diff.time_units[0] == diff.time_units[1]
         return _relative(change.before, change.after) if comparable else ""
     is_number = all(type(value) is int for value in (change.before, change.after))
-    # The numbers of stages count nothing.
+    # The number of a stage is a name: no change of it is relative.
     is_stage = change.kind == "move" or change.where.startswith("pin ")
     return _relative(change.before, change.after) if is_number and not is_stage else ""
 

@@ -216,7 +216,9 @@ def _folded(members: Sequence[_Member]) -> Iterator[tuple[str, list[_Member]]]:
 
 
 def _fold_key(child: tuple[str, list[_Member]]) -> tuple[Any, ...]:
-    """Equal for blocks of one list that do the same on parameters of the same sizes."""
+    """Return a key that blocks of one list share if they do the same on parameters of the same
+    sizes.
+    """
     name, members = child
     nodes = [member.node for member in members]
     # Without times, since those of like blocks may differ where they were measured.

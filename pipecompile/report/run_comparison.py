@@ -135,7 +135,7 @@ class RunComparison:
 
     @property
     def stages(self) -> Sequence[ComparedKind]:
-        """By stage and kind, in the order of ranks, stages and the actions' first occurrence."""
+        """The times of each stage by kind, in the order of ranks, stages and first occurrences."""
         groups: dict[tuple[int, int, Kind], list[ComparedTime]] = defaultdict(list)
         for compared in self.actions:
             groups[compared.rank, compared.action.stage, compared.action.kind].append(compared.time)
@@ -144,7 +144,7 @@ class RunComparison:
 
     @property
     def kinds(self) -> dict[Kind, ComparedTime]:
-        """By kind what all its actions take together."""
+        """What all actions of each kind take together."""
         groups: dict[Kind, list[ComparedTime]] = defaultdict(list)
         for compared in self.actions:
             groups[compared.action.kind].append(compared.time)

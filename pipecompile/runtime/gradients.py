@@ -95,7 +95,7 @@ class StepGradients:
         self._lost = False
 
     def _pop(self, parameter: Tensor, microbatches: float) -> Tensor | None:
-        """Take out a sum that will be divided by `microbatches`, whatever it was summed over."""
+        """Take out and return a sum, scaled so that dividing it by `microbatches` is right."""
         gradient = self._aside.pop(parameter, None)
         if gradient is not None and microbatches != self._microbatches:
             gradient.mul_(microbatches / self._microbatches)

@@ -59,7 +59,8 @@ def evaluate(
 ) -> StepResult:
     """Return the model's output tensors for each microbatch, without gradients.
 
-    If it is `with_loss`, return the losses and what came with them. `remainder` is as for `step`.
+    With `with_loss`, return the losses and what came with them instead. `remainder` is as for
+        `step`.
     """
     rank_step = RankStep(
         dict(enumerate(stages)),

@@ -58,7 +58,7 @@ class ShardedStages:
 
     @contextmanager
     def whole(self, index: int) -> Iterator[None]:
-        """Have all of a stage's parameters on this process in the block."""
+        """Have all of a stage's parameters on this process in the block, and free them after it."""
         self._gather(index)
         try:
             yield

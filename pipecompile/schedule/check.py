@@ -160,7 +160,9 @@ def _by_stage_and_microbatch(action: Action) -> tuple[int, int, Kind]:
 
 
 def _is_optional(checked: _CheckedSchedule, action: Action) -> bool:
-    """Recomputes that save nothing are allowed, and the steps of asynchronous schedules.
+    """Return whether the schedule may have `action` without needing it.
+
+    Recomputes that save nothing are allowed, and the steps of asynchronous schedules.
 
     In synchronous schedules all stages step together, in the training loop.
     """
@@ -312,7 +314,7 @@ def _deadlock(checked: _CheckedSchedule, dependencies: Dependencies) -> str | No
 
 
 def _rendezvous(checked: _CheckedSchedule) -> Dependencies:
-    """A transfer ends when its partner is reached, that is, when the action before that is done."""
+    """Return what blocking transfers wait for: a transfer ends when its partner is reached."""
     # A transfer is reached as soon as the action in front of it in its row is done.
     before = {right: left for row in checked.schedule.rows for left, right in pairwise(row)}
 

@@ -48,8 +48,8 @@ class HeldModel:
         )
 
     def state_dict(self) -> dict[str, Tensor]:
-        """This process's part of the model's state under the original names, aliases included; of
-        what is sharded it is a DTensor.
+        """Return this process's part of the model's state, under the original names and aliases;
+        of what is sharded it is a DTensor.
         """
         state = self._model.state_dict()
         return {name: value for name, value in state.items() if self._share.holds(name)}

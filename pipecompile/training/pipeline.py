@@ -370,12 +370,15 @@ class Pipeline(HeldModel):
         return result
 
     def _watched(self, name: str, steps: int = 1) -> AbstractContextManager[None]:
-        """Where a failure is traced to the rank at fault, within the time of so many steps."""
+        """Return the context in which a failure is traced to the rank at fault.
+
+        It has the time of `steps` steps.
+        """
         watch = self._runner.watch
         return nullcontext() if watch is None else watch.watched(name, steps)
 
     def _statistics(self, accumulate: bool) -> AbstractContextManager[None]:
-        """Where the step leaves the statistics of batch norms that follow the minibatch."""
+        """Return the context in which a step collects the batch statistics of the minibatch."""
         if self.plan.options.batch_norm == "minibatch":
             deadline = self._runner.deadline
             return self._batch_norms.of_step(accumulate=accumulate, deadline=deadline)

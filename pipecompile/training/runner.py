@@ -124,7 +124,7 @@ class Runner:
             return trial_outputs(self._planned, stages, self.device, whole)
 
     def at_stage(self, index: int, tensor: Tensor) -> Tensor:
-        """`tensor` on the device if the stage is here; other ranks do not read it."""
+        """Return `tensor`, on the device if the stage is here; other ranks do not read it."""
         return tensor.to(self.device) if index in self._share.stages else tensor
 
     def train(
@@ -357,7 +357,7 @@ class Runner:
         return self._own[program]
 
     def _local_stages(self, program: Program) -> list[EagerStage]:
-        """All stages, for one process."""
+        """Return all stages of `program`, for one process."""
         if program not in self._local:
             self._local[program] = local_stages(program, self._target)
         return self._local[program]

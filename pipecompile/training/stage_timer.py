@@ -216,8 +216,9 @@ class StageTimer:
 
 
 def _output_gradients(stage: StageModule, outputs: Sequence[Tensor]) -> list[Tensor | None]:
-    """Gradients of ones for the outputs of a stage that have any; the last stage has no edges that
-    say which.
+    """Return gradients of ones for the outputs of a stage that have any, and None for the others.
+
+    The last stage has no edges that say which outputs have one.
     """
     has_gradient = [edge.has_gradient for edge in stage.outputs]
     if not has_gradient:

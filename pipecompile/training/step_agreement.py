@@ -79,7 +79,7 @@ class StepAgreement:
         """
         what, flags = "an evaluation", {"a target": with_loss}
         if everyone and len(self._place.pipelines) > 1:
-            said = {"what it begins": what, "the plan": self._plan_digest, **_said_of(flags)}
+            said = {"what it begins": what, "the plan": self._plan_digest, **_named_flags(flags)}
             Agreement(said, self._everyone, watch).settle()
         return self._begin(what, program, minibatch, watch, self._pipeline, flags)
 
@@ -137,7 +137,7 @@ class StepAgreement:
             "the set of modules in train mode": sorted(program.modes),
             f"the number of the {what.partition(' ')[2]}": minibatch.step,
             "the seed": minibatch.seed,
-            **_said_of(flags),
+            **_named_flags(flags),
         }
         agreement = Agreement(said, group, watch, history)
         kind = (what, len(inputs), shapes, last, program.modes)
@@ -164,7 +164,7 @@ def _host_groups(
     return everyone, of_pipelines[place.pipeline]
 
 
-def _said_of(flags: Mapping[str, bool]) -> dict[str, bool]:
+def _named_flags(flags: Mapping[str, bool]) -> dict[str, bool]:
     return {f"whether it was given {name}": flag for name, flag in flags.items()}
 
 

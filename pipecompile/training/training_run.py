@@ -41,7 +41,7 @@ class HeldState(Protocol):
         """Return whether the value of `name` is here."""
 
     def counts(self, name: str) -> bool:
-        """Return whether what is here of it is saved from here."""
+        """Return whether this process is the one that saves its part of `name`."""
 
 
 @dataclass
@@ -65,9 +65,9 @@ class WholeModel:
     holders: dict[str, tuple[int, ...]] = field(default_factory=dict)
 
     def holds(self, name: str) -> bool:
-        """Every value is here."""
+        """Return True: every value is here."""
         return True
 
     def counts(self, name: str) -> bool:
-        """Every value is saved from here."""
+        """Return True: this process saves every value."""
         return True

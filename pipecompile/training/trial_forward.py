@@ -64,7 +64,7 @@ def check_trial(
 
 
 def _inputs(boundary: Sequence[BoundaryShape], device: torch.device) -> list[Tensor]:
-    """Normal numbers, and zeros for integers, which may be indices."""
+    """Return inputs for a stage: normal numbers, and zeros for integers, which may be indices."""
     generator = torch.Generator().manual_seed(0)
     inputs = []
     for shape in boundary:

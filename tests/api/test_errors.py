@@ -349,6 +349,15 @@ DAMAGES: dict[str, tuple[Callable[[bytes], bytes], str]] = {
     "cut off": (lambda data: data[: len(data) // 2], r"truncated"),
     "empty": (lambda data: b"", r"truncated"),
     "not text": (lambda data: b"\xff\xfe" + data, r"is not JSON, but a plan is expected"),
+    "not JSON": (lambda data: b"{plan}", r"is not valid JSON"),
+    "of another program": (
+        lambda data: b'{"name": "web", "version": "1.0"}',
+        r"is no file of pipecompile, but a plan is expected; name a plan",
+    ),
+    "without schema": (
+        lambda data: b'{"k": 4, "plam": 1}',
+        r"unknown field `plam`; correct it",
+    ),
     "type": (
         edited(lambda tree: tree["stages"][1].update(forward_ns="fast")),
         r"\$\.stages\[1\]\.forward_ns",

@@ -15,12 +15,14 @@ from operator import attrgetter
 import msgspec
 
 from pipecompile.api.recompute import recompute_planner
-from pipecompile.errors import InputError
+from pipecompile.errors import InfeasibleError, InputError
+from pipecompile.ir.amount import AllocatorName
 from pipecompile.ir.footprint import Footprint
 from pipecompile.ir.graph import CostGraph
 from pipecompile.ir.links import Links
 from pipecompile.ir.plan import Options
 from pipecompile.ir.schedule import BACKWARDS
+from pipecompile.ir.size import size_text
 from pipecompile.memory_model.allocator import ALLOCATORS
 from pipecompile.memory_model.lower_bounds import (
     bytes_lower_bounds,
@@ -140,6 +142,7 @@ def _memory_constraint(planner: RecomputePlanner, one_in_flight: bool) -> Memory
     caps = options.caps(ranks)
     if caps is None:
         return None
+    _refuse_caps_below_fixed(caps, placement, graph.allocator)
     in_flight = (1,) * options.k if one_in_flight else tuple(in_flight_counts(options, placement))
     # If there are more microbatches than fit in flight, a backward has run before most are in
     # flight, and its gradients of parameters are there.
@@ -162,6 +165,26 @@ def _memory_constraint(planner: RecomputePlanner, one_in_flight: bool) -> Memory
         if can_free
         else (),
     )
+
+
+def _refuse_caps_below_fixed(
+    caps: Sequence[int], placement: Sequence[int], allocator: AllocatorName
+) -> None:
+    """Raise InfeasibleError for a rank whose cap is less than it takes for any model.
+
+    Without this every search would run to its end first, and then blame a node.
+    """
+    for rank, cap in enumerate(caps):
+        stages = {stage for stage, runs_on in enumerate(placement) if runs_on == rank}
+        # Whatever is cut, a stage receives from the one before it.
+        peers = len({stage - 1 for stage in stages if stage} - stages)
+        fixed = ALLOCATORS[allocator].padded(0, peers)
+        if cap < fixed:
+            raise InfeasibleError(
+                f"rank {rank} may hold {size_text(cap)}, but the allocator and the buffers of the "
+                f"communication library take {size_text(fixed)} there for any model; "
+                "allow more memory"
+            )
 
 
 def _received_counts(

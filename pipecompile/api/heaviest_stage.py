@@ -30,6 +30,7 @@ def undivided(
     return Undivided(
         node=longest,
         module=problem.graph.by_name[longest].module,
+        node_ns=problem.compute_ns([longest], last=True),
         nodes=len(unit),
         ns=problem.compute_ns(unit, last=True),
         by=_held_by(problem, unit, plain),

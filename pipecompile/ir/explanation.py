@@ -94,13 +94,16 @@ class Constraint(Value, frozen=True, kw_only=True):
 
 
 class Undivided(Value, frozen=True, kw_only=True):
-    """The nodes of the heaviest rank that no cut parts and that take most together; `node` is the
-    longest of them. They are one node, or held together `by` a group that was asked for, by the model (such
-    as nodes that write to one tensor), by the granularity, or by the order of gradient sums.
+    """The nodes of the heaviest rank that no cut parts and that take most together.
+
+    `node` is the longest of them, and takes `node_ns`. Others are with it `by` a group that was
+    asked for, by the model (nodes that write to one tensor, for instance), by the granularity, or
+    by the order of gradient sums.
     """
 
     node: str
     module: str
+    node_ns: NonNegative
     nodes: Positive
     ns: NonNegative
     by: HeldBy

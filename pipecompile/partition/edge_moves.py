@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -77,16 +77,18 @@ def loads_after(
     )
 
 
-# The next-best cut. A cut that is not the given one has another set of units before some boundary:
+# The next-best cut. Nodes that take no time, such as views, make no difference. A cut is another one
+# if a unit that takes time lies in another stage, and so before or behind another boundary:
 #
-#     given         a b c │ d e f │ g h           c, the last before the first boundary, lies behind
-#     another one   a b   │ c d   │ e f g h       it: a cut differs by as much at least
+#     given         a b c │ d e f │ g h           c, the last one before the first boundary, lies
+#     another one   a b   │ c d   │ e f g h       behind it: another cut differs by as much at least
 #
 # If units are missing before some boundaries, take the last of these, between stages s and s + 1.
 # With a unit all that needs it is missing, so that one is missing that nothing before the boundary
-# needs. It lies in s + 1 and no later, since nothing is missing before the next boundary. Where
+# needs, of what takes time. It lies in s + 1, as nothing is missing before the next boundary. Where
 # units are added before some boundaries, the first of these has one that needs nothing behind the
-# boundary; it now lies in s. So the best of all other cuts is found by trying every such unit.
+# boundary, of what takes time; it now lies in s. So the best of all other cuts is found by trying
+# every such unit.
 
 
 class BorderUnit(NamedTuple):
@@ -96,31 +98,55 @@ class BorderUnit(NamedTuple):
     stage: int
 
 
-def border_units(
-    problem: PartitionProblem, assignment: Mapping[str, int]
-) -> Iterator[BorderUnit]:
+def border_units(problem: PartitionProblem, assignment: Mapping[str, int]) -> Iterator[BorderUnit]:
     """Yield what tells other cuts apart: each cut but the given one has one of these units in the
-    stage that is named with it.
+    stage that is named with it. Units that are pinned elsewhere are left out.
     """
-    edges = list(_edges(problem))
-    stages = [assignment[unit[0]] for unit in problem.units]
+    units, (before, behind) = problem.units, _neighbours(problem)
+    takes_time = [problem.compute_ns(unit, last=True) > 0 for unit in units]
+    stages = [assignment[unit[0]] for unit in units]
     for boundary in range(problem.k - 1):
-        needed = {a for a, b in edges if stages[b] <= boundary}
-        needing = {b for a, b in edges if stages[a] > boundary}
-        for index, unit in enumerate(problem.units):
-            if stages[index] <= boundary and index not in needed:
-                yield BorderUnit(unit, boundary + 1)
-            elif stages[index] > boundary and index not in needing:
-                yield BorderUnit(unit, boundary)
+        inside = [stage <= boundary for stage in stages]
+        outside = [not each for each in inside]
+        # Units are in a topological order: what a unit leads to comes later.
+        followed = _reaching(reversed(range(len(units))), behind, inside, takes_time)
+        preceded = _reaching(range(len(units)), before, outside, takes_time)
+        for index, unit in enumerate(units):
+            is_border = takes_time[index] and not (followed if inside[index] else preceded)[index]
+            stage = boundary + inside[index]
+            if is_border and problem.pins.get(unit, stage) == stage:
+                yield BorderUnit(unit, stage)
 
 
-def _edges(problem: PartitionProblem) -> Iterator[tuple[int, int]]:
-    """Yield pairs of units of which the first lies in no later stage than the second."""
+def _neighbours(problem: PartitionProblem) -> tuple[list[set[int]], list[set[int]]]:
+    """Return, for each unit, those that lie in no later stage, and those in no earlier one."""
     place = {name: index for index, unit in enumerate(problem.units) for name in unit}
+    before: list[set[int]] = [set() for _ in problem.units]
+    behind: list[set[int]] = [set() for _ in problem.units]
     pairs = [(t.producer, name) for t in problem.graph.tensors for name in t.consumers]
     for first, then in (*pairs, *problem.precedence):
         if place[first] != place[then]:
-            yield place[first], place[then]
+            before[place[then]].add(place[first])
+            behind[place[first]].add(place[then])
+    return before, behind
+
+
+def _reaching(
+    order: Iterable[int],
+    neighbours: Sequence[set[int]],
+    within: Sequence[bool],
+    takes_time: Sequence[bool],
+) -> list[bool]:
+    """Return whether each unit leads to another one that takes time, all of them `within`.
+
+    In `order` the neighbours of a unit come before it.
+    """
+    reaches = [False] * len(neighbours)
+    for index in order:
+        reaches[index] = any(
+            within[other] and (takes_time[other] or reaches[other]) for other in neighbours[index]
+        )
+    return reaches
 
 
 def next_best_pin(
@@ -130,8 +156,8 @@ def next_best_pin(
     seconds: float,
     may_go_on: Callable[[], bool],
 ) -> tuple[str, int] | None:
-    """Return the node and the stage that, as a pin, give the best cut but the given one; None if
-    there is no other cut.
+    """Return the node and the stage that, as a pin, give the best cut in which a node that takes
+    time lies in another stage; None if no such cut is found.
 
     Each unit at a boundary is pinned beyond it in turn, and the cut searched again by about
     `seconds` of work. Ties are decided by order. The search ends early unless it `may_go_on`.
@@ -144,7 +170,7 @@ def next_best_pin(
         try:
             value = solve(pinned, seconds=seconds, explained=False).search.value
         except PipecompileError:
-            continue  # it lies where a pin or a group has it
+            continue  # no other cut has it there
         if best is None or value < best[0]:
             best = (value, unit[0], stage)
     return None if best is None else best[1:]

@@ -14,7 +14,6 @@ from pipecompile.ir.explanation import (
     Constraint,
     EdgeMove,
     Explanation,
-    HeldBy,
     Outcome,
     Undivided,
     WhatIf,
@@ -38,11 +37,11 @@ _CAUSES = {
     "imbalance": "other ranks have more to do",
 }
 _HELD_BY = {
-    "node": "is one node, which no cut splits",
-    "group": "is in a group that was asked for",
-    "model": "is in a group that the model needs together",
-    "granularity": "is one piece at this granularity",
-    "order": "must share a stage for gradients to be summed in order",
+    "node": "",
+    "group": "they are in a group that was asked for",
+    "model": "the model needs them together",
+    "granularity": "the model is not cut between them",
+    "order": "else gradients would be summed in another order",
 }
 
 
@@ -138,7 +137,8 @@ def _summary(explanation: Explanation) -> Iterator[str]:
     heaviest, unit = explanation.heaviest, explanation.time_unit
     load = time_with_unit(heaviest.load_ns, unit)
     least = heaviest.least_ns
-    bound = "" if least is None else f"; no cut has less than {time_with_unit(least, unit)}"
+    mean = max(heaviest.mean_ns, 1)
+    bound = "" if least is None else f"; no cut has less than {least / mean:.2f} ×"
     stages = "stage" if len(heaviest.stages) == 1 else "stages"
     yield (
         f"heaviest: rank {heaviest.rank} ({stages} {', '.join(map(str, heaviest.stages))}) takes "
@@ -205,7 +205,7 @@ def _reasons(explanation: Explanation) -> Iterator[str]:
     if explanation.undivided is None:
         yield from _large_node(explanation)
     else:
-        yield _undivided_text(explanation, explanation.undivided)
+        yield from _undivided_texts(explanation, explanation.undivided)
     for move in explanation.moves:
         yield _move_text(move, explanation)
     if explanation.what_ifs:
@@ -226,22 +226,27 @@ def _large_node(explanation: Explanation) -> Iterator[str]:
     heaviest = explanation.heaviest
     for module in heaviest.modules:
         if module.node and module.ns > heaviest.mean_ns and heaviest.least_ns is not None:
-            yield _held_text(module.node, module.module, module.ns, "node", explanation)
+            yield _node_text(module.node, module.module, module.ns, explanation)
 
 
-def _undivided_text(explanation: Explanation, undivided: Undivided) -> str:
-    node = undivided.node
-    if undivided.nodes > 1:
-        node = f"{counted(undivided.nodes, 'node')} with {node}"
-    return _held_text(node, undivided.module, undivided.ns, undivided.by, explanation)
-
-
-def _held_text(what: str, module: str, ns: int, by: HeldBy, explanation: Explanation) -> str:
-    """Return what holds nodes together, and what they take."""
-    mean = max(explanation.heaviest.mean_ns, 1)
-    where = f" of {module}" if module else ""
+def _node_text(node: str, module: str, ns: int, explanation: Explanation) -> str:
+    """Return what a node takes."""
+    where = f" ({module})" if module not in ("", node) else ""
     time = time_with_unit(ns, explanation.time_unit)
-    return f"{what}{where} {_HELD_BY[by]}: {time}, {ns / mean:.2f} × the mean load"
+    share = ns / max(explanation.heaviest.mean_ns, 1)
+    return f"{node}{where} takes {time}, {share:.2f} × the mean load, and no cut splits a node"
+
+
+def _undivided_texts(explanation: Explanation, undivided: Undivided) -> Iterator[str]:
+    """Yield the largest piece of the heaviest rank, and whether the rest may be moved."""
+    text = _node_text(undivided.node, undivided.module, undivided.node_ns, explanation)
+    if undivided.nodes > 1:
+        whole = time_with_unit(undivided.ns, explanation.time_unit)
+        others = counted(undivided.nodes - 1, "other node")
+        text += f"; it stays with {others}, {whole} in all: {_HELD_BY[undivided.by]}"
+    yield text
+    if not explanation.moves:
+        yield "nothing else that takes time can be moved out of it"
 
 
 def _move_text(move: EdgeMove, explanation: Explanation) -> str:
@@ -299,11 +304,17 @@ def _changes(explanation: Explanation) -> Iterator[list[str]]:
     """Yield the figures of the plan, then those of each change."""
     before, unit = explanation.before, explanation.time_unit
     yield ["change", "step", "", "bubble", "heaviest load", "memory at most"]
-    yield ["none", *_figures(before, "", unit)]
+    yield ["as it is", *_figures(before, "", unit)]
     for what_if in explanation.what_ifs:
         if what_if.after is not None:
-            step = f"{-_gain(explanation, what_if):+.1%}"
+            step = _signed(-_gain(explanation, what_if))
             yield [what_if.change, *_figures(what_if.after, step, unit)]
+
+
+def _signed(share: float) -> str:
+    """Return a change in percent; one that rounds to nothing has no sign."""
+    text = f"{share:+.1%}"
+    return text if text.strip("+-") != "0.0%" else "0.0%"
 
 
 def _figures(outcome: Outcome, change: str, unit: TimeUnit) -> list[str]:
@@ -317,5 +328,6 @@ def _refused(explanation: Explanation) -> Iterator[str]:
         if what_if.after is None:
             yield f"{what_if.change}: {what_if.reason}"
         elif what_if.kind == "next cut":
-            value, best = what_if.after.value, max(explanation.before.value, 1)
-            yield f"{what_if.change}: {explanation.objective} {value / best - 1:+.2%}"
+            loss = what_if.after.value / max(explanation.before.value, 1) - 1
+            more = f"{gap_text(loss)} more" if loss > 0 else "no more"
+            yield f"{what_if.change}, {explanation.objective} is {more}"

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-import msgspec
-
-from pipecompile.api.costs import cost_graph
+from pipecompile.api.costs import cost_graph, regrouped
 from pipecompile.api.options import completed
 from pipecompile.api.staleness import check_current
 from pipecompile.api.target import load_target
 from pipecompile.errors import InputError
 from pipecompile.frontend.target import Target
 from pipecompile.frontend.target_capture import Captured, capture_target
-from pipecompile.graph.modules import is_within
 from pipecompile.ir.graph import CostGraph
 from pipecompile.ir.plan import Options, Plan
-from pipecompile.partition.groups import grouped
+from pipecompile.passes.contract import apply_passes
+from pipecompile.passes.group import Group
 
 __all__ = ["ModelCosts"]
 
@@ -52,20 +50,16 @@ class ModelCosts:
         captured, number = self._captured(options), options.microbatches
         if number not in self.graphs:
             self.graphs[number] = cost_graph(self.target, options.costs, number, captured)
-        nodes = [node for node in captured.module.graph.nodes if node.op != "get_attr"]
-        together = [
-            [node.name for node in nodes if any(is_within(node, name) for name in names)]
-            for names in options.groups
-        ]
-        return grouped(self.graphs[number], together)
+        # Groups change no cost: the nodes are neither observed nor measured again.
+        apply_passes(captured.module.graph, [Group(options.groups)])
+        return regrouped(self.graphs[number], captured.module)
 
     def _captured(self, options: Options) -> Captured:
-        """Return the capture, with the groups alone that every cut keeps."""
         number = options.microbatches
         if number not in self.captures:
             # For its error, if the minibatch has no so many equal parts.
-            plain = msgspec.structs.replace(completed(self.target, options), groups=())
+            checked = completed(self.target, options)
             self.captures[number] = capture_target(
-                self.target, plain, verify=False, method=self.method
+                self.target, checked, verify=False, method=self.method
             )
         return self.captures[number]

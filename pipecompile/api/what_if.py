@@ -121,9 +121,7 @@ def _what_if(planner: Planner, change: Change, target: str) -> WhatIf:
             after = outcome_of(planner.made_with(change.options))
         except (InputError, InfeasibleError) as error:
             reason = str(error)
-    return WhatIf(
-        kind=change.kind, change=change.text, command=command, after=after, reason=reason
-    )
+    return WhatIf(kind=change.kind, change=change.text, command=command, after=after, reason=reason)
 
 
 def best_command(before: Outcome, tried: tuple[WhatIf, ...]) -> str:

@@ -120,7 +120,9 @@ def _parts(explanation: Explanation) -> Iterator[_Part]:
     yield _Part("why it is not lighter", list(_reasons(explanation)))
     yield _Part("why ranks wait", rows=list(_idle(explanation)), left={0, 2})
     if explanation.what_ifs:
-        yield _Part("what would change it", list(_refused(explanation)), list(_changes(explanation)))
+        yield _Part(
+            "what would change it", list(_refused(explanation)), list(_changes(explanation))
+        )
 
 
 # The plan by itself

@@ -1,4 +1,4 @@
-"""The costs of a model under options that differ from a plan's: what `explain` solves again with."""
+"""The costs of a model under other options than a plan's: what `explain` solves again with."""
 
 from __future__ import annotations
 

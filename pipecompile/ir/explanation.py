@@ -1,6 +1,6 @@
-"""The result of `pipecompile explain`: what makes a step as long as it is, and what would change it.
+"""The result of `pipecompile explain`: why a step is as long as it is, and what would change it.
 
-`report/plan_facts.py` says what the plan tells by itself, `api/explain.py` adds what was solved again.
+`report/plan_facts.py` makes it of a plan alone, and `api/explain.py` adds what was solved again.
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ class HeaviestRank(Value, frozen=True, kw_only=True):
     """The rank with the largest load, its stages, and what their modules take, heaviest first.
 
     `extra_ns` is the part of the load that recompute and encodings add. No cut has a heaviest rank
-    with less load than `least_ns`: all compute shared out evenly, or a node that takes longer, which
-    no cut splits. It is None where the plan does not say enough for that.
+    with less load than `least_ns`: all compute shared out evenly, or a node that takes longer,
+    which no cut splits. It is None where the plan does not say enough for that.
     """
 
     rank: NonNegative
@@ -113,9 +113,9 @@ class EdgeMove(Value, frozen=True, kw_only=True):
     """What would happen if the first or the last nodes of a stage, as few as take any time, lay in
     the stage beyond.
 
-    `node` is the longest of them. `receiver_ns` is what the rank of that stage would take, and `heaviest_ns` the largest load, now
-    and then: compute and transfers, without what recompute and encodings add. `obstacle` is the
-    constraint that forbids the move, if one does.
+    `node` is the longest of them. `receiver_ns` is what the rank of that stage would take, and
+    `heaviest_ns` the largest load, now and then: compute and transfers, without what recompute and
+    encodings add. `obstacle` is the constraint that forbids the move, if one does.
     """
 
     node: str

@@ -77,8 +77,8 @@ def loads_after(
     )
 
 
-# The next-best cut. Nodes that take no time, such as views, make no difference. A cut is another one
-# if a unit that takes time lies in another stage, and so before or behind another boundary:
+# The next-best cut. Nodes that take no time, such as views, make no difference. A cut is another
+# one if a unit that takes time lies in another stage, and so on the other side of a boundary:
 #
 #     given         a b c │ d e f │ g h           c, the last one before the first boundary, lies
 #     another one   a b   │ c d   │ e f g h       behind it: another cut differs by as much at least

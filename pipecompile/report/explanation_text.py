@@ -220,7 +220,7 @@ def _at_the_bound(explanation: Explanation) -> Iterator[str]:
     """Yield that no cut helps, if the load is as good as the least possible one."""
     heaviest = explanation.heaviest
     if heaviest.least_ns is not None and heaviest.load_ns <= heaviest.least_ns * _EVEN:
-        yield "no cut has a lighter heaviest rank by more than 1 %: fewer operations or more ranks do"
+        yield "no cut makes the heaviest rank lighter by more than 1 %"
 
 
 def _large_node(explanation: Explanation) -> Iterator[str]:
@@ -241,6 +241,8 @@ def _node_text(node: str, module: str, ns: int, explanation: Explanation) -> str
 
 def _undivided_texts(explanation: Explanation, undivided: Undivided) -> Iterator[str]:
     """Yield the largest piece of the heaviest rank, and whether the rest may be moved."""
+    if explanation.moves and 2 * undivided.ns < explanation.heaviest.mean_ns:
+        return  # it is small: what happens at the ends of the stage says more
     text = _node_text(undivided.node, undivided.module, undivided.node_ns, explanation)
     if undivided.nodes > 1:
         whole = time_with_unit(undivided.ns, explanation.time_unit)

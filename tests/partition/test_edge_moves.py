@@ -59,7 +59,7 @@ def test_a_pin_of_the_problem_is_kept() -> None:
 
 def test_the_ends_of_a_stage_are_as_short_as_takes_time() -> None:
     problem = PartitionProblem(chain([2, 0, 3, 4, 0, 5]), 3)
-    cut = dict(zip("n0 n1 n2 n3 n4 n5".split(), (0, 1, 1, 1, 1, 2), strict=True))
+    cut = {"n0": 0, "n1": 1, "n2": 1, "n3": 1, "n4": 1, "n5": 2}
     first, last = edge_parts(problem, cut, 1)
     assert (first.units, first.after) == ((("n1",), ("n2",)), 0)
     assert (last.units, last.after) == ((("n4",), ("n3",)), 2)

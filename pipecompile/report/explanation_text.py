@@ -264,9 +264,11 @@ def _move_text(move: EdgeMove, explanation: Explanation) -> str:
     if move.obstacle:
         return f"{text}: not allowed, {move.obstacle}"
     outcome = "no less" if move.heaviest_ns[1] >= move.heaviest_ns[0] else "less"
+    is_capped = explanation.tightest.cap is not None
+    unknown = ", without what recompute would add" * (is_capped and outcome == "less")
     return (
         f"{text}: that rank would take {receiver}, and the heaviest one {after} instead of "
-        f"{before}, {outcome}"
+        f"{before}, {outcome}{unknown}"
     )
 
 

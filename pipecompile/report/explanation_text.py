@@ -28,6 +28,7 @@ __all__ = ["explanation_headline", "explanation_markdown", "explanation_text"]
 
 _MODULES = 6  # modules of the heaviest rank that are shown
 _WIDTH = 100
+_NAME_WIDTH = 44  # of modules, and of changes, whose groups may name many
 _EVEN = 1.01  # a load that is above the least possible one by less is as good as it
 _REMOVALS = ("memory", "pin", "group", "layout", "granularity", "parameters")
 _CAUSES = {
@@ -177,9 +178,9 @@ def _modules(explanation: Explanation) -> Iterator[list[str]]:
     whole = sum(module.ns for module in modules)
     yield ["module", "nodes", "forward + backward", "of the rank"]
     for module in modules[:_MODULES]:
-        name = module.module or "(the model itself)"
+        name = _fitted(module.module or "(the model itself)")
         time = time_text(module.ns, unit)
-        yield [name, module.node or str(module.nodes), time, percent(module.ns, whole)]
+        yield [name, _fitted(module.node) or str(module.nodes), time, percent(module.ns, whole)]
     rest = modules[_MODULES:]
     if rest:
         ns, nodes = sum(module.ns for module in rest), sum(module.nodes for module in rest)
@@ -284,7 +285,7 @@ def _constraint_text(constraint: Constraint) -> str:
             return "each stage must have parameters"
         case "memory":
             return f"the caps may forbid a better cut: {constraint.where} is the tightest, {here}"
-    return f"may hold it: {constraint.kind} {constraint.where}, {here}"
+    return f"may hold it: {constraint.kind} {_fitted(constraint.where)}, {here}"
 
 
 def _binding(explanation: Explanation) -> Iterator[str]:
@@ -292,7 +293,7 @@ def _binding(explanation: Explanation) -> Iterator[str]:
     tried = [w for w in explanation.what_ifs if w.kind in _REMOVALS and w.after is not None]
     binding = [what_if for what_if in tried if _gain(explanation, what_if) > 0]
     for what_if in binding:
-        yield f"binds: {what_if.change}, the step is {_gain(explanation, what_if):.1%} shorter"
+        yield f"binds: {_fitted(what_if.change)}, the step is {_gain(explanation, what_if):.1%} shorter"
     if tried and not binding:
         yield "none of the constraints binds: without each the step is no shorter"
 
@@ -314,7 +315,11 @@ def _changes(explanation: Explanation) -> Iterator[list[str]]:
     for what_if in explanation.what_ifs:
         if what_if.after is not None:
             step = _signed(-_gain(explanation, what_if))
-            yield [what_if.change, *_figures(what_if.after, step, unit)]
+            yield [_fitted(what_if.change), *_figures(what_if.after, step, unit)]
+
+
+def _fitted(text: str) -> str:
+    return text if len(text) <= _NAME_WIDTH else f"{text[: _NAME_WIDTH - 1]}…"
 
 
 def _signed(share: float) -> str:
@@ -332,8 +337,8 @@ def _refused(explanation: Explanation) -> Iterator[str]:
     """Yield by how much the next-best cut is worse, and why there is no plan with some changes."""
     for what_if in explanation.what_ifs:
         if what_if.after is None:
-            yield f"{what_if.change}: {what_if.reason}"
+            yield f"{_fitted(what_if.change)}: {what_if.reason}"
         elif what_if.kind == "next cut":
             loss = what_if.after.value / max(explanation.before.value, 1) - 1
             more = f"{gap_text(loss)} more" if loss > 0 else "no more"
-            yield f"{what_if.change}, {explanation.objective} is {more}"
+            yield f"{_fitted(what_if.change)}, {explanation.objective} is {more}"

@@ -263,4 +263,15 @@ def test_markdown_has_the_same_figures_as_text() -> None:
         if what_if.after is not None:
             assert what_if.change in text and f"| {what_if.change} |" in markdown
     assert "| as it is |" in markdown
+
+
+def test_long_names_are_cut_off_and_lines_wrapped() -> None:
+    graph = chain([10] * 40)
+    names = [f"n{index}" for index in range(5, 35)]
+    found = explain(planned(graph, k=2, no_split=[names], pin={"n0": 0}), graph)
+    assert max(map(len, explanation_text(found).splitlines()[:-1])) <= 100
+    assert only(found, "group").change == f"without group {','.join(names)}"
+
+
+def test_it_is_public() -> None:
     assert pipecompile.explain is explain

@@ -7,6 +7,7 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
@@ -54,6 +55,12 @@ def costs(folder: Path) -> str:
     return path
 
 
+@pytest.fixture(scope="module")
+def answer(plan: str) -> dict[str, Any]:
+    """The explanation of the plan by its model."""
+    return json.loads(invoke("explain", plan, TARGET, "--format", "json").stdout)
+
+
 def test_without_a_target_the_command_to_go_on_with_is_last(plan: str) -> None:
     result = invoke("explain", plan)
     assert (result.exit_code, result.stderr) == (0, "")
@@ -66,11 +73,11 @@ def test_without_a_target_the_command_to_go_on_with_is_last(plan: str) -> None:
     assert max(map(len, lines[:-1])) <= 100
 
 
-def test_the_model_and_its_cost_graph_give_the_same_answer(plan: str, costs: str) -> None:
-    by_model, by_graph = (
-        json.loads(invoke("explain", plan, target, "--format", "json").stdout)
-        for target in (TARGET, costs)
-    )
+def test_the_model_and_its_cost_graph_give_the_same_answer(
+    plan: str, costs: str, answer: dict[str, Any]
+) -> None:
+    by_model = answer
+    by_graph = json.loads(invoke("explain", plan, costs, "--format", "json").stdout)
     # The graph has the groups of a capture: else its costs would not be those of the plan.
     assert by_model["notes"] == by_graph["notes"] == []
     kinds = [what_if["kind"] for what_if in by_model["what_ifs"]]
@@ -86,8 +93,7 @@ def test_the_model_and_its_cost_graph_give_the_same_answer(plan: str, costs: str
     assert by_graph["target"] == "models.py:mlp"
 
 
-def test_the_commands_make_the_plans(plan: str, folder: Path) -> None:
-    answer = json.loads(invoke("explain", plan, TARGET, "--format", "json").stdout)
+def test_the_commands_make_the_plans(folder: Path, answer: dict[str, Any]) -> None:
     tried = {what_if["kind"]: what_if for what_if in answer["what_ifs"]}
     for kind in ("microbatches", "pin", "next cut"):
         program, *arguments = shlex.split(tried[kind]["command"])

@@ -14,7 +14,7 @@ from msgspec.structs import replace
 
 from pipecompile.errors import InputError
 from pipecompile.ir.duration import time_with_unit
-from pipecompile.ir.explanation import Explanation
+from pipecompile.ir.explanation import TIME_LIMIT, Explanation
 from pipecompile.ir.graph import CostGraph
 from pipecompile.ir.plan import Plan
 from pipecompile.ir.serialization import read
@@ -29,14 +29,11 @@ if TYPE_CHECKING:
     from pipecompile.api.target_costs import TargetCosts
 
 __all__ = [
-    "TIME_LIMIT",
     "explain",
     "explanation_headline",
     "explanation_markdown",
     "explanation_text",
 ]
-
-TIME_LIMIT = 60.0
 
 
 def explain(

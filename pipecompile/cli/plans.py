@@ -20,6 +20,7 @@ from pipecompile.cli.answers import (
     table_style,
 )
 from pipecompile.cli.options import OneOf, format_option
+from pipecompile.ir.explanation import TIME_LIMIT
 from pipecompile.ir.plan import LAYOUT_FORMATS, RECOMPUTES, Plan
 from pipecompile.ir.serialization import check_writable, encode, read, write
 from pipecompile.ir.size import parse_caps
@@ -162,7 +163,7 @@ def diff(old_path: str, new_path: str, form: str) -> int:
 @click.option(
     "--time-limit",
     type=float,
-    default=60.0,
+    default=TIME_LIMIT,
     show_default=True,
     help="Seconds after which no other change is begun.",
 )

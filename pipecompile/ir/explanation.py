@@ -12,6 +12,7 @@ from pipecompile.ir.schedule import Idle
 from pipecompile.ir.serialization import NonNegative, Positive, Value
 
 __all__ = [
+    "TIME_LIMIT",
     "Constraint",
     "ConstraintKind",
     "EdgeMove",
@@ -25,6 +26,8 @@ __all__ = [
     "WhatIf",
     "WhatIfKind",
 ]
+
+TIME_LIMIT = 60.0  # seconds, unless others are asked for, after which no change is begun
 
 ConstraintKind = Literal["layout", "pin", "group", "granularity", "parameters", "memory"]
 """What the options of a plan forbid a cut: `parameters` is that each stage has some."""

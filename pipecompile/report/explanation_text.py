@@ -293,7 +293,8 @@ def _binding(explanation: Explanation) -> Iterator[str]:
     tried = [w for w in explanation.what_ifs if w.kind in _REMOVALS and w.after is not None]
     binding = [what_if for what_if in tried if _gain(explanation, what_if) > 0]
     for what_if in binding:
-        yield f"binds: {_fitted(what_if.change)}, the step is {_gain(explanation, what_if):.1%} shorter"
+        gain = f"{_gain(explanation, what_if):.1%}"
+        yield f"binds: {_fitted(what_if.change)}, the step is {gain} shorter"
     if tried and not binding:
         yield "none of the constraints binds: without each the step is no shorter"
 
@@ -314,8 +315,8 @@ def _changes(explanation: Explanation) -> Iterator[list[str]]:
     yield ["as it is", *_figures(before, "", unit)]
     for what_if in explanation.what_ifs:
         if what_if.after is not None:
-            step = _signed(-_gain(explanation, what_if))
-            yield [_fitted(what_if.change), *_figures(what_if.after, step, unit)]
+            change, step = _fitted(what_if.change), _signed(-_gain(explanation, what_if))
+            yield [change, *_figures(what_if.after, step, unit)]
 
 
 def _fitted(text: str) -> str:
@@ -336,9 +337,10 @@ def _figures(outcome: Outcome, change: str, unit: TimeUnit) -> list[str]:
 def _refused(explanation: Explanation) -> Iterator[str]:
     """Yield by how much the next-best cut is worse, and why there is no plan with some changes."""
     for what_if in explanation.what_ifs:
+        change = _fitted(what_if.change)
         if what_if.after is None:
-            yield f"{_fitted(what_if.change)}: {what_if.reason}"
+            yield f"{change}: {what_if.reason}"
         elif what_if.kind == "next cut":
             loss = what_if.after.value / max(explanation.before.value, 1) - 1
             more = f"{gap_text(loss)} more" if loss > 0 else "no more"
-            yield f"{_fitted(what_if.change)}, {explanation.objective} is {more}"
+            yield f"{change}, {explanation.objective} is {more}"

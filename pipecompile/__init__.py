@@ -27,7 +27,9 @@ if TYPE_CHECKING:
     from pipecompile.api.choices import Choices
     from pipecompile.api.compilation import pipecompile
     from pipecompile.api.diff import diff
+    from pipecompile.api.explain import explain
     from pipecompile.ir.encodings import Encoding
+    from pipecompile.ir.explanation import Explanation
     from pipecompile.ir.options import Objective, OptimizerName, PlacementShape, ScheduleName
     from pipecompile.ir.plan import BatchNormUpdate, Granularity, Plan, Recompute
     from pipecompile.ir.recorded_run import RecordedRun
@@ -41,6 +43,7 @@ __all__ = [
     "Checkpoint",
     "Choices",
     "Encoding",
+    "Explanation",
     "FormatError",
     "Granularity",
     "InfeasibleError",
@@ -62,6 +65,7 @@ __all__ = [
     "StaleProfileError",
     "__version__",
     "diff",
+    "explain",
     "pipecompile",
 ]
 
@@ -84,10 +88,12 @@ _HOMES = {
     "PlanChange": "pipecompile.report.plan_diff",
     "PlanDiff": "pipecompile.report.plan_diff",
     "Encoding": "pipecompile.ir.encodings",
+    "Explanation": "pipecompile.ir.explanation",
     "Recompute": "pipecompile.ir.plan",
     "RecordedRun": "pipecompile.ir.recorded_run",
     "ScheduleName": "pipecompile.ir.options",
     "diff": "pipecompile.api.diff",
+    "explain": "pipecompile.api.explain",
     "pipecompile": "pipecompile.api.compilation",
 }
 

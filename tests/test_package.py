@@ -28,6 +28,7 @@ PUBLIC = """
     Checkpoint
     Choices
     Encoding
+    Explanation
     FormatError
     Granularity
     InfeasibleError
@@ -49,6 +50,7 @@ PUBLIC = """
     StaleProfileError
     __version__
     diff
+    explain
     pipecompile
 """
 

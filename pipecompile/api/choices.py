@@ -27,7 +27,7 @@ from pipecompile.layouts.reading import layout_text, read_layout
 from pipecompile.schedule.named_orders import ASYNCHRONOUS, MAY_SPLIT, required_placement
 from pipecompile.schedule.selection import placements
 
-__all__ = ["Choices", "check_names", "requested_options", "unknown_costs"]
+__all__ = ["Choices", "check_names", "check_together", "requested_options", "unknown_costs"]
 
 COSTS = ("flops", "measured", "measured:DEVICE", "roofline:DEVICE", "table:FILE")
 
@@ -77,8 +77,7 @@ def requested_options(**choices: Any) -> Options:
     options = Options(
         **{option.field: given[option.name] for option in OPTIONS if option.field is not None}
     )
-    # All placements that the options allow have equally many ranks, so the first one will do.
-    _check_together(options, placements(options)[0])
+    check_together(options)
     return options
 
 
@@ -226,8 +225,10 @@ def unknown_costs(costs: object) -> InputError:
     return InputError(f"{error}, or in Python give a function")
 
 
-def _check_together(options: Options, placement: Sequence[int]) -> None:
+def check_together(options: Options) -> None:
     """Raise InputError if options are given together that no plan can have."""
+    # All placements that the options allow have equally many ranks, so the first one will do.
+    placement = placements(options)[0]
     # For its error: a list of caps must have one for each rank.
     options.caps(max(placement) + 1)
     if options.recompute in ("block", "sqrt") and options.schedule in MAY_SPLIT:

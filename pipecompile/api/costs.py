@@ -34,7 +34,7 @@ from pipecompile.ir.graph import CostGraph
 from pipecompile.profiling.profile import profile
 from pipecompile.profiling.workload import Loss
 
-__all__ = ["comparable", "cost_graph", "cost_model", "measured_on", "profiled"]
+__all__ = ["comparable", "cost_graph", "cost_model", "measured_on", "profiled", "regrouped"]
 
 logger = logging.getLogger("pipecompile.api")
 CPU = torch.device("cpu")
@@ -180,6 +180,13 @@ def profiled(target: Target, microbatches: int, captured: Captured, model: CostM
     )
     limited = _limited(named, captured.module)
     return model.finished(limited) if isinstance(model, Table) else limited
+
+
+def regrouped(graph: CostGraph, module: fx.GraphModule) -> CostGraph:
+    """Return the cost graph of a module whose groups have changed since."""
+    groups = {node.name: node.meta.get("group") for node in module.graph.nodes}
+    nodes = (replace(node, group=groups[node.name]) for node in graph.nodes)
+    return _limited(replace(graph, nodes=tuple(nodes)), module)
 
 
 def _limited(graph: CostGraph, module: fx.GraphModule) -> CostGraph:

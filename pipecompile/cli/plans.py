@@ -8,6 +8,7 @@ import logging
 from typing import Any
 
 import click
+from msgspec.structs import asdict
 
 from pipecompile.cli.answers import (
     FINE,
@@ -19,11 +20,12 @@ from pipecompile.cli.answers import (
     table_style,
 )
 from pipecompile.cli.options import OneOf, format_option
+from pipecompile.ir.explanation import TIME_LIMIT
 from pipecompile.ir.plan import LAYOUT_FORMATS, RECOMPUTES, Plan
 from pipecompile.ir.serialization import check_writable, encode, read, write
 from pipecompile.ir.size import parse_caps
 
-__all__ = ["check", "diff", "export", "print_plan", "show", "simulate", "view"]
+__all__ = ["check", "diff", "explain", "export", "print_plan", "show", "simulate", "view"]
 
 logger = logging.getLogger("pipecompile.cli")
 
@@ -153,6 +155,36 @@ def diff(old_path: str, new_path: str, form: str) -> int:
     else:
         click.echo(api.diff_text(found, table_style(form)))
     return FINE if found.same else NO
+
+
+@click.command(cls=AnswerCommand, short_help="Why the step is as long as it is, and what helps.")
+@click.argument("path", metavar="PLAN")
+@click.argument("target", required=False)
+@click.option(
+    "--time-limit",
+    type=float,
+    default=TIME_LIMIT,
+    show_default=True,
+    help="Seconds after which no other change is begun.",
+)
+@format_option
+def explain(path: str, target: str | None, time_limit: float, form: str) -> int:
+    """Why the step of PLAN takes as long as it does: the heaviest rank and what holds it, memory,
+    and why ranks wait. With TARGET, the model or its cost graph (a .json that profile wrote), what
+    would change it: the plan is made again with one thing changed at a time.
+    """
+    from pipecompile.api import explain as api
+
+    # Taken at its word, as by `diff`: whether a plan is sound takes longer to see.
+    found = api.explain(read(path, Plan), target, time_limit=time_limit)
+    if form == "json":
+        click.echo(encode({"plan": path, **asdict(found)}), nl=False)
+    elif form == "github":
+        click.echo(api.explanation_markdown(found, path))
+        print_annotation("notice", path, api.explanation_headline(found))
+    else:
+        click.echo(api.explanation_text(found, path, table_style(form)))
+    return FINE
 
 
 @click.command(cls=AnswerCommand, short_help="When each rank does what, and why it idles.")

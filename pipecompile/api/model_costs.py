@@ -1,0 +1,65 @@
+"""The costs of a model under other options than a plan's: what `explain` solves again with."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from pipecompile.api.costs import cost_graph, regrouped
+from pipecompile.api.options import completed
+from pipecompile.api.staleness import check_current
+from pipecompile.api.target import load_target
+from pipecompile.errors import InputError
+from pipecompile.frontend.target import Target
+from pipecompile.frontend.target_capture import Captured, capture_target
+from pipecompile.ir.graph import CostGraph
+from pipecompile.ir.plan import Options, Plan
+from pipecompile.passes.contract import apply_passes
+from pipecompile.passes.group import Group
+
+__all__ = ["ModelCosts"]
+
+
+@dataclass(frozen=True)
+class ModelCosts:
+    """The costs of a target, captured as `method` does, for each number of microbatches once.
+
+    What a plan was verified for is not proven again: `check` compares the graphs.
+    """
+
+    target: Target
+    method: str
+    captures: dict[int, Captured] = field(default_factory=dict)
+    graphs: dict[int, CostGraph] = field(default_factory=dict)
+
+    @staticmethod
+    def of(text: str, plan: Plan) -> ModelCosts:
+        """Call the factory that `text` names, for the model of `plan`."""
+        if plan.options.costs == "function":
+            raise InputError(
+                "the plan was made with a cost function, which only its program has; profile the "
+                "model with it, and name that cost graph instead of the model"
+            )
+        return ModelCosts(load_target(text), plan.capture.method)
+
+    def check(self, plan: Plan) -> None:
+        """Raise StalePlanError unless the plan was made for this model."""
+        check_current(plan, self._captured(plan.options))
+
+    def graph(self, options: Options) -> CostGraph:
+        """Return the cost graph of a microbatch, with the groups of `options`."""
+        captured, number = self._captured(options), options.microbatches
+        if number not in self.graphs:
+            self.graphs[number] = cost_graph(self.target, options.costs, number, captured)
+        # Groups change no cost: the nodes are neither observed nor measured again.
+        apply_passes(captured.module.graph, [Group(options.groups)])
+        return regrouped(self.graphs[number], captured.module)
+
+    def _captured(self, options: Options) -> Captured:
+        number = options.microbatches
+        if number not in self.captures:
+            # For its error, if the minibatch has no so many equal parts.
+            checked = completed(self.target, options)
+            self.captures[number] = capture_target(
+                self.target, checked, verify=False, method=self.method
+            )
+        return self.captures[number]

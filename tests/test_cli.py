@@ -147,8 +147,9 @@ def test_check_of_a_sound_plan(plan_file: str, form: str) -> None:
         assert [check["code"] for check in answer["checks"]] == ["schedule", "stale"]
     elif form == "github":
         # The workflow of docs/how-to/ci.md adds standard output to the page of the run.
-        assert result.stdout == f"```\n{ticked}```\n"
-        assert result.stderr.endswith(f"::notice file={plan_file}::the plan is sound\n")
+        title = f"### {plan_file}: all 2 checks passed"
+        assert result.stdout == f"{title}\n\n```\n{ticked}```\n"
+        assert result.stderr.endswith(f"::notice file={plan_file}::all 2 checks passed\n")
     else:
         assert result.stdout == ticked
 
@@ -175,11 +176,12 @@ def test_check_of_a_plan_over_its_limits(plan_file: str, form: str) -> None:
             annotations = result.stderr.splitlines()
             assert len(annotations) == 6
             assert all(line.startswith(f"::error file={plan_file}::") for line in annotations)
+            title, empty, fence, *lines, end = lines
+            assert title == f"### {plan_file}: 6 of 7 checks failed"
+            assert (empty, fence, end) == ("", "```", "```")
             # A percent sign is escaped, as GitHub asks.
-            escaped = lines[3].removeprefix("✗ ").replace("%", "%25")
+            escaped = lines[2].removeprefix("✗ ").replace("%", "%25")
             assert annotations[1].endswith(escaped)
-            assert (lines[0], lines[-1]) == ("```", "```")
-            lines = lines[1:-1]
         marks = ("✓ sound", *("✗ ",) * 6)
         assert [line.startswith(mark) for line, mark in zip(lines, marks, strict=True)] == [
             True

@@ -9,17 +9,30 @@ from pipecompile.ir.serialization import Value
 __all__ = ["Code", "Finding"]
 
 Code = Literal[
-    "schedule", "stage", "cap", "edited", "imbalance", "bubble", "memory", "recompute", "stale"
+    "schedule",
+    "stage",
+    "cap",
+    "edited",
+    "step",
+    "imbalance",
+    "bubble",
+    "memory",
+    "relayed",
+    "recompute",
+    "stale",
+    "nodes",
+    "drift",
 ]
 """schedule: incomplete, out of order or deadlocking; stage: no plan with these options has such a
 stage; cap: a rank is over the cap that the plan was made for; edited: the file contradicts itself;
-stale: the model has changed. The others are limits that were given to the check.
+stale: the model or its costs have changed; nodes: a part of the model that has; drift: a part whose
+time has. The others are limits that were given to the check.
 """
 
 
 class Finding(Value, frozen=True, kw_only=True):
-    """One thing that was checked. `value` and `limit` are bytes for memory, a ratio for imbalance
-    and bubble.
+    """One thing that was checked. `value` and `limit` are bytes for memory and what is relayed, ns
+    for the step, a ratio for imbalance, bubble and drift, and a count for nodes.
     """
 
     code: Code

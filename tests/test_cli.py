@@ -216,6 +216,23 @@ def test_check_holds_each_rank_to_its_cap_and_the_plan_to_its_policy(plan_file: 
     )
 
 
+def test_check_limits_what_stages_relay(plan_file: str) -> None:
+    plan = read(plan_file, Plan)
+    sizes = {
+        tensor.name: tensor.bytes + tensor.gradient_bytes
+        for stage in plan.stages
+        for tensor in stage.outputs
+    }
+    # A route of n stages has a producer, a last reader, and n − 2 between them.
+    relayed = sum(sizes[route.name] * (len(route.stages) - 2) for route in plan.routes)
+    assert relayed > 0
+    assert invoke("check", plan_file, "--max-relayed", str(relayed)).exit_code == 0
+    result = invoke("check", plan_file, "--max-relayed", str(relayed - 1), "--format", "json")
+    assert result.exit_code == 1
+    (over,) = json.loads(result.stdout)["findings"]
+    assert (over["code"], over["value"], over["limit"]) == ("relayed", relayed, relayed - 1)
+
+
 def test_check_finds_an_edited_plan(plan_file: str, tmp_path: Path) -> None:
     tree = json.loads(Path(plan_file).read_text())
     tree["prediction"]["step_ns"] += 1

@@ -11,7 +11,7 @@ import click
 from pipecompile.cli.answers import FINE, NO, AnswerCommand, print_annotation
 from pipecompile.cli.options import OneOf, format_option, parsed_by
 from pipecompile.ir.duration import parse_duration
-from pipecompile.ir.finding import Finding
+from pipecompile.ir.finding import CheckedPlan
 from pipecompile.ir.plan import RECOMPUTES, Plan
 from pipecompile.ir.serialization import encode, read
 from pipecompile.ir.share import parse_share
@@ -74,9 +74,11 @@ def check(arguments: Sequence[str], form: str, **limits: Any) -> int:
 
     paths, target = _plans_and_target(arguments)
     factory = None if target is None else Factory.of(target)
-    checked = [(path, check_plan(read(path, Plan), factory, **limits)) for path in paths]
+    checked = [
+        CheckedPlan.of(path, check_plan(read(path, Plan), factory, **limits)) for path in paths
+    ]
     _print(checked, form)
-    return FINE if all(each.passed for _, findings in checked for each in findings) else NO
+    return FINE if all(each.sound for each in checked) else NO
 
 
 def _plans_and_target(arguments: Sequence[str]) -> tuple[Sequence[str], str | None]:
@@ -87,38 +89,33 @@ def _plans_and_target(arguments: Sequence[str]) -> tuple[Sequence[str], str | No
     return (arguments, None) if is_plan else (paths, last)
 
 
-def _print(checked: Sequence[tuple[str, Sequence[Finding]]], form: str) -> None:
-    """Print what was checked of each plan: for people all of it, for programs what failed too.
-
-    For GitHub the list goes to standard output, which a workflow adds to the page of the run, and
-    annotations go to standard error, where a workflow's runner reads them too.
-    """
-    from pipecompile.api.check import findings_markdown, findings_text
-
+def _print(checked: Sequence[CheckedPlan], form: str) -> None:
+    """Print what was checked of each plan; JSON has one document, which is a list of several."""
     if form == "json":
-        documents = [_figures(path, findings) for path, findings in checked]
-        click.echo(encode(documents if len(documents) > 1 else documents[0]), nl=False)
-        return
-    for index, (path, findings) in enumerate(checked):
-        if form == "github":
-            click.echo(findings_markdown(path, findings))
-            _annotate(path, findings)
-            continue
-        if len(checked) > 1:
-            click.echo(f"{'' if index == 0 else chr(10)}{path}")
-        click.echo(findings_text(findings))
+        click.echo(encode(checked if len(checked) > 1 else checked[0]), nl=False)
+    elif form == "github":
+        for each in checked:
+            _print_for_github(each)
+    else:
+        click.echo(_text(checked))
 
 
-def _figures(path: str, findings: Sequence[Finding]) -> dict[str, Any]:
-    failed = [finding for finding in findings if not finding.passed]
-    return {"plan": path, "sound": not failed, "findings": failed, "checks": findings}
+def _text(checked: Sequence[CheckedPlan]) -> str:
+    from pipecompile.api.check import findings_text
+
+    if len(checked) == 1:
+        return findings_text(checked[0].checks)
+    return "\n\n".join(f"{each.plan}\n{findings_text(each.checks)}" for each in checked)
 
 
-def _annotate(path: str, findings: Sequence[Finding]) -> None:
-    from pipecompile.api.check import findings_headline
+def _print_for_github(checked: CheckedPlan) -> None:
+    """Print the list to standard output, which a workflow adds to the page of the run, and
+    annotations to standard error, where a workflow's runner reads them too.
+    """
+    from pipecompile.api.check import findings_headline, findings_markdown
 
-    failed = [finding for finding in findings if not finding.passed]
-    for finding in failed:
-        print_annotation("error", path, finding.message)
-    if not failed:
-        print_annotation("notice", path, findings_headline(findings))
+    click.echo(findings_markdown(checked.plan, checked.checks))
+    for finding in checked.findings:
+        print_annotation("error", checked.plan, finding.message)
+    if checked.sound:
+        print_annotation("notice", checked.plan, findings_headline(checked.checks))

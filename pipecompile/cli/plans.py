@@ -91,9 +91,7 @@ def diff(old_path: str, new_path: str, form: str) -> int:
     # and of a plan in a pull request `check` says it.
     found = api.diff(read(old_path, Plan), read(new_path, Plan))
     if form == "json":
-        figures = {"old": old_path, "new": new_path, "same": found.same}
-        figures |= {name: getattr(found, name) for name in found.__struct_fields__}
-        click.echo(encode(figures), nl=False)
+        click.echo(encode(api.ComparedPlans.of(old_path, new_path, found)), nl=False)
     elif form == "github":
         click.echo(api.diff_markdown(found, f"{old_path} → {new_path}"))
         print_annotation("notice", new_path, api.diff_headline(found))

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal
 
 from pipecompile.ir.serialization import Value
 
-__all__ = ["Code", "Finding"]
+__all__ = ["CheckedPlan", "Code", "Finding"]
 
 Code = Literal[
     "schedule",
@@ -41,3 +42,20 @@ class Finding(Value, frozen=True, kw_only=True):
     rank: int | None = None
     value: float | str | None = None
     limit: float | str | None = None
+
+
+class CheckedPlan(Value, frozen=True, kw_only=True):
+    """The result of `pipecompile check`: the path of a plan, all that was checked of it, and of
+    that what did not pass. A plan is `sound` if all did.
+    """
+
+    plan: str
+    sound: bool
+    findings: tuple[Finding, ...]
+    checks: tuple[Finding, ...]
+
+    @classmethod
+    def of(cls, path: str, checks: Sequence[Finding]) -> CheckedPlan:
+        """Return the result for the plan in the file at `path`."""
+        failed = tuple(finding for finding in checks if not finding.passed)
+        return cls(plan=path, sound=not failed, findings=failed, checks=tuple(checks))

@@ -113,16 +113,17 @@ class _Change:
 
 
 def node_findings(old: Outline, new: Outline, unit: TimeUnit = "ns") -> list[Finding]:
-    """Return a failed finding for each block whose nodes differ; for neighbours that changed alike
-    there is one.
+    """Return a failed finding for each block whose nodes differ; there is one for those in a row
+    that changed alike.
 
     Blocks that only one of the models has came or went. `value` counts nodes.
     """
     changes = [change for change in _changes(old, new) if change.count]
+    order = list(dict.fromkeys([*old, *new]))
     return [
         Finding(
             code="nodes",
-            message=f"{_range_text([change.block for change in alike])}: "
+            message=f"{_blocks_text([change.block for change in alike], order)}: "
             f"{_change_text(alike, unit)}",
             value=sum(change.count for change in alike),
             limit=0,
@@ -185,7 +186,7 @@ def drift_findings(
     old: Outline, new: Outline, limit: float, unit: TimeUnit = "ns"
 ) -> list[Finding]:
     """Return a failed finding for each block with the same nodes whose time differs by more than
-    `limit`, a share; for neighbours that drifted alike there is one. If there are none, return one
+    `limit`, a share; there is one for those in a row that drifted alike. If there are none, return one
     that passed; nothing where no times are known.
     """
     drifts = {
@@ -197,7 +198,9 @@ def drift_findings(
     if not over:
         return [_all_within(drifts, limit)] if drifts else []
     return [
-        _drift_finding(alike, [drifts[block] for block in alike], limit, unit)
+        _drift_finding(
+            _blocks_text(alike, list(new)), [drifts[block] for block in alike], limit, unit
+        )
         for alike in _runs(over, lambda block: f"{_drift(*drifts[block]):.3f}")
     ]
 
@@ -208,14 +211,14 @@ def _drift(before: int, after: int) -> float:
 
 
 def _drift_finding(
-    blocks: list[str], times: list[tuple[int, int]], limit: float, unit: TimeUnit
+    where: str, times: list[tuple[int, int]], limit: float, unit: TimeUnit
 ) -> Finding:
     before, after = (sum(each) for each in zip(*times, strict=True))
     drift = _drift(before, after)
     text = f"time {drift:+.1%} ({_times_text(before, after, unit)})"
     return Finding(
         code="drift",
-        message=f"{_range_text(blocks)}: {text}, over {limit:.1%}",
+        message=f"{where}: {text}, over {limit:.1%}",
         value=drift,
         limit=limit,
     )
@@ -226,7 +229,7 @@ def _all_within(drifts: Mapping[str, tuple[int, int]], limit: float) -> Finding:
         ((_drift(*times), block) for block, times in drifts.items()),
         key=lambda pair: abs(pair[0]),
     )
-    most = f", the largest drift is {drift:+.1%} of {_range_text([block])}" if drift else ""
+    most = f", the largest drift is {drift:+.1%} of {_block_text(block)}" if drift else ""
     return Finding(
         code="drift",
         message=f"times are within {limit:.1%} of the plan's{most}",
@@ -260,10 +263,19 @@ def _times_text(before: int, after: int, unit: TimeUnit) -> str:
     return f"{time_with_unit(before, unit)} → {time_with_unit(after, unit)}"
 
 
-def _range_text(blocks: list[str]) -> str:
-    if len(blocks) > 1:
-        return f"{blocks[0]} … {blocks[-1]} ({len(blocks)} blocks)"
-    return blocks[0] or "outside of modules"
+def _blocks_text(blocks: list[str], order: list[str]) -> str:
+    """Return a range for blocks that are neighbours in `order`, else a list, perhaps shortened."""
+    names = [_block_text(block) for block in blocks]
+    if len(blocks) == 1:
+        return names[0]
+    first = order.index(blocks[0])
+    is_range = order[first : first + len(blocks)] == blocks
+    text = f"{names[0]} … {names[-1]}" if is_range else _names_text(tuple(names))
+    return f"{text} ({len(blocks)} blocks)"
+
+
+def _block_text(block: str) -> str:
+    return block or "outside of modules"
 
 
 def _runs(items: Iterable[T], key: Callable[[T], Hashable]) -> Iterator[list[T]]:

@@ -70,6 +70,11 @@ def test_layers_that_changed_alike_are_one_line() -> None:
     ]
 
 
+def test_blocks_that_are_no_neighbours_are_no_range() -> None:
+    found = node_findings(model("ab", "ab", "ab", "ab"), model("ax", "ab", "ax", "ax"))
+    assert texts(found) == ["h.0, h.2, h.3 (3 blocks): each 1 of 2 nodes changed (x_1)"]
+
+
 def test_what_a_changed_layer_takes_is_said_where_it_is_known() -> None:
     old = model("ab", "ab", ns={"h.0.part": 2000, "h.1.part": 3000})
     new = model("ab", "ax", ns={"h.0.part": 2000, "h.1.part": 4000})

@@ -186,8 +186,8 @@ def drift_findings(
     old: Outline, new: Outline, limit: float, unit: TimeUnit = "ns"
 ) -> list[Finding]:
     """Return a failed finding for each block with the same nodes whose time differs by more than
-    `limit`, a share; there is one for those in a row that drifted alike. If there are none, return one
-    that passed; nothing where no times are known.
+    `limit`, a share; there is one for those in a row that drifted alike. If there are none, return
+    one that passed; nothing where no times are known.
     """
     drifts = {
         change.block: (change.before.ns, change.after.ns)

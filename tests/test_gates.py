@@ -15,6 +15,9 @@ from typing import Any
 
 import pytest
 import yaml
+from click.testing import CliRunner
+
+from pipecompile.cli import commands
 
 ROOT = Path(__file__).resolve().parents[1]
 ACTION = yaml.safe_load((ROOT / "action.yml").read_text())
@@ -35,6 +38,7 @@ def target():
     }
 """
 PLAN = ("-k", "2", "--microbatches", "8", "--costs", "roofline:h100", "--no-self-check")
+CHANGED = MODEL.replace("range(8)", "range(10)")
 INSTALL, CHECK, SHOW = (step["name"] for step in ACTION["runs"]["steps"][1:])
 
 
@@ -127,27 +131,27 @@ def installed(checkout: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[
 
 
 @pytest.fixture(scope="module")
-def planned(installed: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The plan of the model."""
+def plans(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
+    """The plan of the model, and that of the changed model."""
+    return plan_of(MODEL, tmp_path_factory), plan_of(CHANGED, tmp_path_factory)
+
+
+def plan_of(model: str, tmp_path_factory: pytest.TempPathFactory) -> str:
     folder = tmp_path_factory.mktemp("planned")
-    (folder / "net.py").write_text(MODEL)
-    return plan_anew(folder, installed)
-
-
-def plan_anew(folder: Path, environment: dict[str, str]) -> str:
-    command = ("pipecompile", "plan", "net.py:target", *PLAN, "-q", "-o", "plan.json")
-    done = run(*command, cwd=folder, **environment)
-    assert done.returncode == 0, done.stderr
+    (folder / "net.py").write_text(model)
+    command = ["plan", f"{folder / 'net.py'}:target", *PLAN, "-o", str(folder / "plan.json")]
+    result = CliRunner().invoke(commands, command)
+    assert result.exit_code == 0, result.output
     return (folder / "plan.json").read_text()
 
 
 @pytest.fixture
-def job(installed: dict[str, str], planned: str, tmp_path: Path) -> Job:
+def job(installed: dict[str, str], plans: tuple[str, str], tmp_path: Path) -> Job:
     """A job of a pull request to main, in a repository with a model and its plan."""
     workspace, origin = tmp_path / "workspace", tmp_path / "origin"
     git(tmp_path, "init", "--quiet", "--initial-branch", "main", str(workspace))
     (workspace / "net.py").write_text(MODEL)
-    (workspace / "plan.json").write_text(planned)
+    (workspace / "plan.json").write_text(plans[0])
     git(workspace, "add", ".")
     git(workspace, "commit", "--quiet", "-m", "a model and its plan")
     git(tmp_path, "clone", "--quiet", "--bare", str(workspace), str(origin))
@@ -171,8 +175,8 @@ def test_what_readme_gives_the_action_is_what_it_takes() -> None:
     assert required <= USES["with"].keys()
 
 
-def test_a_pull_request_that_changes_the_model_fails_until_it_brings_a_new_plan(job: Job) -> None:
-    (job.workspace / "net.py").write_text(MODEL.replace("range(8)", "range(10)"))
+def test_a_pull_request_that_changes_the_model_fails_without_a_new_plan(job: Job) -> None:
+    (job.workspace / "net.py").write_text(CHANGED)
     done = job.run(**USES["with"])
     assert codes(done) == {CHECK: 1, SHOW: 0}, done
     assert job.summary.startswith("### plan.json: 2 of 6 checks failed\n")
@@ -184,12 +188,13 @@ def test_a_pull_request_that_changes_the_model_fails_until_it_brings_a_new_plan(
     # The plan itself is still that of the base.
     assert job.summary.endswith("the plans are the same\n")
 
-    plan_anew(job.workspace, job.environment)
-    done = job.run(**USES["with"])
+
+def test_a_new_plan_is_compared_with_that_of_the_base(job: Job, plans: tuple[str, str]) -> None:
+    (job.workspace / "plan.json").write_text(plans[1])
+    done = job.run(plan="plan.json")
     assert codes(done) == {CHECK: 0, SHOW: 0}, done
-    shown = job.summary.partition("\n✓ current: net.py:target gives this plan\n")[2]
-    assert "\n| step | before | after | change |\n" in shown
-    assert "- `8 … 9`: added, in stage 1" in shown
+    assert "\n| step | before | after | change |\n" in job.summary
+    assert "- `8 … 9`: added, in stage 1" in job.summary
     assert done[SHOW].stderr.startswith("::notice file=plan.json::the plan differs: ")
 
 

@@ -144,9 +144,9 @@ def _cost_findings(
     """Return whether the model, whose graph is the plan's, has the plan's costs too."""
     same_graph = Finding(code="stale", passed=True, message=f"current: {name} has the plan's graph")
     same_plan = Finding(code="stale", passed=True, message=f"current: {name} gives this plan")
-    if not comparable(plan.options.costs) and drift is None:
-        return [same_plan]
     if not comparable(plan.options.costs):
+        if drift is None:
+            return [same_plan]
         return [same_graph, *_drift(plan, target, captured, drift)]
     now = make_plan(target, plan.options, captured, plan.links)
     before, after = plan.fingerprint.costs, now.fingerprint.costs

@@ -147,8 +147,9 @@ def test_check_of_a_sound_plan(plan_file: str, form: str) -> None:
         assert [check["code"] for check in answer["checks"]] == ["schedule", "stale"]
     elif form == "github":
         # The workflow of docs/how-to/ci.md adds standard output to the page of the run.
-        assert result.stdout == f"```\n{ticked}```\n"
-        assert result.stderr.endswith(f"::notice file={plan_file}::the plan is sound\n")
+        title = f"### {plan_file}: all 2 checks passed"
+        assert result.stdout == f"{title}\n\n```\n{ticked}```\n"
+        assert result.stderr.endswith(f"::notice file={plan_file}::all 2 checks passed\n")
     else:
         assert result.stdout == ticked
 
@@ -175,11 +176,12 @@ def test_check_of_a_plan_over_its_limits(plan_file: str, form: str) -> None:
             annotations = result.stderr.splitlines()
             assert len(annotations) == 6
             assert all(line.startswith(f"::error file={plan_file}::") for line in annotations)
+            title, empty, fence, *lines, end = lines
+            assert title == f"### {plan_file}: 6 of 7 checks failed"
+            assert (empty, fence, end) == ("", "```", "```")
             # A percent sign is escaped, as GitHub asks.
-            escaped = lines[3].removeprefix("✗ ").replace("%", "%25")
+            escaped = lines[2].removeprefix("✗ ").replace("%", "%25")
             assert annotations[1].endswith(escaped)
-            assert (lines[0], lines[-1]) == ("```", "```")
-            lines = lines[1:-1]
         marks = ("✓ sound", *("✗ ",) * 6)
         assert [line.startswith(mark) for line, mark in zip(lines, marks, strict=True)] == [
             True
@@ -212,6 +214,23 @@ def test_check_holds_each_rank_to_its_cap_and_the_plan_to_its_policy(plan_file: 
         "memory lists 2 caps, but there are 4 ranks; give one for each, or one for all"
         in wrong.stderr
     )
+
+
+def test_check_limits_what_stages_relay(plan_file: str) -> None:
+    plan = read(plan_file, Plan)
+    sizes = {
+        tensor.name: tensor.bytes + tensor.gradient_bytes
+        for stage in plan.stages
+        for tensor in stage.outputs
+    }
+    # A route of n stages has a producer, a last reader, and n − 2 between them.
+    relayed = sum(sizes[route.name] * (len(route.stages) - 2) for route in plan.routes)
+    assert relayed > 0
+    assert invoke("check", plan_file, "--max-relayed", str(relayed)).exit_code == 0
+    result = invoke("check", plan_file, "--max-relayed", str(relayed - 1), "--format", "json")
+    assert result.exit_code == 1
+    (over,) = json.loads(result.stdout)["findings"]
+    assert (over["code"], over["value"], over["limit"]) == ("relayed", relayed, relayed - 1)
 
 
 def test_check_finds_an_edited_plan(plan_file: str, tmp_path: Path) -> None:

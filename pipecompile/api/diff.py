@@ -6,10 +6,10 @@ Needs no PyTorch.
 from __future__ import annotations
 
 from pipecompile.ir.plan import Plan
-from pipecompile.report.plan_diff import PlanDiff, compare_plans
+from pipecompile.report.plan_diff import ComparedPlans, PlanDiff, compare_plans
 from pipecompile.report.plan_diff_text import diff_headline, diff_markdown, diff_text
 
-__all__ = ["diff", "diff_headline", "diff_markdown", "diff_text"]
+__all__ = ["ComparedPlans", "diff", "diff_headline", "diff_markdown", "diff_text"]
 
 
 def diff(old: Plan, new: Plan) -> PlanDiff:

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from pipecompile.errors import InputError
+from pipecompile.ir.duration import time_text
 from pipecompile.ir.finding import Finding
 from pipecompile.ir.plan import Plan
 from pipecompile.ir.size import caps_by_rank, size_text
+from pipecompile.ir.stage import Stage
 
 __all__ = ["check_limits"]
 
@@ -15,27 +17,49 @@ __all__ = ["check_limits"]
 def check_limits(
     plan: Plan,
     *,
+    max_step_ns: int | None = None,
     max_imbalance: float | None = None,
     memory_bytes: int | tuple[int, ...] | None = None,
     max_bubble: float | None = None,
+    max_relayed_bytes: int | None = None,
     recompute: str | None = None,
 ) -> list[Finding]:
     """Return one finding for each limit that is given, passed or not; for memory one for each rank.
 
+    `max_step_ns` is for the predicted step: InputError if the plan's times are no seconds.
     `memory_bytes` is the cap of every rank, or one for each: InputError if there are other
     ranks. `recompute` is the policy by which the plan was to be made. `max_bubble` is a share of
-    the step: InputError unless it is between 0 and 1.
+    the step: InputError unless it is between 0 and 1. `max_relayed_bytes` is what stages pass on
+    for each other, for one microbatch.
     """
     findings = []
+    if max_step_ns is not None:
+        findings.append(_step(plan, max_step_ns))
     if max_imbalance is not None:
         findings.append(_imbalance(plan, max_imbalance))
     if max_bubble is not None:
         findings.append(_bubble(plan, max_bubble))
     if memory_bytes is not None:
         findings.extend(_memory(plan, caps_by_rank(memory_bytes, plan.ranks)))
+    if max_relayed_bytes is not None:
+        findings.append(_relayed(plan, max_relayed_bytes))
     if recompute is not None:
         findings.append(_recompute(plan, recompute))
     return findings
+
+
+def _step(plan: Plan, limit: int) -> Finding:
+    if plan.time_unit == "relative":
+        raise InputError(
+            f"the limit of the step is {time_text(limit)}, but times by {plan.options.costs} are "
+            "relative units; limit the bubble, or plan with costs in seconds, as roofline:h100"
+        )
+    step = plan.prediction.step_ns
+    passed = step <= limit
+    text = f"step {time_text(step)} is {'within' if passed else 'over'} {time_text(limit)}"
+    # To one decimal the two may read alike.
+    excess = "" if passed else f" by {time_text(step - limit)}"
+    return Finding(code="step", message=f"{text}{excess}", passed=passed, value=step, limit=limit)
 
 
 def _imbalance(plan: Plan, limit: float) -> Finding:
@@ -89,6 +113,27 @@ def _memory(plan: Plan, limits: tuple[int, ...]) -> Iterator[Finding]:
             value=needed,
             limit=limit,
         )
+
+
+def _relayed(plan: Plan, limit: int) -> Finding:
+    relayed = sum(map(_relayed_bytes, plan.stages))
+    passed = relayed <= limit
+    text = f"stages relay {size_text(relayed)} for a microbatch"
+    return Finding(
+        code="relayed",
+        message=f"{text}, {'within' if passed else 'over'} {size_text(limit)}",
+        passed=passed,
+        value=relayed,
+        limit=limit,
+    )
+
+
+def _relayed_bytes(stage: Stage) -> int:
+    """Return what a stage passes on for others: the values, and their gradients on the way back."""
+    # What it receives and sends on under the same name was made by an earlier stage.
+    received = {tensor.name for tensor in stage.inputs}
+    passed_on = (tensor for tensor in stage.outputs if tensor.name in received)
+    return sum(tensor.bytes + tensor.gradient_bytes for tensor in passed_on)
 
 
 def _recompute(plan: Plan, policy: str) -> Finding:

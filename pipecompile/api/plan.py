@@ -5,6 +5,7 @@ costs are.
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -17,12 +18,14 @@ from pipecompile.api.draft import draft
 from pipecompile.api.options import completed
 from pipecompile.cost_models.device import load_device
 from pipecompile.errors import InfeasibleError
+from pipecompile.frontend.digest import node_digests
 from pipecompile.frontend.target import Target
 from pipecompile.frontend.target_capture import Captured, capture_target
 from pipecompile.graph.autograd_context import shared_cast_readers
 from pipecompile.ir.links import FREE, Links
 from pipecompile.ir.plan import Options, Plan
 from pipecompile.ir.size import option_text, size_text
+from pipecompile.ir.stage import Stage
 from pipecompile.profiling.stage_correction import correct_stages
 from pipecompile.training.stage_timer import StageTimer
 
@@ -31,11 +34,18 @@ __all__ = ["assist", "make_plan", "plan_of", "with_target"]
 logger = logging.getLogger("pipecompile.api")
 
 
-def make_plan(target: Target, options: Options, captured: Captured, links: Links = FREE) -> Plan:
+def make_plan(
+    target: Target,
+    options: Options,
+    captured: Captured,
+    links: Links = FREE,
+    *,
+    assignment: Mapping[str, int] | None = None,
+) -> Plan:
     """Return the plan for a captured target; InfeasibleError says which constraint cannot be met.
 
-    Where costs are measured, whole stages are measured too, by all ranks: the others call `assist`
-    meanwhile.
+    `assignment` is a feasible cut (node to stage) that is to be kept. Where costs are measured,
+    whole stages are measured too, by all ranks: the others call `assist` meanwhile.
     """
     tensors = captured.capture.inputs.flatten(captured.sample)
     plan_for = partial(
@@ -45,6 +55,7 @@ def make_plan(target: Target, options: Options, captured: Captured, links: Links
         capture=captured.provenance,
         microbatch_shapes=[tuple(tensor.shape) for tensor in tensors],
         links=links,
+        assignment=assignment,
     )
     # From here on the other ranks wait in `assist`: whatever happens, they must be dismissed.
     timer = _stage_timer(target, options, captured)
@@ -57,7 +68,7 @@ def make_plan(target: Target, options: Options, captured: Captured, links: Links
         if timer is not None:
             timer.dismiss()
     _warn_if_too_large(plan)
-    return plan
+    return _with_digests(plan, node_digests(captured.module))
 
 
 def plan_of(target: Target, requested: Options, links: Links, *, self_check: bool = True) -> Plan:
@@ -72,6 +83,20 @@ def with_target(plan: Plan, text: str) -> Plan:
     # A plan is the same on every machine: of /home/ann/nets.py:unet it has nets.py:unet.
     name = Path(text).name if Path(text).is_absolute() else text
     return replace(plan, capture=replace(plan.capture, target=name))
+
+
+def _with_digests(plan: Plan, digests: Mapping[str, str]) -> Plan:
+    """Return the plan with the digest of each node, by which a later check finds what changed."""
+    return replace(plan, stages=tuple(_stage_with_digests(each, digests) for each in plan.stages))
+
+
+def _stage_with_digests(stage: Stage, digests: Mapping[str, str]) -> Stage:
+    names = iter(stage.nodes)
+    runs = (
+        replace(run, digests=tuple(digests[name] for name in islice(names, run.nodes)))
+        for run in stage.module_runs
+    )
+    return replace(stage, module_runs=tuple(runs))
 
 
 def assist(target: Target, options: Options, captured: Captured) -> None:

@@ -12,7 +12,8 @@ import warnings
 import click
 
 from pipecompile.cli.answers import AnswerGroup
-from pipecompile.cli.plans import check, diff, explain, export, show, simulate, view
+from pipecompile.cli.check import check
+from pipecompile.cli.plans import diff, explain, export, show, simulate, view
 from pipecompile.cli.runs import compare
 from pipecompile.cli.solvers import partition, schedule
 from pipecompile.cli.targets import calibrate, measure_links, plan, profile, verify

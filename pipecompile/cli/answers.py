@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import sys
 import traceback
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -13,11 +12,9 @@ import click
 from pipecompile.cli.log import logging_to_stderr
 from pipecompile.cli.ranks import is_first_rank
 from pipecompile.errors import InfeasibleError, PipecompileError, StalePlanError, StaleProfileError
-from pipecompile.ir.serialization import encode
 
 if TYPE_CHECKING:
     from pipecompile.api.report import DrawTable
-    from pipecompile.ir.finding import Finding
 
 __all__ = [
     "FINE",
@@ -25,7 +22,6 @@ __all__ = [
     "AnswerGroup",
     "framed",
     "print_annotation",
-    "print_findings",
     "say",
     "table_style",
 ]
@@ -127,28 +123,6 @@ def table_style(form: str) -> DrawTable:
 def framed(text: str, form: str) -> str:
     """Return `text` as `--format` wants it: GitHub shows what is fenced as it is."""
     return f"```\n{text}\n```" if form == "github" else text
-
-
-def print_findings(path: str, findings: Sequence[Finding], form: str) -> None:
-    """Print what was checked of a plan: for people all of it, for programs what failed, and the
-    limits.
-
-    For GitHub the list goes to standard output, which a workflow adds to the page of the run, and
-    annotations go to standard error, where a workflow's runner reads them too.
-    """
-    failed = [finding for finding in findings if not finding.passed]
-    if form == "json":
-        figures = {"plan": path, "sound": not failed, "findings": failed, "checks": findings}
-        click.echo(encode(figures), nl=False)
-        return
-    marks = {True: "✓", False: "✗"}
-    lines = [f"{marks[finding.passed]} {finding.message}" for finding in findings]
-    click.echo(framed("\n".join(lines), form))
-    if form == "github":
-        for finding in failed:
-            print_annotation("error", path, finding.message)
-        if not failed:
-            print_annotation("notice", path, "the plan is sound")
 
 
 def print_annotation(level: str, path: str, message: str) -> None:

@@ -16,6 +16,7 @@ __all__ = [
     "LOWERCASE",
     "OneOf",
     "format_option",
+    "parsed_by",
     "plan_option",
     "planning_options",
 ]
@@ -44,6 +45,12 @@ class _Lowercase(click.ParamType[str]):
 
 
 LOWERCASE = _Lowercase()
+
+
+def parsed_by(parse: Callable[[str], Any]) -> Callable[[Any, Any, str | None], Any]:
+    """Return the callback of an option whose text `parse` reads; None where it is not given."""
+    return lambda _context, _option, text: None if text is None else parse(text)
+
 
 format_option = click.option(
     "--format",

@@ -1,11 +1,8 @@
-"""The commands that read a plan. None of them needs PyTorch, except `check` when it is given a
-target.
-"""
+"""The commands that read a plan and say what is in it. None of them needs PyTorch."""
 
 from __future__ import annotations
 
 import logging
-from typing import Any
 
 import click
 from msgspec.structs import asdict
@@ -16,16 +13,14 @@ from pipecompile.cli.answers import (
     AnswerCommand,
     framed,
     print_annotation,
-    print_findings,
     table_style,
 )
 from pipecompile.cli.options import OneOf, format_option
 from pipecompile.ir.explanation import TIME_LIMIT
-from pipecompile.ir.plan import LAYOUT_FORMATS, RECOMPUTES, Plan
+from pipecompile.ir.plan import LAYOUT_FORMATS, Plan
 from pipecompile.ir.serialization import check_writable, encode, read, write
-from pipecompile.ir.size import parse_caps
 
-__all__ = ["check", "diff", "explain", "export", "print_plan", "show", "simulate", "view"]
+__all__ = ["diff", "explain", "export", "print_plan", "show", "simulate", "view"]
 
 logger = logging.getLogger("pipecompile.cli")
 
@@ -84,54 +79,6 @@ def view(path: str, output: str) -> int:
     return FINE
 
 
-@click.command(cls=AnswerCommand, short_help="Is PLAN sound, and does it fit limits and TARGET?")
-@click.argument("path", metavar="PLAN")
-@click.argument("target", required=False)
-@click.option("--max-imbalance", type=float, help="Largest load / mean load, such as 1.1.")
-@click.option(
-    "--memory",
-    "--max-memory",
-    help="Largest bound of a rank, such as 16GiB, or one for each rank with commas between.",
-)
-@click.option("--max-bubble", type=float, help="Idle share of the step, such as 0.2.")
-@click.option(
-    "--recompute",
-    type=OneOf("recompute", RECOMPUTES),
-    metavar="NAME",
-    help=f"The policy that the plan was to be made by. One of {', '.join(RECOMPUTES)}.",
-)
-@format_option
-def check(path: str, target: str | None, form: str, memory: str | None, **limits: Any) -> int:
-    """Is PLAN sound (no deadlock, complete, within limits) and, given TARGET, still current?"""
-    from pipecompile.api.factory import Factory
-    from pipecompile.api.limits import check_limits
-    from pipecompile.api.soundness import findings
-    from pipecompile.ir.finding import Finding
-
-    factory = None if target is None else Factory.of(target)
-    plan = read(path, Plan)
-    faults = findings(plan)
-    # Its own caps are shown as other limits are; a plan that breaks them has a fault that says so.
-    own_caps = None if faults else plan.options.memory_bytes
-    caps = own_caps if memory is None else parse_caps(memory)
-    checks = check_limits(plan, memory_bytes=caps, **limits)
-    sound = Finding(
-        code="schedule", passed=True, message="sound: schedule, stages and prediction agree"
-    )
-    # All of it is checked, and not only up to the first fault: one run of CI shows all there is.
-    checks = [*(faults or [sound]), *checks]
-    if factory is not None:
-        # Only now is PyTorch imported.
-        from pipecompile.api.staleness import staleness
-        from pipecompile.api.target import target_of
-
-        reason = staleness(plan, target_of(factory))
-        message = reason or f"current: {target} gives this plan"
-        checks.append(Finding(code="stale", passed=reason is None, message=message))
-    print_findings(path, checks, form)
-    return FINE if all(finding.passed for finding in checks) else NO
-
-
 @click.command(cls=AnswerCommand, short_help="What differs between two plans.")
 @click.argument("old_path", metavar="OLD")
 @click.argument("new_path", metavar="NEW")
@@ -146,9 +93,7 @@ def diff(old_path: str, new_path: str, form: str) -> int:
     # seconds for large plans, and `check` says it of a plan in a pull request.
     found = api.diff(read(old_path, Plan), read(new_path, Plan))
     if form == "json":
-        figures = {"old": old_path, "new": new_path, "same": found.same}
-        figures |= {name: getattr(found, name) for name in found.__struct_fields__}
-        click.echo(encode(figures), nl=False)
+        click.echo(encode(api.ComparedPlans.of(old_path, new_path, found)), nl=False)
     elif form == "github":
         click.echo(api.diff_markdown(found, f"{old_path} → {new_path}"))
         print_annotation("notice", new_path, api.diff_headline(found))

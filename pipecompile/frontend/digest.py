@@ -6,7 +6,8 @@ It is half of a plan's fingerprint: a change of what is digested makes committed
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -16,7 +17,9 @@ from torch.fx.node import map_aggregate
 from pipecompile.frontend.settings import describe, layout_text, qualified_name
 from pipecompile.graph.pytrees import tensor_leaves
 
-__all__ = ["digest"]
+__all__ = ["digest", "node_digests"]
+
+_LETTERS = 8  # of a node's digest: two nodes are compared, so that 32 bits are plenty
 
 
 def digest(module: fx.GraphModule) -> str:
@@ -35,6 +38,39 @@ def _lines(module: fx.GraphModule) -> Iterator[str]:
         yield f"{node.name} {node.op} {call} {_value_text(node)}"
 
 
+def node_digests(module: fx.GraphModule) -> dict[str, str]:
+    """Return for each node but reads of parameters a digest of what it does: as in `digest`,
+    without names of nodes.
+
+    Names are numbered through the graph, and a node that is inserted must not change the digests
+    of others. So an input is known by how many nodes of the same module lie between; of one that
+    comes from elsewhere nothing is covered, and of a parameter its name and its shape.
+    """
+    place_in_module: dict[fx.Node, int] = {}
+    count = Counter[str]()
+    texts: dict[str, str] = {}
+    for node in module.graph.nodes:
+        if node.op == "get_attr":
+            continue
+        path = node.meta.get("module", "")
+        place_in_module[node] = count[path]
+        count[path] += 1
+        sources = node.all_input_nodes
+        inputs = {source: _input_text(node, source, place_in_module) for source in sources}
+        arguments = (_argument_text(part, inputs) for part in (node.args, node.kwargs))
+        line = f"{node.op} {_called(module, node)} {' '.join(arguments)} {_value_text(node)}"
+        texts[node.name] = hashlib.sha256(line.encode()).hexdigest()[:_LETTERS]
+    return texts
+
+
+def _input_text(node: fx.Node, source: fx.Node, place_in_module: Mapping[fx.Node, int]) -> str:
+    if source.op == "get_attr":
+        return f"{source.target} {_value_text(source)}"
+    if source.meta.get("module", "") == node.meta.get("module", ""):
+        return f"-{place_in_module[node] - place_in_module[source]}"
+    return "elsewhere"
+
+
 def _called(module: fx.GraphModule, node: fx.Node) -> str:
     """Return what `node` calls: the name of a function or method, a module with its settings."""
     if node.op != "call_module":
@@ -44,13 +80,15 @@ def _called(module: fx.GraphModule, node: fx.Node) -> str:
     return f"{node.target}={settings}"
 
 
-def _argument_text(arguments: Any) -> str:
-    """Return arguments as text.
+def _argument_text(arguments: Any, inputs: Mapping[fx.Node, str] | None = None) -> str:
+    """Return arguments as text; nodes are written as in `inputs`, or without it by name.
 
     Objects that print their address are named by their type, and all devices are one.
     """
 
     def plain(item: Any) -> Any:
+        if inputs is not None and isinstance(item, fx.Node):
+            return inputs[item]
         # An address differs between processes, a device between machines.
         if " at 0x" in repr(item) or isinstance(item, torch.device):
             return qualified_name(type(item))

@@ -1,14 +1,29 @@
-"""Times as people read them: in the unit of time in which they read best, or in relative units."""
+"""Times as people read and write them: in the unit of time in which they read best, or in relative
+units.
+"""
 
 from __future__ import annotations
 
+import re
+
+from pipecompile.errors import InputError
 from pipecompile.ir.graph import TimeUnit
 
-__all__ = ["time_scale", "time_text", "time_with_unit"]
+__all__ = ["parse_duration", "time_scale", "time_text", "time_with_unit"]
 
 # From the largest unit on: the first one that a time reaches is the one it is written in.
 _SECONDS = (("s", 1e9), ("ms", 1e6), ("µs", 1e3))
 _COUNTS = (("G", 1e9), ("M", 1e6), ("k", 1e3))
+# As people type them: few keyboards have a µ.
+_WRITTEN = {**dict(_SECONDS), "us": 1e3, "ns": 1.0}
+
+
+def parse_duration(text: str) -> int:
+    """Return the nanoseconds of a time such as 120ms or 1.5s; InputError shows how to write it."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zµ]+)\s*", text)
+    if match is None or match[2] not in _WRITTEN:
+        raise InputError(f"{text!r} is not a time; write 1.5s, 120ms, 80us or 500ns")
+    return round(float(match[1]) * _WRITTEN[match[2]])
 
 
 def time_text(time_ns: float, unit: TimeUnit = "ns") -> str:

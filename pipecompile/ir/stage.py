@@ -62,12 +62,16 @@ class TiedSum(Value, frozen=True, kw_only=True):
 class ModuleRun(Value, frozen=True, kw_only=True):
     """A run of nodes of a stage in one module: the place of the first one in the graph, how many
     they are, and what forward and backward of a microbatch take in all of them.
+
+    `digests` say of each node what it does, so that `pipecompile check` finds those that changed;
+    a plan that was not made from a model has none.
     """
 
     module: str
     place: NonNegative
     nodes: Positive
     ns: NonNegative
+    digests: tuple[str, ...] = ()
 
 
 class Stage(Value, frozen=True, kw_only=True, dict=True, rename={"blocks": "nodes"}):

@@ -22,7 +22,7 @@ from pipecompile.ir.stage import Stage
 from pipecompile.report.recompute import encoding_texts, recompute_text, region_texts
 from pipecompile.report.stage_moves import StageMove, move_text, moved_modules, moved_nodes
 
-__all__ = ["ChangeKind", "PlanChange", "PlanDiff", "compare_plans"]
+__all__ = ["ChangeKind", "ComparedPlans", "PlanChange", "PlanDiff", "compare_plans"]
 
 ChangeKind = Literal[
     "step",
@@ -75,6 +75,29 @@ class PlanDiff(Value, frozen=True, kw_only=True):
     def same(self) -> bool:
         """Whether the two plans have the same content."""
         return not self.changes
+
+
+class ComparedPlans(Value, frozen=True, kw_only=True):
+    """The result of `pipecompile diff`: the paths of two plans, and how these differ."""
+
+    old: str
+    new: str
+    same: bool
+    changes: tuple[PlanChange, ...]
+    notes: tuple[str, ...]
+    time_units: tuple[TimeUnit, TimeUnit]
+
+    @classmethod
+    def of(cls, old: str, new: str, diff: PlanDiff) -> ComparedPlans:
+        """Return the result for the plans in the files at `old` and `new`."""
+        return cls(
+            old=old,
+            new=new,
+            same=diff.same,
+            changes=diff.changes,
+            notes=diff.notes,
+            time_units=diff.time_units,
+        )
 
 
 def compare_plans(old: Plan, new: Plan) -> PlanDiff:

@@ -206,16 +206,19 @@ def test_a_changed_table_makes_a_plan_stale(tmp_path: Path) -> None:
     file.write_bytes(encode(graph))
     options = options_for(target, k=2, costs=f"table:{file}")
     plan = make_plan(target, options, capture_target(target, options, verify=True))
-    assert staleness(plan, target) is None
+    assert all(finding.passed for finding in staleness(plan, target))
     slower = replace(
         graph, nodes=tuple(replace(node, forward_ns=node.forward_ns + 1) for node in graph.nodes)
     )
     file.write_bytes(encode(slower))
-    assert "the costs changed" in str(staleness(plan, target))
+    stale, *drifts = staleness(plan, target)
+    assert "the costs changed" in stale.message
+    assert {(drift.code, drift.passed, drift.limit) for drift in drifts} == {("drift", False, 0)}
     file.write_bytes(encode(replace(graph, fingerprint="0" * 64)))
-    assert "another graph" in str(staleness(plan, target))
+    (stale,) = staleness(plan, target)
+    assert "another graph" in stale.message
     file.unlink()
-    assert staleness(plan, target) is None
+    assert [finding.passed for finding in staleness(plan, target)] == [True]
 
 
 def test_what_can_be_compared(tmp_path: Path) -> None:

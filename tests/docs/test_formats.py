@@ -8,6 +8,7 @@ from typing import Any, get_args
 
 import pytest
 
+from pipecompile.ir.finding import Code
 from pipecompile.ir.graph import CostGraph
 from pipecompile.ir.links import Links
 from pipecompile.ir.plan import Plan
@@ -50,3 +51,8 @@ def test_the_table_of_a_plan_has_all_fields() -> None:
 def test_the_table_of_changes_has_all_kinds_in_their_order() -> None:
     rows = re.findall(r"^\| `(\w+)` \| ", section("Result of `diff`"), re.MULTILINE)
     assert tuple(rows[1:]) == get_args(ChangeKind)
+
+
+def test_the_table_of_findings_has_all_codes() -> None:
+    rows = re.findall(r"^\| `(\w+)` \| ", section("Result of `check`"), re.MULTILINE)
+    assert tuple(rows[1:]) == get_args(Code)

@@ -11,7 +11,7 @@ from torch import nn
 from zoo import MODELS, ROOT, captured, example, first
 
 from pipecompile.frontend.capture import capture
-from pipecompile.frontend.digest import digest
+from pipecompile.frontend.digest import digest, node_digests
 
 CODE = """
 import sys
@@ -154,3 +154,47 @@ def test_functions_and_their_arguments_count() -> None:
             return self.linear(x) ** self.exponent
 
     assert of(Power(2.0)) == of(Power(2.0)) != of(Power(3.0))
+
+
+def by_name(*layers: nn.Module) -> dict[str, str]:
+    return node_digests(captured(nn.Sequential(*layers), torch.randn(4, 6))[1])
+
+
+def test_a_change_of_a_node_is_in_its_own_digest_only() -> None:
+    base = by_name(*BASE)
+    dropped = by_name(BASE[0], BASE[1], nn.Dropout(0.2), BASE[3])
+    assert [name for name in base if base[name] != dropped[name]] == ["_2"]
+    wider = by_name(nn.Linear(6, 7), BASE[1], BASE[2], nn.Linear(7, 6))
+    # The Linears have other parameters, and what lies between other shapes.
+    assert [name for name in base if base[name] != wider[name]] == ["_0", "_1", "_2", "_3"]
+
+
+def test_a_node_that_is_inserted_changes_no_other_digest() -> None:
+    class Sums(nn.Module):
+        def __init__(self, extra: bool) -> None:
+            super().__init__()
+            self.first, self.last, self.extra = nn.Tanh(), nn.Tanh(), extra
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.first(x + 1)
+            x = x + 2 if self.extra else x
+            return self.last(x)
+
+    short, long = (by_name(Sums(extra), nn.Linear(6, 6)) for extra in (False, True))
+    came = set(long) - set(short)
+    assert len(came) == 1
+    assert {name: digest for name, digest in long.items() if name not in came} == short
+
+
+def test_what_is_read_within_a_module_is_in_the_digest() -> None:
+    class Twice(nn.Module):
+        def __init__(self, swapped: bool) -> None:
+            super().__init__()
+            self.swapped = swapped
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            a, b = x.sin(), x.cos()
+            return b - a if self.swapped else a - b
+
+    straight, swapped = (by_name(Twice(each)) for each in (False, True))
+    assert [name for name in straight if straight[name] != swapped[name]] == ["sub"]

@@ -15,7 +15,7 @@ from pipecompile.cli.answers import (
     print_annotation,
     table_style,
 )
-from pipecompile.cli.options import OneOf, format_option
+from pipecompile.cli.options import format_option
 from pipecompile.ir.explanation import TIME_LIMIT
 from pipecompile.ir.plan import LAYOUT_FORMATS, Plan
 from pipecompile.ir.serialization import check_writable, encode, read, write

@@ -16,6 +16,7 @@ import msgspec
 
 from pipecompile.cost_models.device import Device
 from pipecompile.ir.cut import Cut
+from pipecompile.ir.explanation import ExplainedPlan
 from pipecompile.ir.finding import CheckedPlan
 from pipecompile.ir.graph import CostGraph
 from pipecompile.ir.links import Links
@@ -36,6 +37,7 @@ FORMATS: Mapping[str, type[Any]] = {
     "run": RecordedRun,
     "check-result": CheckedPlan,
     "diff-result": ComparedPlans,
+    "explain-result": ExplainedPlan,
     "partition-result": Cut,
     "schedule-result": Order,
 }

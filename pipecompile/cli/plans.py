@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 
 import click
-from msgspec.structs import asdict
 
 from pipecompile.cli.answers import (
     FINE,
@@ -16,7 +15,7 @@ from pipecompile.cli.answers import (
     table_style,
 )
 from pipecompile.cli.options import format_option
-from pipecompile.ir.explanation import TIME_LIMIT
+from pipecompile.ir.explanation import TIME_LIMIT, ExplainedPlan
 from pipecompile.ir.plan import LAYOUT_FORMATS, Plan
 from pipecompile.ir.serialization import check_writable, encode, read, write
 
@@ -123,7 +122,7 @@ def explain(path: str, target: str | None, time_limit: float, form: str) -> int:
     # Taken at its word, as by `diff`: whether a plan is sound takes longer to see.
     found = api.explain(read(path, Plan), target, time_limit=time_limit)
     if form == "json":
-        click.echo(encode({"plan": path, **asdict(found)}), nl=False)
+        click.echo(encode(ExplainedPlan.of(path, found)), nl=False)
     elif form == "github":
         click.echo(api.explanation_markdown(found, path))
         print_annotation("notice", path, api.explanation_headline(found))

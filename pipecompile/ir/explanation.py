@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from typing import Literal
 
+from msgspec.structs import asdict
+
 from pipecompile.ir.graph import TimeUnit
 from pipecompile.ir.schedule import Idle
 from pipecompile.ir.serialization import NonNegative, Positive, Value
@@ -16,6 +18,7 @@ __all__ = [
     "Constraint",
     "ConstraintKind",
     "EdgeMove",
+    "ExplainedPlan",
     "Explanation",
     "HeaviestRank",
     "HeldBy",
@@ -183,3 +186,14 @@ class Explanation(Value, frozen=True, kw_only=True):
     first: str = ""
     target: str = ""
     notes: tuple[str, ...] = ()
+
+
+class ExplainedPlan(Explanation, frozen=True, kw_only=True):
+    """The result of `pipecompile explain`: the path of a plan, and its explanation."""
+
+    plan: str
+
+    @classmethod
+    def of(cls, plan: str, explanation: Explanation) -> ExplainedPlan:
+        """Return the result for the plan in the file at `plan`."""
+        return cls(plan=plan, **asdict(explanation))

@@ -58,7 +58,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
     model, device = f"{MODELS}:sequential", ("--costs", "roofline:h100", "--no-self-check")
     planned = printed("plan", model, "-k", "2", *device, "-o", plan)
     printed("plan", model, "-k", "4", *device, "--schedule", "zb-h1", "-o", again)
-    printed("profile", model, *device, "-o", costs)
+    printed("profile", model, *device, "--microbatches", "2", "-o", costs)
     examples = examples_by_schema((DOCS / "formats.md").read_text())
     problem = folder / "problem.json"
     problem.write_text(json.dumps(examples["schedule-problem"]))
@@ -73,6 +73,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
         "run": [json.loads(encode(run)), examples["run"]],
         "check-result": [printed("check", plan, *limits)],
         "diff-result": [printed("diff", plan, path) for path in (again, plan)],
+        "explain-result": [printed("explain", again), printed("explain", plan, costs)],
         "partition-result": [printed("partition", costs, "-k", "2")],
         "schedule-result": [printed("schedule", str(problem))],
     }

@@ -5,11 +5,12 @@ costs are.
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
 
-from msgspec.structs import replace
+import msgspec
 from torch import fx
 
 from pipecompile.api.costs import cost_graph, measured_on
@@ -37,6 +38,7 @@ def make_plan(target: Target, options: Options, captured: Captured, links: Links
     Where costs are measured, whole stages are measured too, by all ranks: the others call `assist`
     meanwhile.
     """
+    target = _planned_target(target, options)
     tensors = captured.capture.inputs.flatten(captured.sample)
     plan_for = partial(
         draft,
@@ -71,14 +73,20 @@ def with_target(plan: Plan, text: str) -> Plan:
     """Return the plan under the target that was written on the command line."""
     # A plan is the same on every machine: of /home/ann/nets.py:unet it has nets.py:unet.
     name = Path(text).name if Path(text).is_absolute() else text
-    return replace(plan, capture=replace(plan.capture, target=name))
+    capture = msgspec.structs.replace(plan.capture, target=name)
+    return msgspec.structs.replace(plan, capture=capture)
 
 
 def assist(target: Target, options: Options, captured: Captured) -> None:
     """Measure the stages of this rank when rank 0, which makes the plan, asks for it."""
-    timer = _stage_timer(target, options, captured)
+    timer = _stage_timer(_planned_target(target, options), options, captured)
     if timer is not None:
         timer.assist()
+
+
+def _planned_target(target: Target, options: Options) -> Target:
+    """Return what a plan counts of a target: for inference no loss of the user's."""
+    return replace(target, loss_fn=None, targets=None) if options.is_inference else target
 
 
 def _stage_timer(target: Target, options: Options, captured: Captured) -> StageTimer | None:

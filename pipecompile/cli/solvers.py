@@ -8,18 +8,26 @@ from typing import Any
 import click
 
 from pipecompile.cli.answers import FINE, NO, AnswerCommand, framed, table_style
-from pipecompile.cli.options import LOWERCASE, format_option, plan_option
+from pipecompile.cli.options import LOWERCASE, OneOf, format_option, plan_option
 from pipecompile.ir.serialization import check_writable, encode, write
 
 __all__ = ["partition", "schedule"]
 
 logger = logging.getLogger("pipecompile.cli")
+CUT_OBJECTIVES = ("variance", "max-load", "step-time")
 
 
 @click.command(cls=AnswerCommand, short_help="The partitioner alone: cut a cost graph.")
 @click.argument("path", metavar="GRAPH")
 @click.option("-k", "k", type=int, required=True, help="Number of stages.")
-@plan_option("objective")
+@click.option(
+    "--objective",
+    type=OneOf("objective", CUT_OBJECTIVES),
+    default=CUT_OBJECTIVES[0],
+    metavar="NAME",
+    help="What the cut minimises: the variance of the loads, the largest load, or the simulated "
+    f"step. One of {', '.join(CUT_OBJECTIVES)}.  [default: {CUT_OBJECTIVES[0]}]",
+)
 @plan_option("memory")
 @click.option(
     "--bandwidth", type=float, help="Bytes per second between ranks; without it transfers are free."

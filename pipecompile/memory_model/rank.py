@@ -5,6 +5,7 @@ snapshots.py says how many microbatches are in which state as each action begins
 
     parameters    with buffers                           always
     optimizer     its state                              always
+    kv_cache      of the tokens that a plan reserves     always
     gradients     of parameters                          from the first backward of a stage on
     activations   what microbatches in flight keep       from the forward to the backward
     buffers       the minibatch where it is read         always, for all microbatches
@@ -123,6 +124,7 @@ def stage_memory(
             + held_messages(stages, index, peak.states[index])
             + stage.gradient_copies * peak.states[index].has_all_gradients,
             workspace=_workspace(stages, peak, allocator) if index == peak.stage else ZERO,
+            kv_cache=stage.kv_cache,
         )
         for index, stage in sorted(stages.items())
     }
@@ -262,6 +264,7 @@ def _held(
         activations=_sum(_activations(stage, state) for stage, state in pairs),
         buffers=_minibatch(stages, microbatches) + _sum(messages) + _sum(copies),
         workspace=_workspace(stages, snapshot, allocator),
+        kv_cache=_kv_cache(stages),
     )
 
 
@@ -285,9 +288,11 @@ def _added_by(stages: Mapping[int, Footprint], index: int, kind: str) -> Amount:
 
 
 def _always(stages: Mapping[int, Footprint], microbatches: int, *kinds: str) -> Amount:
-    """Return what a rank holds all the time of these kinds, with what it reads of the minibatch."""
+    """Return what a rank holds all the time of these kinds, with what it reads of the minibatch and
+    its KV cache.
+    """
     held = _sum(_counted_once(stages.values(), kind) for kind in kinds)
-    return held + _minibatch(stages, microbatches)
+    return held + _minibatch(stages, microbatches) + _kv_cache(stages)
 
 
 def _activations(stage: Footprint, state: StageState) -> Amount:
@@ -310,6 +315,10 @@ def _activations(stage: Footprint, state: StageState) -> Amount:
 def _minibatch(stages: Mapping[int, Footprint], microbatches: int) -> Amount:
     """Return what the stages read of the whole minibatch."""
     return _sum(stage.inputs for stage in stages.values()) * microbatches
+
+
+def _kv_cache(stages: Mapping[int, Footprint]) -> Amount:
+    return _sum(stage.kv_cache for stage in stages.values())
 
 
 def _workspace(stages: Mapping[int, Footprint], snapshot: Snapshot, allocator: Allocator) -> Amount:

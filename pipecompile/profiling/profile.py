@@ -10,6 +10,7 @@ from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from pipecompile.cost_models.protocol import CallCost, CostModel
+from pipecompile.graph.kv_cache import kv_token_bytes
 from pipecompile.graph.model_state import has_values, named_state
 from pipecompile.graph.storages import size_bytes
 from pipecompile.ir import graph as ir
@@ -160,6 +161,7 @@ def _nodes(
             saves_at=observed.saves_at,
             workspace_bytes=workspace,
             input_bytes=_input_bytes(workload, node, observed),
+            kv_token_bytes=kv_token_bytes(workload.module, node),
             parameters=observed.parameters,
             view_gradients=observed.view_gradients,
             gradients_by_input_backward=observed.gradients_by_input_backward,

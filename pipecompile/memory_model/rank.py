@@ -49,6 +49,7 @@ __all__ = [
     "fixed_bytes",
     "memory_by_stage",
     "most_for_activations",
+    "neighbour_ranks",
     "rank_memory",
     "stage_memory",
 ]
@@ -86,7 +87,7 @@ def rank_memory(
     bound = max(candidates, key=lambda memory: memory.total.bound)
     size = bound.total.bound
     # What the allocator takes beyond storages is part of the workspace's bound.
-    margin = allocator.padded(size, _neighbour_ranks(stages)) - size
+    margin = allocator.padded(size, neighbour_ranks(stages)) - size
     kinds = {
         kind: Amount(expected=getattr(expected, kind).expected, bound=getattr(bound, kind).bound)
         for kind in RankMemory.__struct_fields__
@@ -142,7 +143,7 @@ def memory_by_stage(plan: Plan, rank: int) -> dict[int, RankMemory]:
 
 def fixed_bytes(plan: Plan, rank: int) -> int:
     """Return what the allocator and the communication library take on a rank, for any model."""
-    return ALLOCATORS[plan.allocator].padded(0, _neighbour_ranks(plan.footprints(rank)))
+    return ALLOCATORS[plan.allocator].padded(0, neighbour_ranks(plan.footprints(rank)))
 
 
 def activation_curve(
@@ -192,7 +193,7 @@ def backward_allowances(
         stages[index], activations=ZERO, **dict.fromkeys(BACKWARD_PEAKS, ZERO)
     )
     others = {**stages, index: without}
-    free = allocator.unpadded(memory_bytes, _neighbour_ranks(stages))
+    free = allocator.unpadded(memory_bytes, neighbour_ranks(stages))
     for snapshot in snapshots:
         if snapshot.kind is Kind.BACKWARD and snapshot.stage == index:
             state = snapshot.states[index]
@@ -230,7 +231,7 @@ def available_for_activations(
     for index, stage in stages.items():
         if index + 1 in stages:
             always += most_handed_over(stage, stages[index + 1]) * microbatches
-    free = allocator.unpadded(memory_bytes, _neighbour_ranks(stages))
+    free = allocator.unpadded(memory_bytes, neighbour_ranks(stages))
     workspace = max(_most_above(stages, index, index in recomputed) for index in stages)
     left = free - always.bound - workspace
     # The optimizer's step comes after all backwards: nothing is in flight, but its workspace is.
@@ -242,7 +243,7 @@ def most_for_activations(
 ) -> int:
     """Return what activations can take at most in any order that fits a cap; at least 0."""
     always = _always(stages, microbatches, "parameters", "optimizer")
-    free = allocator.unpadded(memory_bytes, _neighbour_ranks(stages))
+    free = allocator.unpadded(memory_bytes, neighbour_ranks(stages))
     return max(0, free - always.bound)
 
 
@@ -353,7 +354,7 @@ def _optimizer_workspace(stages: Mapping[int, Footprint], allocator: Allocator) 
     return max(workspace, key=lambda amount: amount.bound)
 
 
-def _neighbour_ranks(stages: Mapping[int, Footprint]) -> int:
+def neighbour_ranks(stages: Mapping[int, Footprint]) -> int:
     """Return with how many other ranks these stages exchange tensors: a rank for each neighbouring
     stage, and replicas.
     """

@@ -20,6 +20,7 @@ from pipecompile.frontend.loss_reduction import (
 from pipecompile.frontend.signature import Arguments
 from pipecompile.frontend.target import LossFunction, Target, sum_of_squares
 from pipecompile.frontend.target_capture import capture_target
+from pipecompile.graph.attention_path import training_attention
 from pipecompile.graph.batch_statistics import DeferredBatchNorm, record_forward
 from pipecompile.graph.model_state import copied_model
 from pipecompile.graph.pytrees import tensor_leaves
@@ -250,8 +251,10 @@ def compare_outputs(pipeline: Pipeline, target: Target) -> Comparison:
     reference, found = reference_for(evaluated, pipeline.plan), list[Difference]()
     for index, call in enumerate(target.microbatches(pipeline.plan.microbatches)):
         # Evaluations are numbered backwards from -1, and each has its only microbatch as its first.
-        wanted = tensor_leaves(reference.output(StreamKey(pipeline.seed, -index - 1, 0), call))
-        output = pipeline.evaluate(call)
+        key = StreamKey(pipeline.seed, -index - 1, 0)
+        with training_attention():
+            wanted = tensor_leaves(reference.output(key, call))
+            output = pipeline.evaluate(call)
         # Only ranks with the last stage have outputs.
         got = wanted[:0] if output is None else tensor_leaves(output)
         for number, (own, other) in enumerate(zip(got, wanted, strict=False)):
@@ -259,9 +262,7 @@ def compare_outputs(pipeline: Pipeline, target: Target) -> Comparison:
             found.append(_difference("output", name, own.detach(), other.detach()))
         if output is not None and len(got) != len(wanted):
             found.append(Difference("output", f"tensors of microbatch {index}", float("inf")))
-    return _gathered(
-        Comparison(reference.description, None, tuple(found), frozenset(), mode=EVAL)
-    )
+    return _gathered(Comparison(reference.description, None, tuple(found), frozenset(), mode=EVAL))
 
 
 def _distance(pipeline: Pipeline, wanted: Mapping[str, Tensor | None]) -> float:

@@ -51,7 +51,8 @@ def bytes_lower_bounds(
 
     A parameter is counted in equal parts at the nodes that read it, with its gradient if
     `gradients` exist when most microbatches are in flight. An attention counts its KV cache of
-    `kv_tokens`. A saved storage is counted at its producer, whose stage keeps it until the backward:
+    `kv_tokens`. A saved storage is counted at its producer, whose stage keeps it until the
+    backward:
 
         recompute              a saved storage counts
         none, auto             per microbatch in flight

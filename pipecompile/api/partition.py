@@ -27,6 +27,7 @@ from pipecompile.ir.links import Links
 from pipecompile.ir.plan import Options, Search
 from pipecompile.partition.alternatives import fastest_alternative
 from pipecompile.partition.cap_correction import corrected_cut
+from pipecompile.partition.objective import stage_loads
 from pipecompile.partition.problem import OBJECTIVES, PartitionProblem
 from pipecompile.partition.result import Partition
 from pipecompile.partition.solver import solve
@@ -62,12 +63,12 @@ def cut(
         faster=fastest if fastest is not None and fastest.step_ns < step_ns else None,
     )
     if options.is_inference:
-        search = _for_inference(search, options.objective, planner.graph, partition)
+        search = _for_inference(search, options.objective, problem, partition.assignment)
     return replace(partition, search=search)
 
 
 def _for_inference(
-    search: Search, objective: str, graph: CostGraph, partition: Partition
+    search: Search, objective: str, problem: PartitionProblem, assignment: Mapping[str, int]
 ) -> Search:
     """Return a search under the objective that was asked for, with the latency of its cut.
 
@@ -75,8 +76,9 @@ def _for_inference(
     latency is half of Σ load and all compute: with stages of 5 and 6 ns and a transfer of 2 ns in
     between, loads are 7 and 8 ns, and the latency is (15 + 11) / 2 = 13 ns.
     """
-    compute = sum(node.forward_ns for node in graph.nodes)
-    latency = (sum(partition.loads_with_transfers_ns) + compute) // 2
+    compute = sum(node.forward_ns for node in problem.graph.nodes)
+    loads = stage_loads(replace(problem, communication="relay"), assignment)
+    latency = (sum(loads) + compute) // 2
     search = msgspec.structs.replace(
         search, objective=objective, values={**search.values, "latency_ns": latency}
     )

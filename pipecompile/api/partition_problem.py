@@ -88,6 +88,8 @@ def problem_of(
         graph,
         options.k,
         objective=INFERENCE_LOADS.get(options.objective, options.objective),
+        # In a full pipeline the next microbatch is computed while this one is on its way.
+        communication="overlap" if options.objective == "throughput" else "relay",
         links=links.among(max(placement) + 1),
         placement=None if placement == tuple(range(options.k)) else placement,
         recompute=_recomputed_share(options),

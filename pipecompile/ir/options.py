@@ -153,8 +153,8 @@ class ChoiceTypes(TypedDict, total=False):
         Option(
             None,
             "What the cut minimises: the variance of the loads, the largest load, or the simulated "
-            "step. For inference: the largest load of a forward (throughput), or the time of a "
-            "microbatch from the first stage to the end of the last one (latency).",
+            "step. For inference: how often a full pipeline is done with a microbatch "
+            "(throughput), or how long one takes through all stages (latency).",
             default_text="variance; throughput for forward-only",
         ),
     ]

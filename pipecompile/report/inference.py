@@ -10,7 +10,15 @@ from pipecompile.ir.plan import Plan
 from pipecompile.ir.size import size_text
 from pipecompile.memory_model.kv_cache import rank_caches, tokens_that_fit
 
-__all__ = ["cache_header", "cache_rows", "cache_text", "latency_ns", "latency_text", "load_text"]
+__all__ = [
+    "beat_ns",
+    "cache_header",
+    "cache_rows",
+    "cache_text",
+    "latency_ns",
+    "latency_text",
+    "load_text",
+]
 
 CACHE_UNKNOWN = "unknown: no scaled_dot_product_attention was found"
 
@@ -23,16 +31,31 @@ def load_text(plan: Plan) -> str:
 
 def latency_ns(plan: Plan) -> int:
     """Return the time of one microbatch, alone, through all stages and the messages in between."""
-    ranks, total = plan.schedule.placement, 0
-    for stage, here in zip(plan.stages, pairwise([*ranks, ranks[-1]]), strict=True):
-        messages = (plan.links.transfer_ns(*here, tensor.bytes) for tensor in stage.outputs)
-        total += stage.forward_ns + sum(messages)
-    return total
+    return sum(stage.forward_ns for stage in plan.stages) + sum(ns for *_, ns in _boundaries(plan))
+
+
+def beat_ns(plan: Plan) -> int:
+    """Return how often a full pipeline is done with a microbatch: the longest that a rank computes
+    for it, or is sent and sends.
+    """
+    messages = [0] * plan.ranks
+    for *ends, ns in _boundaries(plan):
+        for rank in ends:
+            messages[rank] += ns
+    return max(*plan.prediction.loads_ns, *messages)
+
+
+def _boundaries(plan: Plan) -> Iterator[tuple[int, int, int]]:
+    """Yield the ranks on both sides of each boundary, and the time of the messages over it."""
+    pairs = pairwise(plan.schedule.placement)
+    for stage, (here, there) in zip(plan.stages, pairs, strict=False):
+        sizes = (tensor.bytes for tensor in stage.outputs)
+        yield here, there, sum(plan.links.transfer_ns(here, there, size) for size in sizes)
 
 
 def latency_text(plan: Plan) -> str:
     """Return how long a microbatch takes through all stages, and how often one is done."""
-    times = latency_ns(plan), max(plan.prediction.loads_ns)
+    times = latency_ns(plan), beat_ns(plan)
     texts = [time_with_unit(time_ns, plan.time_unit) for time_ns in times]
     return f"{texts[0]} for one microbatch; in a full pipeline one is done every {texts[1]}"
 

@@ -208,7 +208,8 @@ def _all_objectives(plan: Plan) -> Iterator[str]:
     if "sum_of_squares_ns2" in values:
         costs.append(f"Σ² {objective_text('variance', values['sum_of_squares_ns2'], unit)}")
     # Where transfers are free they add nothing, and the shorter name says the same.
-    load = "load" if plan.links.one == Link() else "load + transfers"
+    join = "or" if plan.search.objective == "throughput" else "+"
+    load = "load" if plan.links.one == Link() else f"load {join} transfers"
     kinds = {action.kind for row in plan.schedule.compute for action in row}
     load += ", backwards whole" if Kind.BACKWARD_INPUT in kinds else ""
     texts = [f"{load}: {', '.join(costs)}"] if costs else []

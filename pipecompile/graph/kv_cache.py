@@ -29,8 +29,8 @@ def kv_token_bytes(module: nn.Module, node: fx.Node) -> int:
     if node.op == "call_module":
         attention = module.get_submodule(str(node.target))
         if isinstance(attention, nn.MultiheadAttention):
-            weight = attention.out_proj.weight
-            return 2 * attention.embed_dim * weight.element_size()
+            weight: Tensor = attention.out_proj.weight
+            return int(2 * attention.embed_dim * weight.element_size())
     if node.target is functional.scaled_dot_product_attention:
         named = [node.kwargs.get("key"), node.kwargs.get("value")]
         return sum(map(_token_bytes, [*node.args[1:3], *filter(None, named)]))

@@ -29,9 +29,7 @@ def test_nothing_is_said_of_training(make_plan: MakePlan, write: Callable[[Plan]
 
 def test_the_tightest_rank_decides_how_many_tokens_fit(make_plan: MakePlan) -> None:
     def plan(caps: tuple[int, ...] | None) -> Plan:
-        return make_plan(
-            k=2, schedule="forward-only", objective="latency", memory_bytes=caps, bandwidth=None
-        )
+        return make_plan(k=2, schedule="forward-only", objective="throughput", memory_bytes=caps)
 
     caps = (1 << 30, 1 << 29)
     rows = list(cache_rows(plan(caps)))

@@ -28,7 +28,11 @@ CUT_OBJECTIVES = ("variance", "max-load", "step-time")
     help="What the cut minimises: the variance of the loads, the largest load, or the simulated "
     f"step. One of {', '.join(CUT_OBJECTIVES)}.  [default: {CUT_OBJECTIVES[0]}]",
 )
-@plan_option("memory")
+@plan_option(
+    "memory",
+    help="Cap of each rank, such as 16GiB, or one for each rank with commas between.  "
+    "[default: no cap]",
+)
 @click.option(
     "--bandwidth", type=float, help="Bytes per second between ranks; without it transfers are free."
 )

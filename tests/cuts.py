@@ -134,7 +134,7 @@ def problems(
     return PartitionProblem(
         graph,
         k,
-        objective=draw(st.sampled_from(["variance", "max-load"])),
+        objective=draw(st.sampled_from(["variance", "max-load", "total-load"])),
         communication=communication,
         links=draw(
             links(scale) if communication == "endpoint" else links(scale) | links(scale, ranks)
@@ -210,13 +210,15 @@ def cuts(problem: PartitionProblem) -> Iterator[dict[str, int]]:
 def score(
     problem: PartitionProblem, assignment: dict[str, int], replicas: tuple[int, ...] | None = None
 ) -> Score:
-    """Return the value of the objective, prices included, and then that of the other objective."""
+    """Return the value of the objective, prices included, and then that of another objective."""
     loads = stage_loads(problem, assignment, replicas)
     if problem.memory is not None and problem.memory.price is not None:
         loads = tuple(
             load + extra for load, extra in zip(loads, _extras(problem, assignment), strict=True)
         )
     values = measures(rank_loads(problem, loads))
+    if problem.objective == "total-load":
+        return sum(loads), values["max_load_ns"]
     both = values["sum_of_squares_ns2"], values["max_load_ns"]
     return both if problem.objective == "variance" else both[::-1]
 

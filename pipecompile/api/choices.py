@@ -13,6 +13,7 @@ from pipecompile.ir.encodings import ENCODINGS, Encoding
 from pipecompile.ir.graph import CostGraph
 from pipecompile.ir.options import (
     DEFAULT_STAGES,
+    INFERENCE_OBJECTIVES,
     OPTIONS,
     ChoiceTypes,
     Option,
@@ -68,6 +69,7 @@ def requested_options(**choices: Any) -> Options:
     for option in OPTIONS:
         given[option.name] = _checked(option, given[option.name])
     _check_costs(given["costs"])
+    _choose_for_inference(given)
     layout = _layout(given)
     # The two that others decide: k may come from ranks, and microbatches are k.
     given["k"] = _stages(given) if layout is None else _stages_of_layout(given, layout)
@@ -79,6 +81,28 @@ def requested_options(**choices: Any) -> Options:
     )
     check_together(options)
     return options
+
+
+def _choose_for_inference(given: dict[str, Any]) -> None:
+    """Choose schedule and objective where they are open, and the memory of a plan for inference.
+
+    InputError if an objective of inference is asked for under a schedule that trains.
+    """
+    objective = given["objective"]
+    if given["schedule"] is None:
+        given["schedule"] = "forward-only" if objective in INFERENCE_OBJECTIVES else "1f1b"
+    is_inference = given["schedule"] == "forward-only"
+    if objective is None:
+        given["objective"] = "throughput" if is_inference else "variance"
+    elif objective in INFERENCE_OBJECTIVES and not is_inference:
+        raise InputError(
+            f"objective={objective!r} is of inference, but schedule {given['schedule']!r} trains; "
+            "leave the schedule out, or choose another objective"
+        )
+    kind, _, device = given["costs"].partition(":")
+    if is_inference and given["memory"] is None and kind == "roofline":
+        # What is left of it is the KV cache, which is what a device for inference is filled with.
+        given["memory"] = load_device(device).memory_bytes
 
 
 def _checked(option: Option, value: Any) -> Any:
@@ -174,6 +198,8 @@ LEAST = {
     "microbatches": "a step has at least one microbatch",
     "stages_per_rank": "a rank has at least one stage",
     "replicas": "there is at least one replica",
+    "kv_tokens": "a KV cache has at least one token",
+    "kv_token_bytes": "a token takes at least one byte",
 }
 
 
@@ -242,6 +268,7 @@ def check_together(options: Options) -> None:
             "recompute='except-last' is not possible under schedule 'search', which treats all "
             "microbatches alike; choose stage, or a named schedule"
         )
+    _check_inference(options)
     if options.sharded and options.replicas == 1:
         raise InputError(
             "sharded divides stages over replicas, but the plan is for one; give replicas=2 or more"
@@ -253,6 +280,31 @@ def check_together(options: Options) -> None:
         )
     if options.encodings:
         _check_encodings(options, placement)
+
+
+def _check_inference(options: Options) -> None:
+    """Raise InputError if a plan for inference has options of training, or the other way around."""
+    cache = [name for name in ("kv_tokens", "kv_token_bytes") if getattr(options, name) is not None]
+    if cache and not options.is_inference:
+        raise InputError(
+            f"{cache[0]} is of inference, but schedule {options.schedule!r} trains; choose "
+            "objective throughput or latency"
+        )
+    trained = [name for name, value in NO_TRAINING.items() if getattr(options, name) != value]
+    if trained and options.is_inference:
+        raise InputError(
+            f"{trained[0]} is of training, and a forward-only plan trains nothing; leave it out"
+        )
+
+
+NO_TRAINING: Mapping[str, Any] = {
+    "recompute": "none",
+    "encodings": (),
+    "optimizer": None,
+    "master_weights": False,
+    "sharded": False,
+}
+"""The options of training as they are in a plan for inference."""
 
 
 def _check_encodings(options: Options, placement: Sequence[int]) -> None:

@@ -13,8 +13,9 @@ from typing import NamedTuple
 import msgspec
 
 from pipecompile.api.recompute import recompute_planner
-from pipecompile.errors import InfeasibleError
+from pipecompile.errors import InfeasibleError, InputError
 from pipecompile.ir.amount import AllocatorName
+from pipecompile.ir.forward_graph import forward_graph
 from pipecompile.ir.graph import CostGraph
 from pipecompile.ir.links import FREE, Links
 from pipecompile.ir.plan import (
@@ -37,7 +38,7 @@ from pipecompile.schedule.selection import placements, schedule_plan
 from pipecompile.schedule.simulator import simulate
 from pipecompile.schedule.stages import activation_caps, memory_by_rank, problem_of_stages
 
-__all__ = ["Scheduled", "costs_digest", "draft", "predicted", "scheduled"]
+__all__ = ["Scheduled", "costs_digest", "draft", "planned_graph", "predicted", "scheduled"]
 
 
 def draft(
@@ -56,8 +57,9 @@ def draft(
     `microbatch_shapes` are those of the model's input tensors. Links default to free ones, because
     what a transfer costs is not known before it is measured. `assignment` is a feasible cut (node
     to stage) that is to be kept. Where the options leave the placement open, the plan with the
-    shortest step is returned.
+    shortest step is returned. InputError if a KV cache is asked for, and no attention is known.
     """
+    graph = planned_graph(graph, options)
     origin = _Origin(
         Fingerprint(graph=graph_digest, costs=costs_digest(graph)),
         capture,
@@ -77,6 +79,23 @@ def draft(
     best = min(plans, key=lambda plan: plan.prediction.step_ns)
     # It was asked for by a layout, and not by the stage of each node.
     return msgspec.structs.replace(best, options=options)
+
+
+def planned_graph(graph: CostGraph, options: Options) -> CostGraph:
+    """Return the graph that is cut: `graph`, or for inference its forward alone.
+
+    InputError if the options speak of a KV cache, and the graph has no attention that is known.
+    """
+    if not options.is_inference:
+        return graph
+    speaks_of_cache = options.kv_tokens is not None or options.kv_token_bytes is not None
+    if speaks_of_cache and not any(node.kv_token_bytes for node in graph.nodes):
+        raise InputError(
+            "the KV cache of this model is unknown: no scaled_dot_product_attention over (batch, "
+            "heads, tokens, width) was found in it; leave out kv_tokens and kv_token_bytes, and "
+            "subtract the cache from memory"
+        )
+    return forward_graph(graph, options.kv_token_bytes)
 
 
 def _fixed_by_layout(graph: CostGraph, options: Options) -> Options:

@@ -35,10 +35,11 @@ def cost_text(plan: Plan, exported: Exported) -> str:
     """Return what rounding moved, and what that costs; "" if nothing was rounded."""
     if not exported.moved:
         return ""
+    work = "forwards" if plan.options.is_inference else "forward and backward"
     before, after = exported.heaviest_ns, exported.rounded_heaviest_ns
     change = after / before - 1 if before else 0.0
     return (
-        f"rounded: {', '.join(exported.moved)}; forward and backward of a microbatch in the "
-        f"heaviest stage take {time_with_unit(after, plan.time_unit)} instead of "
+        f"rounded: {', '.join(exported.moved)}; {work} of a microbatch in the heaviest stage take "
+        f"{time_with_unit(after, plan.time_unit)} instead of "
         f"{time_with_unit(before, plan.time_unit)} ({change:+.1%})"
     )

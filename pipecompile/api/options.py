@@ -28,8 +28,10 @@ def options_for(target: Target, **choices: Any) -> Options:
 
 
 def completed(target: Target, requested: Options) -> Options:
-    """Return `requested` options with the target's optimizer."""
+    """Return `requested` options with the target's optimizer, which inference does not have."""
     optimizer = requested.optimizer or target.optimizer
+    if requested.is_inference:
+        optimizer = None
     if optimizer is not None and optimizer not in OPTIMIZERS:
         raise InputError(f"the target's optimizer: {unknown('optimizer', optimizer, OPTIMIZERS)}")
     if optimizer is None and requested.master_weights:

@@ -60,6 +60,8 @@ __all__ = [
     "simulated_step_ns",
 ]
 
+INFERENCE_LOADS = {"throughput": "max-load", "latency": "total-load"}
+"""What the loads of a forward are to be for inference; every other objective is its own name."""
 WHOLE_STAGE = ("stage", "except-last")  # policies and kinds that recompute a stage as a whole
 
 
@@ -79,14 +81,17 @@ def problem_of(
     """
     if options.objective == "step-time" and options.schedule == "forward-only":
         raise InputError(
-            "step-time weighs a step with backwards, which forward-only has not; choose max-load"
+            "step-time weighs a step with backwards, which forward-only has not; choose throughput "
+            "or latency"
         )
     placement = tuple(placement or placements(options)[0])
     planner = recompute_planner(graph, options, placement)
     return PartitionProblem(
         graph,
         options.k,
-        objective=options.objective,
+        objective=INFERENCE_LOADS.get(options.objective, options.objective),
+        # In a full pipeline the next microbatch is computed while this one is on its way.
+        communication="overlap" if options.objective == "throughput" else "relay",
         links=links.among(max(placement) + 1),
         placement=None if placement == tuple(range(options.k)) else placement,
         recompute=_recomputed_share(options),
@@ -146,9 +151,13 @@ def _memory_constraint(planner: RecomputePlanner, one_in_flight: bool) -> Memory
     in_flight = (1,) * options.k if one_in_flight else tuple(in_flight_counts(options, placement))
     # If there are more microbatches than fit in flight, a backward has run before most are in
     # flight, and its gradients of parameters are there.
-    has_gradients = options.microbatches > max(in_flight) and not one_in_flight
+    is_full = options.microbatches > max(in_flight) and not one_in_flight
     resident, saved = bytes_lower_bounds(
-        graph, options.recompute, gradients=has_gradients, encodings=options.encodings
+        graph,
+        options.recompute,
+        gradients=is_full and not options.is_inference,
+        encodings=options.encodings,
+        kv_tokens=options.kv_tokens or 0,
     )
     constraint = MemoryConstraint(caps, in_flight, resident, saved)
     if ranks != options.k:

@@ -6,11 +6,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
 
-from msgspec.structs import replace
+import msgspec
 from torch import fx
 
 from pipecompile.api.costs import cost_graph, measured_on
@@ -47,6 +48,7 @@ def make_plan(
     `assignment` is a feasible cut (node to stage) that is to be kept. Where costs are measured,
     whole stages are measured too, by all ranks: the others call `assist` meanwhile.
     """
+    target = _planned_target(target, options)
     tensors = captured.capture.inputs.flatten(captured.sample)
     plan_for = partial(
         draft,
@@ -82,28 +84,38 @@ def with_target(plan: Plan, text: str) -> Plan:
     """Return the plan under the target that was written on the command line."""
     # A plan is the same on every machine: of /home/ann/nets.py:unet it has nets.py:unet.
     name = Path(text).name if Path(text).is_absolute() else text
-    return replace(plan, capture=replace(plan.capture, target=name))
+    capture = msgspec.structs.replace(plan.capture, target=name)
+    return msgspec.structs.replace(plan, capture=capture)
 
 
 def _with_digests(plan: Plan, digests: Mapping[str, str]) -> Plan:
     """Return the plan with the digest of each node, by which a later check finds what changed."""
-    return replace(plan, stages=tuple(_stage_with_digests(each, digests) for each in plan.stages))
+    return msgspec.structs.replace(
+        plan, stages=tuple(_stage_with_digests(each, digests) for each in plan.stages)
+    )
 
 
 def _stage_with_digests(stage: Stage, digests: Mapping[str, str]) -> Stage:
     names = iter(stage.nodes)
     runs = (
-        replace(run, digests=tuple(digests[name] for name in islice(names, run.nodes)))
+        msgspec.structs.replace(
+            run, digests=tuple(digests[name] for name in islice(names, run.nodes))
+        )
         for run in stage.module_runs
     )
-    return replace(stage, module_runs=tuple(runs))
+    return msgspec.structs.replace(stage, module_runs=tuple(runs))
 
 
 def assist(target: Target, options: Options, captured: Captured) -> None:
     """Measure the stages of this rank when rank 0, which makes the plan, asks for it."""
-    timer = _stage_timer(target, options, captured)
+    timer = _stage_timer(_planned_target(target, options), options, captured)
     if timer is not None:
         timer.assist()
+
+
+def _planned_target(target: Target, options: Options) -> Target:
+    """Return what a plan counts of a target: for inference no loss of the user's."""
+    return replace(target, loss_fn=None, targets=None) if options.is_inference else target
 
 
 def _stage_timer(target: Target, options: Options, captured: Captured) -> StageTimer | None:

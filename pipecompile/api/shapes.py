@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 
 from pipecompile.api.costs import profiled
+from pipecompile.api.draft import planned_graph
 from pipecompile.codegen.regions import EncodedRuns, Regions
 from pipecompile.codegen.transfer import transfer, transfer_encodings, transfer_regions
 from pipecompile.cost_models.measured import CachedCosts
@@ -135,6 +136,7 @@ def _memory(
     # shapes are not known.
     sizes = CachedCosts(defaultdict(lambda: FREE_CALL), plan.allocator, FUSED_ATTENTION)
     graph = profiled(replace(target, targets=None), plan.microbatches, captured, sizes)
+    graph = planned_graph(graph, plan.options)
     ranges = LiveRanges.of(graph, plan.options)
     footprints = [
         footprint_of(

@@ -17,10 +17,13 @@ from pipecompile.frontend.loss_reduction import (
     check_total_weight,
     total_weight,
 )
+from pipecompile.frontend.signature import Arguments
 from pipecompile.frontend.target import LossFunction, Target, sum_of_squares
 from pipecompile.frontend.target_capture import capture_target
+from pipecompile.graph.attention_path import training_attention
 from pipecompile.graph.batch_statistics import DeferredBatchNorm, record_forward
 from pipecompile.graph.model_state import copied_model
+from pipecompile.graph.pytrees import tensor_leaves
 from pipecompile.graph.random_streams import StreamKey, use_stream
 from pipecompile.ir.plan import Plan
 from pipecompile.passes.autograd_context import EnterContexts
@@ -72,14 +75,15 @@ class Comparison:
     """A pipelined step beside the unsplit one. `reference` says what the unsplit one was, `mode`
     how modules ran.
 
-    `losses` are the unsplit one and the pipeline's. `tied` are gradients that are summed over
+    `losses` are the unsplit one and the pipeline's, None for inference, where outputs are compared.
+    `tied` are gradients that are summed over
     ranks, in another order than the unsplit sum. Where the plan saves in half precision, gradients
     need only be near: `distance` is then the norm of their difference divided by their norm, of the
     rank where it is largest.
     """
 
     reference: str
-    losses: tuple[float, float]
+    losses: tuple[float, float] | None
     differences: tuple[Difference, ...]
     tied: frozenset[str]
     distance: float | None = None
@@ -102,7 +106,8 @@ class Comparison:
             if is_exact and difference.relative > tolerance:
                 return False
         is_near = (self.distance or 0.0) <= HALF_TOLERANCE
-        return is_near and self.losses[0] == self.losses[1]
+        has_same_loss = self.losses is None or self.losses[0] == self.losses[1]
+        return is_near and has_same_loss
 
 
 class Reference:
@@ -115,6 +120,10 @@ class Reference:
         self.description = description
         self._loss_fn = loss_fn
         self._run = run
+
+    def output(self, key: StreamKey, call: Arguments) -> Any:
+        """Return the output of one microbatch, whose random nodes draw from `key`."""
+        return self._run(key, call.args, call.kwargs)
 
     def step(
         self,
@@ -134,7 +143,7 @@ class Reference:
         with minibatch_statistics():
             pairs = zip(rows, target.cut_targets(microbatches), strict=True)
             for index, (call, wanted) in enumerate(pairs):
-                output = self._run(StreamKey(seed, step, index), call.args, call.kwargs)
+                output = self.output(StreamKey(seed, step, index), call)
                 loss, extra = _loss_and_extra(self._loss_fn(output, wanted))
                 loss.backward()
                 losses.append(loss.detach())
@@ -234,6 +243,28 @@ def compare(
     return _gathered(Comparison(description, pair, tuple(found), frozenset(tied), distance))
 
 
+def compare_outputs(pipeline: Pipeline, target: Target) -> Comparison:
+    """Compare what `pipeline`, which has not evaluated anything yet, returns for each planned
+    microbatch with the output of the unsplit model in eval mode.
+    """
+    evaluated = replace(target, model=copied_model(target.model).eval())
+    reference, found = reference_for(evaluated, pipeline.plan), list[Difference]()
+    for index, call in enumerate(target.microbatches(pipeline.plan.microbatches)):
+        # Evaluations are numbered backwards from -1, and each has its only microbatch as its first.
+        key = StreamKey(pipeline.seed, -index - 1, 0)
+        with training_attention():
+            wanted = tensor_leaves(reference.output(key, call))
+            output = pipeline.evaluate(call)
+        # Only ranks with the last stage have outputs.
+        got = wanted[:0] if output is None else tensor_leaves(output)
+        for number, (own, other) in enumerate(zip(got, wanted, strict=False)):
+            name = f"{number} of microbatch {index}"
+            found.append(_difference("output", name, own.detach(), other.detach()))
+        if output is not None and len(got) != len(wanted):
+            found.append(Difference("output", f"tensors of microbatch {index}", float("inf")))
+    return _gathered(Comparison(reference.description, None, tuple(found), frozenset(), mode=EVAL))
+
+
 def _distance(pipeline: Pipeline, wanted: Mapping[str, Tensor | None]) -> float:
     """Return the distance of all gradients of this process, as one vector, divided by its norm.
 
@@ -264,7 +295,8 @@ def _difference(kind: str, name: str, got: Tensor | None, wanted: Tensor | None)
 
 
 def verify(target: Target, **options: Any) -> tuple[Plan, list[Comparison]]:
-    """Return the plan, and a seeded step of the pipeline compared with the unsplit model's.
+    """Return the plan, and a seeded step of the pipeline compared with the unsplit model's; for
+    inference what it returns for each microbatch.
 
     A model that draws random numbers is compared twice: in its own modes with its graph under the
     same seeds, and in eval mode with the original module. The two losses differ, because dropout
@@ -279,7 +311,7 @@ def verify(target: Target, **options: Any) -> tuple[Plan, list[Comparison]]:
     # Copied before the first step, which updates buffers, and on each rank only its own.
     untouched = replace(target, model=copied_model(target.model).eval())
     plan, first = compared(target, **options)
-    if first.reference == ORIGINAL:
+    if first.reference == ORIGINAL or plan.options.is_inference:
         return plan, [first]
     _, second = compared(untouched, **options)
     return plan, [first, replace(second, mode=EVAL)]
@@ -302,7 +334,7 @@ def _loss_for(target: Target) -> LossFunction | None:
 
 def compared(target: Target, **options: Any) -> tuple[Plan, Comparison]:
     """Return the plan, and a seeded step of the pipeline compared with the unsplit model's, in the
-    model's modes.
+    model's modes; of a plan for inference its outputs, in eval mode.
     """
     pipeline = pipecompile(
         target.model,
@@ -313,6 +345,8 @@ def compared(target: Target, **options: Any) -> tuple[Plan, Comparison]:
         loss_reduction=target.loss_reduction,
         **options,
     )
+    if pipeline.plan.options.is_inference:
+        return pipeline.plan, compare_outputs(pipeline, target)
     reference = reference_for(target, pipeline.plan)
     plan, replicas = pipeline.plan, max(1, running_replicas(pipeline.plan.ranks, None))
     wanted = reference.step(target, plan.microbatches, seed=pipeline.seed, replicas=replicas)
@@ -330,7 +364,8 @@ def _gathered(own: Comparison) -> Comparison:
     """Return the comparisons of all ranks as one comparison."""
     parts = world.gather(own)
     # Only ranks with the last stage have a loss of the pipeline; the others repeat the unsplit one.
-    losses = next((part.losses for part in parts if part.losses[0] != part.losses[1]), own.losses)
+    pairs = [part.losses for part in parts if part.losses is not None]
+    losses = next((pair for pair in pairs if pair[0] != pair[1]), own.losses)
     distance = None if own.distance is None else max(part.distance or 0.0 for part in parts)
     differences = tuple(difference for part in parts for difference in part.differences)
     return replace(own, losses=losses, distance=distance, differences=differences)

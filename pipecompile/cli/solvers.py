@@ -8,12 +8,13 @@ from typing import Any
 import click
 
 from pipecompile.cli.answers import FINE, NO, AnswerCommand, framed, table_style
-from pipecompile.cli.options import LOWERCASE, format_option, plan_option
+from pipecompile.cli.options import LOWERCASE, OneOf, format_option, plan_option
 from pipecompile.ir.serialization import check_writable, encode, write
 
 __all__ = ["partition", "schedule"]
 
 logger = logging.getLogger("pipecompile.cli")
+CUT_OBJECTIVES = ("variance", "max-load", "step-time")
 
 
 @click.command(cls=AnswerCommand, short_help="The partitioner alone: cut a cost graph.")
@@ -21,8 +22,19 @@ logger = logging.getLogger("pipecompile.cli")
 @click.option(
     "-k", "k", type=int, help="Number of stages.  [default: any, with --ranks and max-load]"
 )
-@plan_option("objective")
-@plan_option("memory")
+@click.option(
+    "--objective",
+    type=OneOf("objective", CUT_OBJECTIVES),
+    default=CUT_OBJECTIVES[0],
+    metavar="NAME",
+    help="What the cut minimises: the variance of the loads, the largest load, or the simulated "
+    f"step. One of {', '.join(CUT_OBJECTIVES)}.  [default: {CUT_OBJECTIVES[0]}]",
+)
+@plan_option(
+    "memory",
+    help="Cap of each rank, such as 16GiB, or one for each rank with commas between.  "
+    "[default: no cap]",
+)
 @click.option(
     "--bandwidth", type=float, help="Bytes per second between ranks; without it transfers are free."
 )

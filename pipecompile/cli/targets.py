@@ -110,7 +110,7 @@ def profile(
 @format_option
 def verify(target: str, form: str, **options: Any) -> int:
     """Train one seeded step of TARGET as a pipeline and unsplit, and compare every gradient and
-    buffer.
+    buffer; for inference, evaluate it both ways and compare every output.
 
     Under torchrun the stages run on its ranks.
     """

@@ -56,8 +56,8 @@ def _comparison(comparison: Comparison) -> dict[str, Any]:
     return {
         "reference": comparison.reference,
         "mode": comparison.mode,
-        "loss": comparison.losses[1],
-        "loss_unsplit": comparison.losses[0],
+        "loss": comparison.losses and comparison.losses[1],
+        "loss_unsplit": comparison.losses and comparison.losses[0],
         "tensors": len(comparison.differences),
         "bit_equal": sum(difference.equal for difference in comparison.differences),
         "worst": {"name": comparison.worst.name, "relative": comparison.worst.relative},
@@ -68,11 +68,11 @@ def _comparison(comparison: Comparison) -> dict[str, Any]:
 
 def _lines(comparison: Comparison) -> list[str]:
     """Return the figures of one comparison, and each tensor that is not bit-equal."""
-    lines = [
-        f"against {comparison.reference}, {comparison.mode}: "
-        f"loss {comparison.losses[1]:.9g}, unsplit {comparison.losses[0]:.9g}"
-    ]
-    for kind in ("gradient", "buffer"):
+    lines = [f"against {comparison.reference}, {comparison.mode}"]
+    if comparison.losses is not None:
+        unsplit, own = comparison.losses
+        lines = [f"{lines[0]}: loss {own:.9g}, unsplit {unsplit:.9g}"]
+    for kind in ("gradient", "buffer", "output"):
         rows = [difference for difference in comparison.differences if difference.kind == kind]
         equal = sum(difference.equal for difference in rows)
         if rows:

@@ -62,7 +62,8 @@ def total_size(storages: Iterable[MessageStorage | ReceivedTensor]) -> Amount:
 class Footprint(Value, frozen=True, kw_only=True):
     """What one stage holds: always, for each microbatch in flight, and at most while it computes.
 
-    Always: `parameters`, `gradients` and `optimizer`; what other stages read too is `shared`.
+    Always: `parameters`, `gradients` and `optimizer`; what other stages read too is `shared`. The
+    `kv_cache` is that of the tokens which a plan for inference reserves.
 
     For a microbatch: `activations` from its forward to its backward, and `sent_outputs` (part of
     them) until the step ends. So are the gradients of inputs, which a whole backward makes
@@ -100,6 +101,7 @@ class Footprint(Value, frozen=True, kw_only=True):
     first_weight_backward_peak_freeing_outputs: Amount
     weight_backward_peak_freeing_outputs: Amount
     buffer_copies: Amount = ZERO
+    kv_cache: Amount = ZERO
     gradient_copies: Amount = ZERO
     replica_sum_peak: Amount = ZERO
     replica_peers: int = 0

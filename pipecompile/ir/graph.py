@@ -49,6 +49,7 @@ class Node(Value, frozen=True, kw_only=True):
     `is_recomputable` may run twice for a microbatch; `buffer_copies` are the sizes of the buffers
     that are then copied before the forward, as nodes write to them (those of a group are with one
     of its nodes). `per_step_ns` is its share of what a step takes once: gradients are divided.
+    `kv_token_bytes` is what its attention adds to a KV cache for each token, 0 if it is none.
     """
 
     name: str
@@ -68,6 +69,7 @@ class Node(Value, frozen=True, kw_only=True):
     saves_at: SavesAt = "after"
     is_recomputable: bool = True
     input_bytes: NonNegative = 0
+    kv_token_bytes: NonNegative = 0
     saved: tuple[NonNegative, ...] = ()
     uses: tuple[tuple[Use, ...], ...] = ()
     buffer_copies: tuple[NonNegative, ...] = ()

@@ -19,6 +19,7 @@ from pipecompile.ir.plan import BatchNormUpdate, Granularity, LayoutFormat, Reco
 
 __all__ = [
     "DEFAULT_STAGES",
+    "INFERENCE_OBJECTIVES",
     "OPTIONS",
     "ChoiceTypes",
     "Objective",
@@ -45,7 +46,9 @@ ScheduleName = Literal[
     "forward-only",
     "search",
 ]
-Objective = Literal["variance", "max-load", "step-time"]
+Objective = Literal["variance", "max-load", "step-time", "throughput", "latency"]
+INFERENCE_OBJECTIVES: tuple[Objective, ...] = ("throughput", "latency")
+"""The objectives of plans for inference, whose schedule is forward-only."""
 PlacementShape = Literal["linear", "loop", "v"]
 OptimizerName = Literal["sgd", "momentum", "rmsprop", "adam", "adamw", "adafactor"]
 
@@ -124,11 +127,12 @@ class ChoiceTypes(TypedDict, total=False):
         Option(None, "Number of equal parts that the minibatch is cut into.", default_text="k"),
     ]
     schedule: Annotated[
-        ScheduleName,
+        ScheduleName | None,
         Option(
-            "1f1b",
+            None,
             "A named schedule, or search for the shortest one for this model, its links and its "
-            "memory.",
+            "memory; forward-only plans for inference.",
+            default_text="1f1b; forward-only for throughput and latency",
         ),
     ]
     stages_per_rank: Annotated[
@@ -145,11 +149,13 @@ class ChoiceTypes(TypedDict, total=False):
         ),
     ]
     objective: Annotated[
-        Objective,
+        Objective | None,
         Option(
-            "variance",
+            None,
             "What the cut minimises: the variance of the loads, the largest load, or the simulated "
-            "step.",
+            "step. For inference: how often a full pipeline is done with a microbatch "
+            "(throughput), or how long one takes through all stages (latency).",
+            default_text="variance; throughput for forward-only",
         ),
     ]
     memory: Annotated[
@@ -157,9 +163,27 @@ class ChoiceTypes(TypedDict, total=False):
         Option(
             None,
             "Cap of each rank, such as 16GiB, or one for each rank with commas between.",
-            default_text="no cap",
+            default_text="no cap; for inference the memory of the device of roofline:DEVICE",
             metavar="SIZE[,…]",
             field="memory_bytes",
+        ),
+    ]
+    kv_tokens: Annotated[
+        int | None,
+        Option(
+            None,
+            "For inference: reserve a KV cache of so many tokens on each rank, for all requests "
+            "together.",
+            default_text="none",
+        ),
+    ]
+    kv_token_bytes: Annotated[
+        int | None,
+        Option(
+            None,
+            "For inference: what each attention adds to the KV cache for a token, where it is not "
+            "its keys and values (latent attention, a cache of another type).",
+            default_text="its keys and values",
         ),
     ]
     optimizer: Annotated[

@@ -71,7 +71,8 @@ class Options(Value, frozen=True, kw_only=True):
     their running averages; no figure of a plan depends on it. A `layout`, of `layout_format`, is
     the cut; its layers are those in the module `layers`, or found in the model. Over `replicas`
     gradients are summed; where the plan is `sharded`, each replica holds a part of every parameter
-    between steps.
+    between steps. For inference `kv_tokens` are reserved in each rank's KV cache, to which an
+    attention adds `kv_token_bytes` for each, or its keys and values if that is None.
     """
 
     k: Positive
@@ -98,6 +99,13 @@ class Options(Value, frozen=True, kw_only=True):
     batch_norm: BatchNormUpdate = "microbatch"
     replicas: Positive = 1
     sharded: bool = False
+    kv_tokens: Positive | None = None
+    kv_token_bytes: Positive | None = None
+
+    @property
+    def is_inference(self) -> bool:
+        """Whether the plan runs forwards alone, and so trains nothing."""
+        return self.schedule == "forward-only"
 
     def caps(self, ranks: int) -> tuple[int, ...] | None:
         """Return the cap of each rank, None without caps.

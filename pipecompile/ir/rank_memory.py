@@ -12,7 +12,8 @@ class RankMemory(Value, frozen=True, kw_only=True):
     """The peak of one rank by kind.
 
     `expected` is at the moment when most is expected, `bound` at that when the bound is largest. In
-    a plan the bound holds for the order of its actions under any times (schedule/stages.py).
+    a plan the bound holds for the order of its actions under any times (schedule/stages.py). Only
+    plans for inference have a `kv_cache`.
     """
 
     parameters: Amount
@@ -21,11 +22,12 @@ class RankMemory(Value, frozen=True, kw_only=True):
     activations: Amount
     buffers: Amount
     workspace: Amount
+    kv_cache: Amount = ZERO
 
     @property
     def total(self) -> Amount:
         """All kinds together."""
-        # Kinds that peak at other moments cannot be added up, so all six are of one moment.
+        # Kinds that peak at other moments cannot be added up, so all of them are of one moment.
         kinds = (
             self.parameters,
             self.gradients,
@@ -33,5 +35,6 @@ class RankMemory(Value, frozen=True, kw_only=True):
             self.activations,
             self.buffers,
             self.workspace,
+            self.kv_cache,
         )
         return sum(kinds, ZERO)

@@ -82,7 +82,8 @@ class Stage(Value, frozen=True, kw_only=True, dict=True, rename={"blocks": "node
     `pipecompile export`; plans of older versions have none. `per_step_ns` is what it costs once a
     step: the division of its gradients, and entering and leaving the step. `replica_sum` is what it
     exchanges with the same stage of other replicas, if there are any, and `tied_sums` what its rank
-    exchanges after it with others that hold the same parameters.
+    exchanges after it with others that hold the same parameters. `kv_token_bytes` is what each of
+    its attentions adds to a KV cache for a token, as far as that is known.
 
     `recompute` says what it recomputes, in `recompute_ns`: everything, in an action of its own
     ("stage", or for all microbatches but a step's last one "except-last"), or `regions` of its
@@ -105,6 +106,7 @@ class Stage(Value, frozen=True, kw_only=True, dict=True, rename={"blocks": "node
     per_step_ns: NonNegative = 0
     replica_sum: ReplicaSum | None = None
     tied_sums: tuple[TiedSum, ...] = ()
+    kv_token_bytes: tuple[NonNegative, ...] = ()
     inputs: tuple[Boundary, ...]
     outputs: tuple[Boundary, ...]
     recompute: Literal["none", "stage", "except-last", "regions"]

@@ -50,12 +50,18 @@ class LiveRanges:
     master_weights: bool = False
     replicas: int = 1
     sharded: bool = False
+    kv_tokens: int = 0
 
     @staticmethod
     def of(graph: CostGraph, options: Options) -> LiveRanges:
         """Return the storages of a graph for plans with these options."""
         return LiveRanges(
-            graph, options.optimizer, options.master_weights, options.replicas, options.sharded
+            graph,
+            options.optimizer,
+            options.master_weights,
+            options.replicas,
+            options.sharded,
+            options.kv_tokens or 0,
         )
 
     @cached_property

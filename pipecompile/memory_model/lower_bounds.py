@@ -37,7 +37,12 @@ class FreeableBytes:
 
 
 def bytes_lower_bounds(
-    graph: CostGraph, recompute: Recompute, *, gradients: bool, encodings: Sequence[Encoding] = ()
+    graph: CostGraph,
+    recompute: Recompute,
+    *,
+    gradients: bool,
+    encodings: Sequence[Encoding] = (),
+    kv_tokens: int = 0,
 ) -> tuple[dict[str, int], dict[str, int]]:
     """Return bytes by node, resident and per microbatch in flight, that no stage's bound is below.
 
@@ -45,8 +50,9 @@ def bytes_lower_bounds(
     microbatches in flight.
 
     A parameter is counted in equal parts at the nodes that read it, with its gradient if
-    `gradients` exist when most microbatches are in flight. A saved storage is counted at its
-    producer, whose stage keeps it until the backward:
+    `gradients` exist when most microbatches are in flight. An attention counts its KV cache of
+    `kv_tokens`. A saved storage is counted at its producer, whose stage keeps it until the
+    backward:
 
         recompute              a saved storage counts
         none, auto             per microbatch in flight
@@ -59,6 +65,8 @@ def bytes_lower_bounds(
     resident, saved = ({node.name: 0 for node in graph.nodes} for _ in range(2))
     for name, size in _parameter_bytes(graph, gradients=gradients):
         resident[name] += size
+    for node in graph.nodes:
+        resident[node.name] += ALLOCATORS[graph.allocator].rounded(kv_tokens * node.kv_token_bytes)
     is_whole = recompute in ("stage", "except-last")
     if is_whole or recompute in ("none", "auto"):
         counts = resident if is_whole else saved

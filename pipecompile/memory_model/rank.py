@@ -5,6 +5,7 @@ snapshots.py says how many microbatches are in which state as each action begins
 
     parameters    with buffers                           always
     optimizer     its state                              always
+    kv_cache      of the tokens that a plan reserves     always
     gradients     of parameters                          from the first backward of a stage on
     activations   what microbatches in flight keep       from the forward to the backward
     buffers       the minibatch where it is read         always, for all microbatches
@@ -48,6 +49,7 @@ __all__ = [
     "fixed_bytes",
     "memory_by_stage",
     "most_for_activations",
+    "neighbour_ranks",
     "rank_memory",
     "stage_memory",
 ]
@@ -85,7 +87,7 @@ def rank_memory(
     bound = max(candidates, key=lambda memory: memory.total.bound)
     size = bound.total.bound
     # What the allocator takes beyond storages is part of the workspace's bound.
-    margin = allocator.padded(size, _neighbour_ranks(stages)) - size
+    margin = allocator.padded(size, neighbour_ranks(stages)) - size
     kinds = {
         kind: Amount(expected=getattr(expected, kind).expected, bound=getattr(bound, kind).bound)
         for kind in RankMemory.__struct_fields__
@@ -123,6 +125,7 @@ def stage_memory(
             + held_messages(stages, index, peak.states[index])
             + stage.gradient_copies * peak.states[index].has_all_gradients,
             workspace=_workspace(stages, peak, allocator) if index == peak.stage else ZERO,
+            kv_cache=stage.kv_cache,
         )
         for index, stage in sorted(stages.items())
     }
@@ -140,7 +143,7 @@ def memory_by_stage(plan: Plan, rank: int) -> dict[int, RankMemory]:
 
 def fixed_bytes(plan: Plan, rank: int) -> int:
     """Return what the allocator and the communication library take on a rank, for any model."""
-    return ALLOCATORS[plan.allocator].padded(0, _neighbour_ranks(plan.footprints(rank)))
+    return ALLOCATORS[plan.allocator].padded(0, neighbour_ranks(plan.footprints(rank)))
 
 
 def activation_curve(
@@ -190,7 +193,7 @@ def backward_allowances(
         stages[index], activations=ZERO, **dict.fromkeys(BACKWARD_PEAKS, ZERO)
     )
     others = {**stages, index: without}
-    free = allocator.unpadded(memory_bytes, _neighbour_ranks(stages))
+    free = allocator.unpadded(memory_bytes, neighbour_ranks(stages))
     for snapshot in snapshots:
         if snapshot.kind is Kind.BACKWARD and snapshot.stage == index:
             state = snapshot.states[index]
@@ -228,7 +231,7 @@ def available_for_activations(
     for index, stage in stages.items():
         if index + 1 in stages:
             always += most_handed_over(stage, stages[index + 1]) * microbatches
-    free = allocator.unpadded(memory_bytes, _neighbour_ranks(stages))
+    free = allocator.unpadded(memory_bytes, neighbour_ranks(stages))
     workspace = max(_most_above(stages, index, index in recomputed) for index in stages)
     left = free - always.bound - workspace
     # The optimizer's step comes after all backwards: nothing is in flight, but its workspace is.
@@ -240,7 +243,7 @@ def most_for_activations(
 ) -> int:
     """Return what activations can take at most in any order that fits a cap; at least 0."""
     always = _always(stages, microbatches, "parameters", "optimizer")
-    free = allocator.unpadded(memory_bytes, _neighbour_ranks(stages))
+    free = allocator.unpadded(memory_bytes, neighbour_ranks(stages))
     return max(0, free - always.bound)
 
 
@@ -262,6 +265,7 @@ def _held(
         activations=_sum(_activations(stage, state) for stage, state in pairs),
         buffers=_minibatch(stages, microbatches) + _sum(messages) + _sum(copies),
         workspace=_workspace(stages, snapshot, allocator),
+        kv_cache=_kv_cache(stages),
     )
 
 
@@ -285,9 +289,11 @@ def _added_by(stages: Mapping[int, Footprint], index: int, kind: str) -> Amount:
 
 
 def _always(stages: Mapping[int, Footprint], microbatches: int, *kinds: str) -> Amount:
-    """Return what a rank holds all the time of these kinds, with what it reads of the minibatch."""
+    """Return what a rank holds all the time of these kinds, with what it reads of the minibatch and
+    its KV cache.
+    """
     held = _sum(_counted_once(stages.values(), kind) for kind in kinds)
-    return held + _minibatch(stages, microbatches)
+    return held + _minibatch(stages, microbatches) + _kv_cache(stages)
 
 
 def _activations(stage: Footprint, state: StageState) -> Amount:
@@ -310,6 +316,10 @@ def _activations(stage: Footprint, state: StageState) -> Amount:
 def _minibatch(stages: Mapping[int, Footprint], microbatches: int) -> Amount:
     """Return what the stages read of the whole minibatch."""
     return _sum(stage.inputs for stage in stages.values()) * microbatches
+
+
+def _kv_cache(stages: Mapping[int, Footprint]) -> Amount:
+    return _sum(stage.kv_cache for stage in stages.values())
 
 
 def _workspace(stages: Mapping[int, Footprint], snapshot: Snapshot, allocator: Allocator) -> Amount:
@@ -344,7 +354,7 @@ def _optimizer_workspace(stages: Mapping[int, Footprint], allocator: Allocator) 
     return max(workspace, key=lambda amount: amount.bound)
 
 
-def _neighbour_ranks(stages: Mapping[int, Footprint]) -> int:
+def neighbour_ranks(stages: Mapping[int, Footprint]) -> int:
     """Return with how many other ranks these stages exchange tensors: a rank for each neighbouring
     stage, and replicas.
     """

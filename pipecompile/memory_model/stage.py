@@ -106,6 +106,7 @@ class _StageMemory(StageBackward):
                 freeing, has_gradients=True
             ),
             buffer_copies=amount(self.buffer_copies(self.nodes)),
+            kv_cache=amount(self.ranges.kv_tokens * node.kv_token_bytes for node in self.own_nodes),
             gradient_copies=amount(self._gradient_copies()),
             replica_sum_peak=amount([self._replica_sum_peak]),
             # Around a ring of replicas a rank receives from one and sends to one.

@@ -29,4 +29,4 @@ NODES_PRICED_PER_SECOND = 4_000  # nodes of stages that are priced
 PRICE_OVERHEAD_NODES = 60  # the fixed cost of one price, in nodes
 ACTIONS_PER_SECOND = 2_500  # actions simulated
 # CP-SAT's deterministic second takes three to ten seconds.
-INTEGER_SHARE = {"max-load": 0.3, "variance": 0.1}
+INTEGER_SHARE = {"max-load": 0.3, "variance": 0.1, "total-load": 0.3}

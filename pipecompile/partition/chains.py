@@ -24,6 +24,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import cached_property
+from typing import Protocol
 
 import numpy as np
 
@@ -84,14 +85,19 @@ class Chains:
     def best(self, objective: str, limit: Limit) -> Chain | None:
         """Return the best chain within the limit; None without one.
 
-        The other objective breaks ties.
+        Another objective breaks ties: the largest load, for sums of loads or of their squares.
 
         For the largest load: the least one first, then the least Σ load² among chains that have it.
         """
+        if objective == "total-load":
+            return self._least(limit, _TotalCost())
         if objective == "variance":
-            return self._least(limit, squares=True)
-        first = self._least(limit, squares=False)
-        return first and self._least(limit.within(first.most), squares=True)
+            return self._least(limit, _SquaresCost.of(self, limit))
+        first = self._least(limit, _NoCost())
+        if first is None:
+            return None
+        even = limit.within(first.most)
+        return self._least(even, _SquaresCost.of(self, even))
 
     # Which ideals and which pairs are looked at
 
@@ -245,13 +251,12 @@ class Chains:
 
     # The dynamic program
 
-    def _least(self, limit: Limit, *, squares: bool) -> Chain | None:
-        """Return the chain of least Σ load² or of least largest load; None without one.
+    def _least(self, limit: Limit, cost: _Cost) -> Chain | None:
+        """Return the chain of least cost; None without one.
 
-        Of chains with equal Σ load² it is one of least largest load.
+        Of chains with equal cost it is one of least largest load.
         """
         bands = self.bands(limit)
-        cost = _SquaresCost.of(self, limit) if squares else _NoCost()
         layers = [{0: Layer.start(cost.kind)}]  # per boundary: the layer by number of ranks used
         for stage in range(self.problem.k):
             layers.append(self._next_layer(stage, bands, layers[-1], cost, limit))
@@ -267,7 +272,7 @@ class Chains:
         stage: int,
         bands: list[Rows],
         before: dict[int, Layer],
-        cost: _SquaresCost | _NoCost,
+        cost: _Cost,
         limit: Limit,
     ) -> dict[int, Layer]:
         """Return the chains of one stage more, by the number of ranks that they use."""
@@ -294,6 +299,17 @@ class Chains:
         return after
 
 
+class _Cost(Protocol):
+    """What a stage adds to the cost of a chain, in numbers of a `kind`."""
+
+    @property
+    def kind(self) -> type:
+        """The type of the numbers."""
+
+    def __call__(self, load: Integers, a: Rows, b: Rows) -> Integers:
+        """Return (len(a), len(b)): the cost of the stage between each pair of rows."""
+
+
 class _NoCost:
     """All chains cost zero, so that their largest load decides."""
 
@@ -301,6 +317,15 @@ class _NoCost:
 
     def __call__(self, load: Integers, a: Rows, b: Rows) -> Integers:
         return np.zeros_like(load)
+
+
+class _TotalCost:
+    """Σ load: as all chains have the same compute, the one whose transfers take least is best."""
+
+    kind = np.int64
+
+    def __call__(self, load: Integers, a: Rows, b: Rows) -> Integers:
+        return load
 
 
 @dataclass(frozen=True)

@@ -47,7 +47,7 @@ def solve_integer_program(
     seconds: float,
     time_units: int = COARSE,
 ) -> IntegerSolution:
-    """Return the best cut within `limit` that is found, for variance or max-load, and a bound.
+    """Return the best cut within `limit` that is found, by any sum or maximum, and a bound.
 
     `known` are the stages of a cut within the limit. `seconds` is a deterministic budget. If CP-SAT
     says that there is no cut, it is not believed: the bound is then 0.
@@ -119,6 +119,8 @@ class _IntegerProgram:
             self.model.add(load <= most)
         if problem.objective == "max-load":
             return most
+        if problem.objective == "total-load":
+            return sum(rank_loads)
         return sum(self._square(load) for load in rank_loads)
 
     def _largest_load(self) -> int:
@@ -310,9 +312,9 @@ class _IntegerProgram:
         return next(stage for stage in stages if solver.value(self.until[unit, stage]))
 
     def bound_in_ns(self, bound: float) -> int:
-        """Return the bound in ns (max-load) or ns² (variance), from one in units of time."""
-        is_load = self.unit_graph.problem.objective == "max-load"
-        scale = self.scale if is_load else self.scale * self.scale
+        """Return the bound in ns, or in ns² for variance, from one in units of time."""
+        is_square = self.unit_graph.problem.objective == "variance"
+        scale = self.scale * self.scale if is_square else self.scale
         return max(0, floor(bound + ROUNDING) * scale)
 
 

@@ -67,9 +67,13 @@ def min_cut_bound(unit_graph: UnitGraph, limit: Limit, known: int, tests: int) -
     between `known` and that value: if every cut of value v or less has a value of b at least, then
     no cut is below min(b, v + 1). With v = 100 and b = 103, no cut is below 101.
     """
+    if not _loads_are_sums(unit_graph):
+        return known
+    if unit_graph.problem.objective == "total-load":
+        return max(known, _least_total(unit_graph))
     is_variance = unit_graph.problem.objective == "variance"
     high = limit.squares if is_variance else limit.most
-    if high is None or not _loads_are_sums(unit_graph):
+    if high is None:
         return known
     for test in range(tests):
         if known >= high:
@@ -78,6 +82,12 @@ def min_cut_bound(unit_graph: UnitGraph, limit: Limit, known: int, tests: int) -
         least = _least_value(unit_graph, Limit(squares=guess) if is_variance else Limit(most=guess))
         known, high = max(known, min(least, guess + 1)), guess
     return known
+
+
+def _least_total(unit_graph: UnitGraph) -> int:
+    """Return a lower bound of Σ load: all compute, and twice what must cross each boundary."""
+    crossing = with_crossing_bounds(unit_graph, Limit()).crossing
+    return int(unit_graph.compute[1].sum()) + 2 * sum(crossing)
 
 
 def _least_value(unit_graph: UnitGraph, limit: Limit) -> int:

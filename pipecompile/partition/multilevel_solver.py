@@ -32,7 +32,7 @@ from pipecompile.partition.windows import Limit
 __all__ = ["TOLERANCE", "groups_at_stage_ends", "solve_multilevel", "with_groups"]
 
 # A cut is near enough if value − bound ≤ value / TOLERANCE: 1 % of loads, 0.01 % of their squares.
-TOLERANCE = {"max-load": 100, "step-time": 100, "variance": 10_000}
+TOLERANCE = {"max-load": 100, "step-time": 100, "total-load": 100, "variance": 10_000}
 LATER_SHARE = 0.25  # of the budget, for each search after the first one that finds a cut
 TESTS = 6  # of values for which minimum cuts bound the transfers
 

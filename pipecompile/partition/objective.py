@@ -128,8 +128,10 @@ def measures(loads: Sequence[int]) -> dict[str, int]:
 def objective_value(objective: str, loads: Sequence[int]) -> int:
     """Return the value that the search minimises.
 
-    It is Σ load² for "variance" and the largest load for "max-load".
+    It is Σ load² for "variance", the largest load for "max-load", and Σ load for "total-load".
     """
+    if objective == "total-load":
+        return sum(loads)
     name = {"variance": "sum_of_squares_ns2", "max-load": "max_load_ns"}[objective]
     return measures(loads)[name]
 
@@ -146,6 +148,8 @@ def lower_bound(problem: PartitionProblem) -> int:
     least = [problem.compute_ns(unit, last=bool(problem.recompute)) for unit in problem.units]
     shares, fastest = _shares(problem)
     total, alone = sum(least), ceil(max(least) / fastest)
+    if problem.objective == "total-load":
+        return ceil(total / fastest)
     if problem.objective == "max-load":
         return max(alone, ceil(total / sum(shares)), _recompute_bound(problem, 1))
     if problem.objective == "step-time":

@@ -30,7 +30,7 @@ __all__ = [
     "StageCandidate",
 ]
 
-OBJECTIVES = ("variance", "max-load", "step-time")
+OBJECTIVES = ("variance", "max-load", "step-time", "total-load")
 COMMUNICATIONS = ("relay", "endpoint", "overlap", "none")
 REPLICAS_MAX = 256
 SPEED_TERM_MAX = 10**6  # of numerators and denominators of speeds

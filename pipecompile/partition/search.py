@@ -1,4 +1,4 @@
-"""The search for the best cut by Σ load² or the largest load: which method runs when.
+"""The search for the best cut by Σ load², Σ load or the largest load: which method runs when.
 
 Each method starts from the best cut so far, and the search ends when a cut is proven best:
 
@@ -72,7 +72,7 @@ MIN_CUT_TESTS = 6
 
 @dataclass(frozen=True)
 class _ScoredCut:
-    """The stage of each unit, and the cut's value by the objective and then by the other one."""
+    """The stage of each unit, and the cut's value by the objective and then by another one."""
 
     stages: tuple[int, ...]
     value: tuple[int, int]
@@ -133,6 +133,9 @@ class PartitionSearch:
         value = self.best.value[0]
         if self.problem.objective == "variance":
             return Limit(squares=value, crossing=self.crossing)
+        if self.problem.objective == "total-load":
+            # One rank may have nearly all of it, so that it limits no load.
+            return Limit(crossing=self.crossing)
         return Limit(most=value, crossing=self.crossing)
 
     # The course of the search
@@ -219,9 +222,11 @@ class PartitionSearch:
             self.best = _ScoredCut(stages, value, replicas, extra_ns, method)
 
     def _value(self, loads: Sequence[int]) -> tuple[int, int]:
-        """Return the value of the loads of stages by the objective, then by the other one."""
+        """Return the value of the loads of stages by the objective, then by another one."""
         values = measures(rank_loads(self.problem, loads))
         squares, most = values["sum_of_squares_ns2"], values["max_load_ns"]
+        if self.problem.objective == "total-load":
+            return sum(loads), most
         return (squares, most) if self.problem.objective == "variance" else (most, squares)
 
     # 1: topological orders
@@ -347,7 +352,7 @@ class PartitionSearch:
         from pipecompile.partition.cpsat import COARSE, FINE, solve_integer_program
 
         # Squares of fine times are too large for the solver.
-        time_units = FINE if self.problem.objective == "max-load" else COARSE
+        time_units = COARSE if self.problem.objective == "variance" else FINE
         budget = share * self.seconds * INTEGER_SHARE[self.problem.objective]
         known = None if self.best is None else self.best.stages
         solution = solve_integer_program(self.unit_graph, known, self.limit, budget, time_units)

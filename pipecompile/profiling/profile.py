@@ -10,6 +10,8 @@ from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from pipecompile.cost_models.protocol import CallCost, CostModel
+from pipecompile.graph.attention_path import training_attention
+from pipecompile.graph.kv_cache import kv_token_bytes
 from pipecompile.graph.model_state import has_values, named_state
 from pipecompile.graph.storages import size_bytes
 from pipecompile.ir import graph as ir
@@ -40,7 +42,7 @@ def profile(
     generators are left as they were.
     """
     workload = Workload(graph_module, graph_module.graph, tuple(inputs), loss, tuple(targets))
-    with _restored_state(graph_module), _training_attention():
+    with _restored_state(graph_module), training_attention():
         kernels = (
             as_on_cuda(cost_model.fused_attention)
             if cost_model.allocator == "cuda"
@@ -66,17 +68,6 @@ def profile(
         parameters=tuple(_parameters(graph_module)),
         gradients=observation.gradients,
     )
-
-
-@contextmanager
-def _training_attention() -> Iterator[None]:
-    """Make attention in eval mode, without gradients, take the path of a training step."""
-    before = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)
-    try:
-        yield
-    finally:
-        torch.backends.mha.set_fastpath_enabled(before)
 
 
 @contextmanager
@@ -160,6 +151,7 @@ def _nodes(
             saves_at=observed.saves_at,
             workspace_bytes=workspace,
             input_bytes=_input_bytes(workload, node, observed),
+            kv_token_bytes=kv_token_bytes(workload.module, node),
             parameters=observed.parameters,
             view_gradients=observed.view_gradients,
             gradients_by_input_backward=observed.gradients_by_input_backward,

@@ -88,6 +88,7 @@ def _stage(
         per_step_ns=sum(node.per_step_ns for node in nodes),
         replica_sum=replica_sum,
         tied_sums=tied_sums,
+        kv_token_bytes=tuple(node.kv_token_bytes for node in nodes if node.kv_token_bytes),
         inputs=inputs,
         outputs=outputs,
         recompute=recompute.kind,
@@ -98,8 +99,8 @@ def _stage(
 
 
 def _replica_sum(graph: CostGraph, names: Iterable[str], options: Options) -> ReplicaSum | None:
-    """Return the sum of a stage's gradients over replicas; None if there is only one."""
-    if options.replicas == 1:
+    """Return the sum of a stage's gradients over replicas; None if there is nothing to sum."""
+    if options.replicas == 1 or options.is_inference:
         return None
     nodes = [graph.by_name[name] for name in names]
     read = {name for node in nodes for name in node.parameters}

@@ -10,6 +10,13 @@ from pipecompile.ir.plan import Plan
 from pipecompile.ir.rank_memory import RankMemory
 from pipecompile.ir.schedule import Timeline
 from pipecompile.ir.size import size_text
+from pipecompile.report.inference import (
+    cache_header,
+    cache_rows,
+    cache_text,
+    latency_text,
+    load_text,
+)
 from pipecompile.report.memory import (
     ALLOCATOR_NAMES,
     FIXED_NOTE,
@@ -85,13 +92,20 @@ def plan_page(plan: Plan, timeline: Timeline) -> str:
         has_cap_beyond=any(bound.cap is not None and bound.cap > scale for bound in bounds),
         largest_load=max(loads),
         mean_load=sum(loads) // len(loads),
-        load_kinds=["forward", *["recompute"] * has_recompute(plan), "backward"],
+        load_kinds=_load_kinds(plan),
+        load_text=load_text(plan),
+        cache=_cache(plan),
         fixed_note=FIXED_NOTE,
         memory=_memory(plan, kinds),
         stages=_stages(plan),
         regions=list(_regions(plan)),
         encodings=list(_encodings(plan)),
     )
+
+
+def _load_kinds(plan: Plan) -> list[str]:
+    recompute, trains = has_recompute(plan), not plan.options.is_inference
+    return ["forward", *["recompute"] * recompute, *["backward"] * trains]
 
 
 def _title(plan: Plan) -> str:
@@ -107,6 +121,9 @@ def _figures(plan: Plan) -> Iterator[tuple[str, str]]:
         proof = "of the layout"  # nothing was searched, so there is nothing to prove
     yield "step", time_with_unit(plan.prediction.step_ns, plan.time_unit)
     yield "bubble", f"{plan.prediction.bubble:.1%}"
+    if plan.options.is_inference:
+        yield "latency", latency_text(plan)
+        yield "KV cache", cache_text(plan)
     yield "largest load / mean load", f"{max(loads) * len(loads) / max(sum(loads), 1):.3f}"
     yield "cut", f"{search.objective}, {proof}"
     if plan.options.recompute != "none":
@@ -154,6 +171,8 @@ def _times(plan: Plan, rank: int) -> list[tuple[str, int]]:
     ]
     forward = sum(stage.forward_ns for stage in stages)
     extra = sum(stage.extra_ns for stage in stages)
+    if plan.options.is_inference:
+        return [("forward", plan.prediction.loads_ns[rank])]
     # What a microbatch takes besides is backward: its two halves may take longer than the whole.
     backward = max(plan.prediction.loads_ns[rank] - forward - extra, 0)
     return [("forward", forward), ("recompute", extra), ("backward", backward)]
@@ -178,18 +197,26 @@ def _memory_row(
     return _TableRow([name, *map(size_text, sizes)], is_part)
 
 
+def _cache(plan: Plan) -> _PageTable:
+    """Return what the KV cache of each rank takes and holds; no rows of a plan that trains."""
+    rows = cache_rows(plan) if plan.options.is_inference else ()
+    return _PageTable(cache_header(plan), list(map(_TableRow, rows)))
+
+
 def _stages(plan: Plan) -> _PageTable:
     """Return the table of stages: their modules, times and sizes, and what they recompute if any
     does.
     """
     recompute, shared = has_recompute(plan), plan.ranks < plan.k
     extra = ["recomputed", *extra_time_header(plan)] if recompute else []
-    names = [*["rank"] * shared, "nodes", "forward", "backward", *extra, "params", "sends"]
-    header = ["stage", "modules", *names]
+    trains = not plan.options.is_inference
+    names = [*["rank"] * shared, "nodes", "forward", *["backward"] * trains, *extra]
+    header = ["stage", "modules", *names, "params", "sends"]
     rows = []
     for index, (stage, rank) in enumerate(zip(plan.stages, plan.schedule.placement, strict=True)):
         sent = sum(tensor.bytes for tensor in stage.outputs)
-        times = [time_text(time, plan.time_unit) for time in (stage.forward_ns, stage.backward_ns)]
+        directions = [stage.forward_ns, *[stage.backward_ns] * trains]
+        times = [time_text(time, plan.time_unit) for time in directions]
         recomputed = [recompute_text(stage), *extra_time_texts(plan, stage)] if recompute else []
         rows.append(
             _TableRow(

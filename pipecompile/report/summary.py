@@ -13,6 +13,13 @@ from pipecompile.ir.plurals import counted
 from pipecompile.ir.schedule import Kind
 from pipecompile.ir.size import size_text
 from pipecompile.ir.stage import Stage
+from pipecompile.report.inference import (
+    cache_header,
+    cache_rows,
+    cache_text,
+    latency_text,
+    load_text,
+)
 from pipecompile.report.links import links_text, overhead_texts
 from pipecompile.report.memory import (
     ALLOCATOR_NAMES,
@@ -59,6 +66,7 @@ def summary(plan: Plan, draw: DrawTable = plain_table) -> str:
         _stages(plan, draw),
         _ranks(plan, draw),
         _memory(plan, draw),
+        _kv_cache(plan, draw),
         _recompute(plan, draw),
         _by_stage("regions that are recomputed", region_texts, plan),
         _by_stage("encoded saved tensors", encoding_texts, plan),
@@ -95,6 +103,8 @@ def _header(plan: Plan) -> Iterator[str]:
         source = f" ({plan.capture.target})" if plan.capture.target else ""
         yield f"  model      {plan.capture.model}{source}"
     yield f"  step       {time_with_unit(prediction.step_ns, unit)}, bubble {prediction.bubble:.1%}"
+    if plan.options.is_inference:
+        yield f"  latency    {latency_text(plan)}"
     imbalance = max(loads) * len(loads) / max(sum(loads), 1)
     variance = variance_text(loads, unit)
     yield f"  imbalance  {imbalance:.3f} (largest load / mean load), variance of loads {variance}"
@@ -112,6 +122,8 @@ def _header(plan: Plan) -> Iterator[str]:
         f"  memory     {cap_text(plan)}; predicted for {ALLOCATOR_NAMES[plan.allocator]}; "
         f"{_optimizer_text(plan)}"
     )
+    if plan.options.is_inference:
+        yield f"  KV cache   {cache_text(plan)}"
     may_recompute = plan.options.recompute == "auto" or plan.options.encodings
     if plan.options.memory_bytes is None and may_recompute:
         yield "  note       without a memory cap nothing is recomputed or encoded"
@@ -137,6 +149,8 @@ def _encodings(plan: Plan) -> Iterator[str]:
 
 
 def _optimizer_text(plan: Plan) -> str:
+    if plan.options.is_inference:
+        return "forward only"
     if plan.options.optimizer is None:
         return "no optimizer named"
     master = " and master weights" if plan.options.master_weights else ""
@@ -194,7 +208,8 @@ def _all_objectives(plan: Plan) -> Iterator[str]:
     if "sum_of_squares_ns2" in values:
         costs.append(f"Σ² {objective_text('variance', values['sum_of_squares_ns2'], unit)}")
     # Where transfers are free they add nothing, and the shorter name says the same.
-    load = "load" if plan.links.one == Link() else "load + transfers"
+    join = "or" if plan.search.objective == "throughput" else "+"
+    load = "load" if plan.links.one == Link() else f"load {join} transfers"
     kinds = {action.kind for row in plan.schedule.compute for action in row}
     load += ", backwards whole" if Kind.BACKWARD_INPUT in kinds else ""
     texts = [f"{load}: {', '.join(costs)}"] if costs else []
@@ -215,10 +230,12 @@ def _stages(plan: Plan, draw: DrawTable) -> Iterator[str]:
     """
     # With one stage a rank, the rank is the stage's own number: no column says it twice.
     recompute, shared = has_recompute(plan), plan.ranks < plan.k
-    header = ["stage", *["rank"] * shared, "modules", "nodes", "forward", "backward"]
+    trains = not plan.options.is_inference
+    header = ["stage", *["rank"] * shared, "modules", "nodes", "forward", *["backward"] * trains]
     rows = [[*header, *["recompute"] * recompute, "params", "sends"]]
     for index, (stage, rank) in enumerate(zip(plan.stages, plan.schedule.placement, strict=True)):
-        times = [stage.forward_ns, stage.backward_ns, *[stage.recompute_ns] * recompute]
+        times = [stage.forward_ns, *[stage.backward_ns] * trains]
+        times += [stage.recompute_ns] * recompute
         sent = sum(tensor.bytes for tensor in stage.outputs)
         rows.append(
             [
@@ -271,7 +288,7 @@ def _ranks(plan: Plan, draw: DrawTable) -> Iterator[str]:
             ]
         )
     yield from draw(rows, {2})
-    yield "load: forward, backward and recompute of one microbatch"
+    yield f"load: {load_text(plan)}"
     yield FIXED_NOTE
 
 
@@ -288,6 +305,12 @@ def _memory(plan: Plan, draw: DrawTable) -> Iterator[str]:
             sizes = [*(getattr(held, kind).expected for kind in kinds), held.total.expected]
             rows.append([name, *map(size_text, sizes)])
     return draw(rows, ())
+
+
+def _kv_cache(plan: Plan, draw: DrawTable) -> Iterable[str]:
+    """Return what the KV cache of each rank takes and holds; nothing of a plan that trains."""
+    rows = list(cache_rows(plan)) if plan.options.is_inference else []
+    return draw([cache_header(plan), *rows], ()) if rows else ()
 
 
 def _recompute(plan: Plan, draw: DrawTable) -> Iterable[str]:

@@ -12,6 +12,7 @@ __all__ = ["IDLE_CAUSES", "idle_shares", "timeline_text"]
 
 IDLE_CAUSES = ("dependency", "transfer", "memory", "imbalance")
 _LEGEND = "        0 1 2 … forward   a b c … backward   r recompute   · idle"
+_FORWARD_LEGEND = "        0 1 2 … forward   · idle"
 
 
 def idle_shares(idle: Idle, makespan_ns: int) -> list[str]:
@@ -34,7 +35,8 @@ def timeline_text(
         f"rank {rank:>2} {_line(row, recompute, scale, width)}"
         for rank, row in enumerate(timeline.events)
     ]
-    return "\n".join([*lines, _LEGEND]) + "\n"
+    trains = any(event.action.kind in BACKWARDS for row in timeline.events for event in row)
+    return "\n".join([*lines, _LEGEND if trains else _FORWARD_LEGEND]) + "\n"
 
 
 def _line(row: Sequence[Event], recompute: Mapping[int, float], scale: float, width: int) -> str:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from pipecompile.cost_models.clock import Clock
 from pipecompile.graph.random_streams import StreamKey
-from pipecompile.ir.schedule import Action, Kind
+from pipecompile.ir.schedule import BACKWARDS, Action, Kind
 from pipecompile.runtime.gradients import divide_gradients
 from pipecompile.runtime.stage import BackwardParts, EagerStage, SavedForward
 
@@ -117,8 +117,10 @@ def _run_step(
 class _TimedStage:
     """A stage during one timed step, with what it keeps between its actions."""
 
-    def __init__(self, workload: StageWorkload, order: Iterable[Action]) -> None:
+    def __init__(self, workload: StageWorkload, order: Sequence[Action]) -> None:
         self.workload = workload
+        kinds = {action.kind for action in order}
+        self.trains = not kinds.isdisjoint(BACKWARDS)
         self.recomputed = {action.microbatch for action in order if action.kind is Kind.RECOMPUTE}
         self.saved: dict[int | None, SavedForward] = {}
         self.parts: dict[int | None, BackwardParts] = {}
@@ -128,6 +130,8 @@ class _TimedStage:
         stage, gradients = self.workload.stage, self.workload.output_gradients
         index = action.microbatch
         match action.kind:
+            case Kind.FORWARD if not self.trains:
+                stage.evaluate(self.workload.inputs[index or 0], StreamKey(0, 0, index or 0))
             case Kind.FORWARD:
                 self.saved[index] = self._forward(index or 0)
             case Kind.RECOMPUTE:

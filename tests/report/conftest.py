@@ -26,6 +26,7 @@ def _graph(blocks: int, time_unit: TimeUnit) -> CostGraph:
             group=None,
             workspace_bytes=1 << 16,
             saved=(i,),
+            kv_token_bytes=4096 * (i % 2),
             parameters=(f"block.{0 if i == blocks - 1 else i}.weight",),
             module=f"model.block.{i}",
         )
@@ -68,12 +69,13 @@ def _make_plan(
     memory_bytes: int | tuple[int, ...] | None = 1 << 30,
     costs: str = "roofline:h100",
     stages_per_rank: int | None = None,
+    objective: str = "variance",
 ) -> Plan:
     options = Options(
         k=k,
         microbatches=microbatches,
         schedule=schedule,
-        objective="variance",
+        objective=objective,
         recompute=recompute,
         memory_bytes=memory_bytes,
         costs=costs,

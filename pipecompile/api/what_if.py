@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from msgspec.structs import replace
 
-from pipecompile.api.changes import Change, changes, removals
+from pipecompile.api.changes import ChangedOptions, changes, removals
 from pipecompile.api.choices import check_together
 from pipecompile.api.draft import costs_digest, draft
 from pipecompile.api.links import links_for
@@ -89,29 +89,29 @@ def what_ifs(planner: Planner, current: Plan, target: str, time_limit: float) ->
 
 def _all_changes(
     planner: Planner, current: Plan, may_go_on: Callable[[], bool]
-) -> Iterator[Change]:
+) -> Iterator[ChangedOptions]:
     yield from changes(current)
     yield _next_best_cut(planner, current, may_go_on)
     yield from removals(current)
 
 
-def _next_best_cut(planner: Planner, plan: Plan, may_go_on: Callable[[], bool]) -> Change:
+def _next_best_cut(planner: Planner, plan: Plan, may_go_on: Callable[[], bool]) -> ChangedOptions:
     """Return the change to the best cut that is not the plan's: that of a pin."""
     text, options = "the next-best cut", plan.options
     if options.layout is not None:
-        return Change("next cut", text, None, "the layout fixes the cut")
+        return ChangedOptions("next cut", text, None, "the layout fixes the cut")
     logger.info("what if: %s", text)
     pin = next_best_pin(
         planner.problem(plan), plan.assignment, seconds=CUT_SECONDS, may_go_on=may_go_on
     )
     if pin is None:
-        return Change("next cut", text, None, "no other cut was found")
+        return ChangedOptions("next cut", text, None, "no other cut was found")
     node, stage = pin
     text = f"{text}: {node} in stage {stage}"
-    return Change("next cut", text, replace(options, pin={**options.pin, node: stage}))
+    return ChangedOptions("next cut", text, replace(options, pin={**options.pin, node: stage}))
 
 
-def _what_if(planner: Planner, change: Change, target: str) -> WhatIf:
+def _what_if(planner: Planner, change: ChangedOptions, target: str) -> WhatIf:
     """Return what a plan with the change comes to, or why there is none."""
     after, reason, command = None, change.reason, ""
     if change.options is not None:

@@ -29,7 +29,7 @@ NS_PER_MS = 10**6
 FIGURES = ("forward_compute_time", "backward_compute_time", "activation_size", "parameter_size")
 
 
-class _Layer(NamedTuple):
+class _ProfiledLayer(NamedTuple):
     """A line for a layer: times in ms, sizes in bytes."""
 
     description: str
@@ -62,7 +62,7 @@ def cost_graph_of_profile(text: str, origin: str = "the profile") -> CostGraph:
     that read it, and its gradient of the same size is sent back; its backward keeps the activation.
     FormatError names the line that cannot be read.
     """
-    layers: dict[str, _Layer] = {}
+    layers: dict[str, _ProfiledLayer] = {}
     readers: dict[str, list[str]] = defaultdict(list)
     for number, line in enumerate(text.splitlines(), 1):
         fields = [field.strip() for field in line.split(SEPARATOR)]
@@ -85,7 +85,7 @@ def cost_graph_of_profile(text: str, origin: str = "the profile") -> CostGraph:
     )
 
 
-def _layer(description: str, figures: str, where: str) -> _Layer:
+def _layer(description: str, figures: str, where: str) -> _ProfiledLayer:
     """Return what a line says of a layer."""
     given = dict(part.strip().split("=", 1) for part in figures.split(", ") if "=" in part)
     missing = [name for name in FIGURES if name not in given]
@@ -93,7 +93,7 @@ def _layer(description: str, figures: str, where: str) -> _Layer:
         raise FormatError(
             f"{where}: {missing[0]} is missing; a layer ends with " + ", ".join(FIGURES)
         )
-    return _Layer(description, *(_number(name, given[name], where) for name in FIGURES))
+    return _ProfiledLayer(description, *(_number(name, given[name], where) for name in FIGURES))
 
 
 def _number(name: str, text: str, where: str) -> float:
@@ -109,7 +109,7 @@ def _number(name: str, text: str, where: str) -> float:
 
 
 def _check_names(
-    layers: Mapping[str, _Layer], readers: Mapping[str, Sequence[str]], origin: str
+    layers: Mapping[str, _ProfiledLayer], readers: Mapping[str, Sequence[str]], origin: str
 ) -> None:
     """Raise FormatError if an edge leads to or from a layer without a line, or there is none."""
     named = (name for source, targets in readers.items() for name in (source, *targets))
@@ -121,7 +121,7 @@ def _check_names(
 
 
 def _topological(
-    layers: Mapping[str, _Layer], readers: Mapping[str, Iterable[str]], origin: str
+    layers: Mapping[str, _ProfiledLayer], readers: Mapping[str, Iterable[str]], origin: str
 ) -> Iterable[str]:
     """Return the layers so that each comes after what it reads."""
     before: dict[str, list[str]] = {name: [] for name in layers}
@@ -134,7 +134,7 @@ def _topological(
         raise FormatError(f"{origin}: these read one another: {error.args[1]}") from None
 
 
-def _node(name: str, layer: _Layer) -> Node:
+def _node(name: str, layer: _ProfiledLayer) -> Node:
     return Node(
         name=name,
         forward_ns=round(layer.forward_ms * NS_PER_MS),
@@ -146,7 +146,7 @@ def _node(name: str, layer: _Layer) -> Node:
     )
 
 
-def _tensor(name: str, layer: _Layer, readers: Sequence[str]) -> Tensor:
+def _tensor(name: str, layer: _ProfiledLayer, readers: Sequence[str]) -> Tensor:
     size = round(layer.activation_bytes)
     # A reader may be named twice, but a tensor is sent to it once.
     return Tensor(

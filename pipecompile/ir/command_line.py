@@ -32,9 +32,21 @@ def option_words(options: Options) -> list[str]:
         if option.field is not None:
             value = getattr(options, option.field)
             # Their defaults are not those of a plan, which is made for a target.
-            if option.name in ("k", "microbatches") or value != option.default:
+            if option.name in ("k", "microbatches") or value != _default(option, options):
                 words += _words(option, value)
     return words
+
+
+def _default(option: Option, options: Options) -> Any:
+    """Return what a plan has if the option is left out, all else being given."""
+    match option.name:
+        case "objective":
+            return "throughput" if options.is_inference else "variance"
+        case "schedule":
+            # `--objective latency` implies forwards alone; throughput is left out, so they are said.
+            implied = options.is_inference and options.objective != "throughput"
+            return "forward-only" if implied else "1f1b"
+    return option.default
 
 
 def _words(option: Option, value: Any) -> Iterator[str]:

@@ -213,6 +213,8 @@ def test_what_cannot_be_tried_has_its_reason() -> None:
     assert only(found, "stages").reason == "the caps are listed for the ranks of the plan"
     assert only(found, "schedule").reason == "it is searched already"
     assert "name the model" in only(found, "microbatches").reason
+    inference = explain(planned(graph, k=2, objective="throughput"), graph)
+    assert only(inference, "schedule").reason == "forwards have one order"
     capless = planned(graph, matrix, k=2)
     assert "links are for 2 ranks" in only(explain(capless, graph), "stages").reason
     assert "at most 4 stages" in only(explain(planned(graph, k=4), graph), "stages").reason

@@ -43,7 +43,7 @@ def _default(option: Option, options: Options) -> Any:
         case "objective":
             return "throughput" if options.is_inference else "variance"
         case "schedule":
-            # `--objective latency` implies forwards alone; throughput is left out, so they are said.
+            # `--objective latency` implies it; of throughput only the schedule is said.
             implied = options.is_inference and options.objective != "throughput"
             return "forward-only" if implied else "1f1b"
     return option.default

@@ -52,18 +52,23 @@ def chart_data(
     64 ranks with 512 microbatches have 65,000 actions. As columns of differences, in which numbers
     repeat, and compressed, they take some hundred kB.
     """
-    length_ns = max(each.timeline.makespan_ns for each in timelines)
-    unit, scale = time_scale(length_ns, time_unit)
     data = {
-        "unit": f"{unit} units".lstrip() if time_unit == "relative" else unit,
-        "scale": scale,
-        "length": length_ns,
+        "units": _units(time_unit),
+        "length": max(each.timeline.makespan_ns for each in timelines),
         "kinds": {kind.value: name for kind, name in KIND_NAMES.items()},
         "timelines": [_timeline(each) for each in timelines],
         "memory": memory,
     }
     text = json.dumps(data, separators=(",", ":"), sort_keys=True)
     return b64encode(zlib.compress(text.encode(), 9)).decode()
+
+
+def _units(time_unit: TimeUnit) -> list[tuple[str, float]]:
+    """Return the units of time with what each is in the unit of the plan, the largest first."""
+    scales = (time_scale(10.0**power, time_unit) for power in (9, 6, 3, 0))
+    if time_unit == "relative":
+        return [(f"{name} units".lstrip(), scale) for name, scale in scales]
+    return list(scales)
 
 
 def kinds_drawn(timelines: Sequence[NamedTimeline]) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import pairwise
 
 from msgspec.structs import replace
 
@@ -102,7 +103,7 @@ def _graph(layers: int, time_unit: TimeUnit) -> CostGraph:
             gradient_bytes=ACTIVATION,
             storage=index,
         )
-        for index, (node, behind) in enumerate(zip(nodes, nodes[1:], strict=False))
+        for index, (node, behind) in enumerate(pairwise(nodes))
     )
     return CostGraph(
         time_unit=time_unit,

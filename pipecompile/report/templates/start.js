@@ -19,4 +19,4 @@ async function start() {
   view.all();
 }
 
-start();
+const started = start();

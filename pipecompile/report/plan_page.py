@@ -100,7 +100,8 @@ def plan_page(
     time_unit = plan.time_unit if comparison is None else "ns"
     timelines = list(_timelines(plan, timeline, comparison, other))
     peaks = _measured_peaks(plan, comparison)
-    held = memory_rows(plan, timelines[0].timeline, kinds, bounds, peaks) | {"scale": scale}
+    held_scale = _held_scale(bounds, scale)
+    held = memory_rows(plan, timelines[0].timeline, kinds, bounds, peaks) | {"scale": held_scale}
     return page(
         "plan.html",
         time_unit=plan.time_unit,
@@ -120,6 +121,7 @@ def plan_page(
         has_cap=any(bound.cap is not None and bound.cap <= scale for bound in bounds),
         ranks=list(_ranks(plan, kinds, bounds)),
         memory_scale=scale,
+        held_scale=held_scale,
         has_cap_beyond=any(bound.cap is not None and bound.cap > scale for bound in bounds),
         largest_load=max(loads),
         mean_load=sum(loads) // len(loads),
@@ -203,6 +205,14 @@ def _memory_scale(bounds: Sequence[MemoryBound]) -> int:
     largest = max(bound.bound for bound in bounds)
     near = [bound.cap for bound in bounds if bound.cap is not None and bound.cap <= 1.5 * largest]
     return max(largest, *near) if near else largest
+
+
+def _held_scale(bounds: Sequence[MemoryBound], scale: int) -> int:
+    """Return the bytes that a row of the chart over time is high: as in the chart of bounds, but
+    for a small model. Beside what a GPU takes for any model it would vanish.
+    """
+    largest = max(bound.expected for bound in bounds)
+    return scale if scale <= 4 * largest else largest * 5 // 4
 
 
 def _times(plan: Plan, rank: int) -> list[tuple[str, int]]:

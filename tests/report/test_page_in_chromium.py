@@ -86,9 +86,9 @@ def test_the_keyboard_goes_from_action_to_action_and_zooms(opened: Chromium) -> 
     )
     opened.press("+", "+")
     step_ns = small().prediction.step_ns
-    assert opened.text("span").endswith(f", {step_ns / 1.5**2 / 1e6:.3f} ms long")
+    assert opened.text("shown").endswith(f", {step_ns / 1.5**2 / 1e6:.3f} ms long")
     opened.press("Escape")
-    assert opened.text("span") == f"whole step: {step_ns / 1e9:.3f} s"
+    assert opened.text("shown") == f"whole step: {step_ns / 1e9:.3f} s"
     assert opened.text("hint") == ""
 
 
@@ -106,27 +106,27 @@ def test_memory_is_told_by_kind(opened: Chromium) -> None:
 def test_the_pointer_shows_details_drags_and_zooms(opened: Chromium) -> None:
     left, top = opened.run(PLACE)
     x, y = left + 62, top + 20
-    whole = opened.text("span")
+    whole = opened.text("shown")
     opened.mouse("mouseMoved", x, y)
     assert opened.text("hint").startswith("rank 0, stage 0: forward of microbatch 0\n")
     opened.run("document.querySelector('.zoom button').focus()")
     opened.mouse("mouseWheel", x, y, deltaX=0, deltaY=-240)
-    assert opened.text("span") == whole, "the wheel scrolls a page whose chart has no focus"
+    assert opened.text("shown") == whole, "the wheel scrolls a page whose chart has no focus"
     opened.run("scrollTo(0, 0)")
     opened.mouse("mousePressed", x + 300, y, button="left", clickCount=1)
     opened.mouse("mouseReleased", x + 300, y, button="left", clickCount=1)
     opened.mouse("mouseWheel", x + 300, y, deltaX=0, deltaY=-240)
-    zoomed = opened.text("span")
+    zoomed = opened.text("shown")
     assert zoomed.endswith(f", {small().prediction.step_ns / 2 / 1e6:.3f} ms long")
     opened.mouse("mousePressed", x + 300, y, button="left", clickCount=1)
     opened.mouse("mouseMoved", x + 200, y, button="left", buttons=1)
     opened.mouse("mouseReleased", x + 200, y, button="left", clickCount=1)
-    moved = opened.text("span")
+    moved = opened.text("shown")
     starts = [float(span.split(" ")[0]) for span in (zoomed, moved)]
     assert 0 < starts[0] < starts[1] and zoomed.split(",")[1] == moved.split(",")[1]
     opened.run("document.querySelector('[data-zoom=all]').click()")
     opened.press("Shift")
-    assert opened.text("span") == whole
+    assert opened.text("shown") == whole
 
 
 def test_blocks_are_one_stop_of_the_tab_key(opened: Chromium) -> None:

@@ -179,6 +179,19 @@ def test_names_are_escaped(plan: Plan) -> None:
     assert ">&lt;script&gt;</td>" in paged(hostile)
 
 
+def test_memory_over_time_of_a_small_model_is_not_flat(plan: Plan) -> None:
+    heading = "Memory of each rank over the step"
+    small = section(paged(plan), heading)
+    largest = max(memory.total.expected for memory in plan.prediction.memory)
+    # What a GPU takes for any model is more than all that these ranks hold.
+    assert f"The top of each row stands for {size_text(largest * 5 // 4)}." in small
+    assert "▴ bound and cap above the chart" in small and "cap-line" not in small
+    large = transformer_plan(4, 8, 10, memory_bytes=1 << 30)
+    drawn = section(paged(large), heading)
+    assert "The top of each row stands for 1.0 GiB." in drawn
+    assert "cap-line" in drawn and "above the chart" not in drawn
+
+
 def test_blocks_are_told_by_stage() -> None:
     plan = transformer_plan(4, 4, 10)
     rows = section(paged(plan), "The model by stage").split('class="row"')[1:]

@@ -1,5 +1,5 @@
 "use strict";
-// Charts over time with a row for each rank. All of them show the same span of the step.
+// Charts over time with a row for each rank. All of them show the same part of the step.
 // time_charts.py writes the data; timeline.js and memory.js draw the rows.
 
 const MARGIN = { left: 58, right: 68, top: 4, bottom: 22 };
@@ -47,7 +47,7 @@ function timeText(time, [unit, scale] = unitOf(time)) {
   return `${(time / scale).toFixed(scale > 1 ? 3 : 0)} ${unit}`;
 }
 
-// Returns both ends of a span and its length, in the unit of the length: short ones are seen too.
+// Returns both ends of a time and its length, in the unit of the length: short ones are seen too.
 function spanText({ start, end }) {
   const unit = unitOf(end - start);
   const [from] = timeText(start, unit).split(" ");
@@ -66,7 +66,7 @@ function actionText({ kind, microbatch }) {
   return microbatch === null ? name : `${name} of microbatch ${microbatch}`;
 }
 
-// -- the span that all charts show, and the action that is looked at
+// -- the part of the step that all charts show, and the action that is looked at
 
 const view = {
   from: 0,
@@ -91,7 +91,7 @@ const view = {
     this.show(0, data.length);
   },
 
-  // Moves the span as far as it takes to show an action.
+  // Moves as far as it takes to show an action.
   reveal({ start, end }) {
     const span = this.to - this.from;
     if (end > this.to) this.show(end - 0.8 * span, end + 0.2 * span);
@@ -116,7 +116,7 @@ const view = {
     colours.clear();
     for (const chart of this.charts) chart.draw();
     const whole = this.to - this.from >= data.length;
-    document.getElementById("span").textContent = whole
+    document.getElementById("shown").textContent = whole
       ? `whole step: ${timeText(data.length)}`
       : spanText({ start: this.from, end: this.to });
   },

@@ -49,9 +49,12 @@ class MemoryChart extends TimeChart {
       before = end;
     }
     const { cap, bound, measured } = this.limits[rank];
-    if (cap !== null && cap <= this.most) this.line("cap", y(cap), 2, []);
-    this.line("bound", y(bound), 1, [3, 3]);
-    if (measured !== null) this.line("measured", y(measured), 2, [6, 2]);
+    const line = (name, bytes, ...look) => {
+      if (bytes !== null && bytes <= this.most) this.line(name, y(bytes), ...look);
+    };
+    line("cap", cap, 2, []);
+    line("bound", bound, 1, [3, 3]);
+    line("measured", measured, 2, [6, 2]);
     const key = view.selected && keyOf(view.selected);
     const chosen = actions.find((action) => keyOf(action) === key);
     if (chosen) {

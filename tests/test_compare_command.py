@@ -60,6 +60,22 @@ def test_compare_writes_a_page_and_a_trace(files: tuple[str, str], tmp_path: Pat
     assert json.loads(trace.read_text())["traceEvents"]
 
 
+def test_view_shows_a_run_and_another_plan(files: tuple[str, str], tmp_path: Path) -> None:
+    page, other = tmp_path / "plan.html", tmp_path / "other.json"
+    plan = read(files[0], Plan)
+    msgspec.structs.replace(plan, capture=msgspec.structs.replace(plan.capture, model="A")).save(
+        other
+    )
+    options = ("--run", files[1], "--against", str(other), "-o", str(page))
+    result = invoke("view", files[0], *options)
+    assert (result.exit_code, result.stderr) == (0, f"wrote {page}: open it in a browser\n")
+    assert "<h2>Predicted and measured</h2>" in page.read_text()
+    assert "<h2>Against other.json</h2>" in page.read_text()
+    refused = invoke("view", str(other), "--run", files[1], "-o", str(page))
+    assert refused.exit_code == 2
+    assert "the run was recorded of another plan" in refused.stderr
+
+
 def test_a_run_of_another_plan_is_an_error(files: tuple[str, str], tmp_path: Path) -> None:
     plan = read(files[0], Plan)
     other = tmp_path / "other.json"

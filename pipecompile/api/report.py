@@ -7,11 +7,14 @@ from __future__ import annotations
 
 from typing import Any
 
+from pipecompile.api.comparison import comparison_of
 from pipecompile.ir.plan import Plan
+from pipecompile.ir.recorded_run import RecordedRun
 from pipecompile.ir.schedule import Timeline
 from pipecompile.report.cut import cut_text
 from pipecompile.report.links import links_table
-from pipecompile.report.plan_page import plan_page
+from pipecompile.report.plan_card import plan_card
+from pipecompile.report.plan_page import OtherPlan, plan_page
 from pipecompile.report.profile import profile_figures
 from pipecompile.report.profile_page import profile_page
 from pipecompile.report.profile_text import profile_text
@@ -28,6 +31,7 @@ from pipecompile.schedule.stages import problem_of_plan
 
 __all__ = [
     "DrawTable",
+    "card_of",
     "cut_text",
     "links_table",
     "page_of",
@@ -55,9 +59,22 @@ def text_of(plan: Plan, draw: DrawTable = plain_table) -> str:
     return f"{summary(plan, draw)}\n{timeline_text(timeline_of(plan), recompute_shares(plan))}"
 
 
-def page_of(plan: Plan) -> str:
-    """Return the plan as one HTML page."""
-    return plan_page(plan, timeline_of(plan))
+def page_of(
+    plan: Plan, *, run: RecordedRun | None = None, against: tuple[str, Plan] | None = None
+) -> str:
+    """Return the plan as one HTML page.
+
+    Beside it a `run` that was recorded of it, and what differs from another plan (`against`, with
+    the name of its file). InputError if the run is of another plan.
+    """
+    comparison = None if run is None else comparison_of(plan, run)
+    other = None if against is None else OtherPlan(*against, timeline_of(against[1]))
+    return plan_page(plan, timeline_of(plan), comparison, other)
+
+
+def card_of(plan: Plan) -> str:
+    """Return the plan in short as a part of an HTML page, such as a notebook."""
+    return plan_card(plan, timeline_of(plan))
 
 
 def picture_of(plan: Plan) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 
 import click
 
@@ -17,6 +18,7 @@ from pipecompile.cli.answers import (
 from pipecompile.cli.options import format_option
 from pipecompile.ir.explanation import TIME_LIMIT, ExplainedPlan
 from pipecompile.ir.plan import LAYOUT_FORMATS, Plan
+from pipecompile.ir.recorded_run import RecordedRun
 from pipecompile.ir.serialization import check_writable, encode, read, write
 
 __all__ = ["diff", "explain", "export", "print_plan", "show", "simulate", "view"]
@@ -67,13 +69,19 @@ def _read_plan(path: str) -> Plan:
     required=True,
     help="Where to write the page (HTML, one file).",
 )
-def view(path: str, output: str) -> int:
-    """The plan as a page: timeline, memory of ranks by kind and cap, what stages recompute."""
+@click.option("--run", "run_path", metavar="RUN", help="A recorded run, beside the prediction.")
+@click.option("--against", metavar="OLD", help="Another plan: what differs from it.")
+def view(path: str, output: str, run_path: str | None, against: str | None) -> int:
+    """The plan as a page: timeline, memory of ranks over the step and at its peak, the model by
+    stage, what stages recompute.
+    """
     from pipecompile.api.report import page_of
 
     check_writable(output)
     plan = _read_plan(path)
-    write(output, page_of(plan).encode())
+    run = None if run_path is None else read(run_path, RecordedRun)
+    old = None if against is None else (Path(against).name, read(against, Plan))
+    write(output, page_of(plan, run=run, against=old).encode())
     logger.info("wrote %s: open it in a browser", output)
     return FINE
 

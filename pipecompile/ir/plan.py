@@ -301,6 +301,13 @@ class Plan(FileValue, frozen=True, kw_only=True):
             f"costs {self.options.costs})"
         )
 
+    def _repr_html_(self) -> str:
+        """The plan in short, as a notebook shows it."""
+        # A report of a value, which lies above the values: pyproject.toml allows this one import.
+        from pipecompile.api.report import card_of
+
+        return card_of(self)
+
     @property
     def assignment(self) -> dict[str, int]:
         """The stage of each node."""

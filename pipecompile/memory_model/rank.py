@@ -38,7 +38,13 @@ from pipecompile.ir.schedule import Action, Kind
 from pipecompile.memory_model.allocator import ALLOCATORS, Allocator
 from pipecompile.memory_model.handover import most_handed_over
 from pipecompile.memory_model.messages import held_messages
-from pipecompile.memory_model.snapshots import Snapshot, StageState, peak_snapshots, states
+from pipecompile.memory_model.snapshots import (
+    Snapshot,
+    StageState,
+    all_snapshots,
+    peak_snapshots,
+    states,
+)
 
 __all__ = [
     "BackwardAllowance",
@@ -48,6 +54,7 @@ __all__ = [
     "backward_allowances",
     "fixed_bytes",
     "memory_by_stage",
+    "memory_of_actions",
     "most_for_activations",
     "neighbour_ranks",
     "rank_memory",
@@ -139,6 +146,13 @@ def memory_by_stage(plan: Plan, rank: int) -> dict[int, RankMemory]:
         microbatches=plan.schedule.microbatches,
         allocator=ALLOCATORS[plan.allocator],
     )
+
+
+def memory_of_actions(plan: Plan, rank: int) -> Iterator[tuple[Snapshot, RankMemory]]:
+    """Yield what a rank holds in each action; bounds are without what an allocator adds to it."""
+    stages, allocator = plan.footprints(rank), ALLOCATORS[plan.allocator]
+    for snapshot in all_snapshots(plan.schedule.rows[rank]):
+        yield snapshot, _held(stages, snapshot, plan.microbatches, allocator)
 
 
 def fixed_bytes(plan: Plan, rank: int) -> int:

@@ -25,7 +25,15 @@ from typing import Literal, NamedTuple
 
 from pipecompile.ir.schedule import BACKWARDS, COMPUTE, Action, Kind
 
-__all__ = ["HandoverState", "LastAction", "Snapshot", "StageState", "peak_snapshots", "states"]
+__all__ = [
+    "HandoverState",
+    "LastAction",
+    "Snapshot",
+    "StageState",
+    "all_snapshots",
+    "peak_snapshots",
+    "states",
+]
 
 LastAction = Literal["forward", "input backward", "weight backward", "backward"]
 """How far a microbatch is in a stage: the last action that it has done there."""
@@ -171,7 +179,7 @@ def peak_snapshots(row: Sequence[Action]) -> tuple[Snapshot, ...]:
     holds nothing more is left out: planners price thousands of cuts by these snapshots.
     """
     highest: dict[tuple[object, ...], list[Snapshot]] = {}
-    for snapshot in _all_snapshots(row):
+    for snapshot in all_snapshots(row):
         has_gradients = snapshot.states[snapshot.stage].has_gradients
         key = (snapshot.kind, snapshot.stage, has_gradients, snapshot.frees_outputs)
         # The workspace depends on the key alone, so within one key the states can be compared.
@@ -214,7 +222,7 @@ def _is_at_least(left: StageState, right: StageState) -> bool:
     return all(a >= b for a, b in zip(left_counts, right_counts, strict=True))
 
 
-def _all_snapshots(row: Sequence[Action]) -> Iterator[Snapshot]:
+def all_snapshots(row: Sequence[Action]) -> Iterator[Snapshot]:
     """Yield a snapshot for every action that computes, one for each sum over replicas, and one for
     the optimizer's step.
     """

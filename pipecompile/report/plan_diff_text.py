@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
@@ -15,7 +16,7 @@ from pipecompile.report.plan_diff import ChangeKind, PlanChange, PlanDiff
 from pipecompile.report.tables import DrawTable, markdown_table, plain_table
 from pipecompile.report.units import gap_text
 
-__all__ = ["diff_headline", "diff_markdown", "diff_text"]
+__all__ = ["DiffTable", "diff_headline", "diff_markdown", "diff_tables", "diff_text"]
 
 SAME = "the plans are the same"
 _DIGEST = 12  # letters of a digest that are shown, as in other messages
@@ -35,6 +36,17 @@ _HEADINGS: dict[ChangeKind, str] = {
     "other": "only these fields differ: a file was edited, or another pipecompile wrote it",
 }
 _TABLES = ("step", "memory", "load")
+
+
+@dataclass(frozen=True)
+class DiffTable:
+    """Changes of one kind with their heading. The first row is the header; columns `words` hold no
+    numbers.
+    """
+
+    heading: str
+    rows: Sequence[Sequence[str]]
+    words: Sequence[int]
 
 
 def diff_text(diff: PlanDiff, draw: DrawTable = plain_table) -> str:
@@ -66,6 +78,17 @@ def diff_markdown(diff: PlanDiff, title: str) -> str:
             lines = (f"- `{where}`: {values}" for where, values in _lines(changes, diff))
             parts.append([f"**{_HEADINGS[kind]}**", "", *lines])
     return "\n\n".join("\n".join(part) for part in parts)
+
+
+def diff_tables(diff: PlanDiff) -> Iterator[DiffTable]:
+    """Yield the same as tables, for a page; without the notes."""
+    for kind, changes in _groups(diff):
+        if kind in _TABLES:
+            (_, *header), *rows = _rows(kind, changes, diff)
+            yield DiffTable(_HEADINGS[kind], [["", *header], *rows], (0,))
+        else:
+            lines = map(list, _lines(changes, diff))
+            yield DiffTable(_HEADINGS[kind], [["", "before → after"], *lines], (0, 1))
 
 
 def diff_headline(diff: PlanDiff) -> str:

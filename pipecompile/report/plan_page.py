@@ -1,4 +1,7 @@
-"""A plan as a page: its timeline, the memory and load of each rank, and what stages recompute."""
+"""A plan as a page: its timeline, the memory and load of each rank, and what stages recompute.
+
+Beside it a run that was recorded of it, and what differs from another plan, if they are given.
+"""
 
 from __future__ import annotations
 
@@ -26,20 +29,35 @@ from pipecompile.report.memory import (
     memory_bounds,
     stage_memory,
 )
+from pipecompile.report.model_blocks import stage_rows
+from pipecompile.report.page_parts import comparison_part, difference_part
 from pipecompile.report.recompute import (
     encoding_texts,
     extra_time_header,
     extra_time_texts,
     has_recompute,
+    recompute_shares,
     recompute_text,
     region_texts,
 )
+from pipecompile.report.run_comparison import RunComparison
 from pipecompile.report.summary import headline
-from pipecompile.report.svg import timeline_svg
 from pipecompile.report.templates import page
+from pipecompile.report.time_charts import NamedTimeline, chart_data, kinds_drawn, memory_rows
 from pipecompile.report.units import costs_text, percent
 
-__all__ = ["plan_page"]
+__all__ = ["OtherPlan", "plan_page"]
+
+
+@dataclass(frozen=True)
+class OtherPlan:
+    """A plan that the page's plan is compared with, such as an older one, by the name of its
+    file.
+    """
+
+    name: str
+    plan: Plan
+    timeline: Timeline
 
 
 @dataclass(frozen=True)
@@ -71,24 +89,46 @@ class _RankBars:
     idle: str
 
 
-def plan_page(plan: Plan, timeline: Timeline) -> str:
-    """Return the page as HTML; the same plan gives the same text."""
+def plan_page(
+    plan: Plan,
+    timeline: Timeline,
+    comparison: RunComparison | None = None,
+    other: OtherPlan | None = None,
+) -> str:
+    """Return the page as HTML; the same values give the same text.
+
+    With a `comparison` all charts have the predicted times that it has: nanoseconds.
+    """
     # All bars of a chart have one scale, so that ranks can be compared with each other and a cap.
     loads, bounds = plan.prediction.loads_ns, memory_bounds(plan)
     scale = _memory_scale(bounds)
     kinds = [kind for kind in RankMemory.__struct_fields__ if kind in kinds_of(plan)]
     target = f"memory predicted for {ALLOCATOR_NAMES[plan.allocator]}"
+    time_unit = plan.time_unit if comparison is None else "ns"
+    timelines = list(_timelines(plan, timeline, comparison, other))
+    peaks = _measured_peaks(plan, comparison)
+    held_scale = _held_scale(bounds, scale)
+    held = memory_rows(plan, timelines[0].timeline, kinds, bounds, peaks) | {"scale": held_scale}
     return page(
         "plan.html",
         time_unit=plan.time_unit,
         title=_title(plan),
         subtitle=f"{headline(plan)}; {target}",
         figures=list(_figures(plan)),
-        timeline=timeline_svg(plan, timeline),
+        timelines=[each.name for each in timelines],
+        kinds_drawn=kinds_drawn(timelines),
+        is_interleaved=plan.stages_per_rank > 1,
+        chart_data=chart_data(timelines, held, time_unit),
+        has_measured_peaks=any(peak is not None for peak in peaks),
+        stage_rows=stage_rows(plan),
+        has_recompute=has_recompute(plan),
+        comparison=None if comparison is None else comparison_part(comparison),
+        difference=None if other is None else difference_part(plan, other.plan, other.name),
         kinds=[*kinds, "fixed"],
         has_cap=any(bound.cap is not None and bound.cap <= scale for bound in bounds),
         ranks=list(_ranks(plan, kinds, bounds)),
         memory_scale=scale,
+        held_scale=held_scale,
         has_cap_beyond=any(bound.cap is not None and bound.cap > scale for bound in bounds),
         largest_load=max(loads),
         mean_load=sum(loads) // len(loads),
@@ -106,6 +146,28 @@ def plan_page(plan: Plan, timeline: Timeline) -> str:
 def _load_kinds(plan: Plan) -> list[str]:
     recompute, trains = has_recompute(plan), not plan.options.is_inference
     return ["forward", *["recompute"] * recompute, *["backward"] * trains]
+
+
+def _timelines(
+    plan: Plan, timeline: Timeline, comparison: RunComparison | None, other: OtherPlan | None
+) -> Iterator[NamedTimeline]:
+    """Yield the steps that are drawn to one scale of time, the predicted one first."""
+    predicted = timeline if comparison is None else comparison.predicted
+    yield NamedTimeline("predicted", predicted, recompute_shares(plan))
+    if comparison is not None:
+        # Where in a recorded backward regions were recomputed is not known.
+        name = f"measured, step {comparison.typical.number}"
+        yield NamedTimeline(name, comparison.typical.timeline(), {})
+    # Units of `flops` that a run has turned into time are not those of another plan.
+    units = {plan.time_unit, "ns" if comparison else plan.time_unit}
+    if other is not None and units == {other.plan.time_unit}:
+        yield NamedTimeline(other.name, other.timeline, recompute_shares(other.plan))
+
+
+def _measured_peaks(plan: Plan, comparison: RunComparison | None) -> list[int | None]:
+    if comparison is None:
+        return [None] * plan.ranks
+    return [rank.peak_bytes for rank in comparison.ranks]
 
 
 def _title(plan: Plan) -> str:
@@ -160,6 +222,14 @@ def _memory_scale(bounds: Sequence[MemoryBound]) -> int:
     largest = max(bound.bound for bound in bounds)
     near = [bound.cap for bound in bounds if bound.cap is not None and bound.cap <= 1.5 * largest]
     return max(largest, *near) if near else largest
+
+
+def _held_scale(bounds: Sequence[MemoryBound], scale: int) -> int:
+    """Return the bytes that a row of the chart over time is high: as in the chart of bounds, but
+    for a small model. Beside what a GPU takes for any model it would vanish.
+    """
+    largest = max(bound.expected for bound in bounds)
+    return scale if scale <= 4 * largest else largest * 5 // 4
 
 
 def _times(plan: Plan, rank: int) -> list[tuple[str, int]]:

@@ -1,4 +1,4 @@
-"""Pages from the jinja2 templates in templates/: one HTML file each, without scripts or fonts."""
+"""Pages from the jinja2 templates in templates/: one HTML file each, which loads nothing else."""
 
 from __future__ import annotations
 

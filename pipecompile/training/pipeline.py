@@ -124,6 +124,9 @@ class Pipeline(HeldModel):
         )
         return f"Pipeline({self.plan!r}, {where}, {self.steps} steps taken)"
 
+    def _repr_html_(self) -> str:
+        return self.plan._repr_html_()
+
     # -- what it is
 
     @property

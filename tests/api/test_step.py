@@ -27,6 +27,13 @@ def compiled(target: Target, **options: Any) -> Pipeline:
     return pipecompile(target.model, target.call, loss_fn=target.loss_fn, **options)
 
 
+def test_a_pipeline_is_one_line_and_in_a_notebook_its_plan() -> None:
+    pipeline = compiled(example("sequential"), self_check=False)
+    plan = "Plan(2 stages on 2 ranks, 1f1b, 4 microbatches, costs flops)"
+    assert repr(pipeline) == f"Pipeline({plan}, all stages in this process, 0 steps taken)"
+    assert pipeline._repr_html_() == pipeline.plan._repr_html_()
+
+
 @pytest.mark.one_case_in(3)
 @pytest.mark.parametrize(
     ("name", "k", "schedule"),  # tests/distributed has the other pairs

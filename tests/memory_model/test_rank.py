@@ -25,7 +25,7 @@ from pipecompile.memory_model.rank import (
     rank_memory,
     stage_memory,
 )
-from pipecompile.memory_model.snapshots import _all_snapshots, peak_snapshots
+from pipecompile.memory_model.snapshots import all_snapshots, peak_snapshots
 from pipecompile.memory_model.stage import footprint_of
 from pipecompile.schedule.named_orders import ASYNCHRONOUS, fitting_names, generate
 from pipecompile.schedule.placement import place
@@ -193,7 +193,7 @@ def test_moments_that_are_left_out_hold_no_more(
     schedule = data.draw(_schedules(len(cut)))
     footprints = _footprints(graph, cut, "adamw")
     for rank, row in enumerate(schedule.rows):
-        every = list(_all_snapshots(row))
+        every = list(all_snapshots(row))
         totals = [
             rank_memory(
                 _held(schedule, rank, footprints),

@@ -6,7 +6,7 @@ from html.parser import HTMLParser
 
 __all__ = ["Page"]
 
-VOID = {"meta"}
+VOID = {"img", "meta"}
 
 
 class Page(HTMLParser):

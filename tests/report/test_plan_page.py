@@ -8,13 +8,17 @@ from collections.abc import Callable
 import msgspec
 import pytest
 
+from pipecompile.ir.amount import Amount
 from pipecompile.ir.duration import time_text
 from pipecompile.ir.plan import Plan
 from pipecompile.ir.size import size_text
 from pipecompile.ir.stage import EncodedNodes
-from pipecompile.report.plan_page import plan_page
+from pipecompile.report.plan_page import OtherPlan, plan_page
+from pipecompile.report.run_comparison import compare_run
 from pipecompile.schedule.simulator import simulate_plan
+from tests.recorded_runs import recorded_run, recorded_step
 from tests.report.pages import Page
+from tests.report.transformers import transformer_plan
 
 MakePlan = Callable[..., Plan]
 CAPS = tuple(mib << 20 for mib in (140, 170, 1500, 128))
@@ -25,7 +29,7 @@ def paged(plan: Plan) -> str:
     return plan_page(plan, simulate_plan(plan))
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def plan(make_plan: MakePlan) -> Plan:
     return make_plan(microbatches=8, schedule="gpipe", recompute="sqrt", memory_bytes=CAPS)
 
@@ -50,7 +54,8 @@ def test_a_page_is_whole_and_needs_nothing_else(plan: Plan) -> None:
     page = Page()
     page.feed(paged(plan))
     assert page.open == []
-    assert {"script", "link", "img"}.isdisjoint(page.seen) and "svg" in page.seen
+    assert {"link", "img", "iframe"}.isdisjoint(page.seen) and "canvas" in page.seen
+    assert not re.search(r"\bsrc=|\bhref=|\burl\(|@import|https?:", paged(plan))
     assert paged(plan) == paged(plan)
 
 
@@ -171,4 +176,77 @@ def test_names_are_escaped(plan: Plan) -> None:
     first = msgspec.structs.replace(plan.stages[0], modules=("<script>",))
     capture = msgspec.structs.replace(plan.capture, model="<script>")
     hostile = msgspec.structs.replace(plan, stages=(first, *plan.stages[1:]), capture=capture)
-    assert "<script" not in paged(hostile) and "&lt;script&gt;" in paged(hostile)
+    assert "<script>," not in paged(hostile) and "<h1>&lt;script&gt;</h1>" in paged(hostile)
+    assert ">&lt;script&gt;</td>" in paged(hostile)
+
+
+def test_memory_over_time_of_a_small_model_is_not_flat() -> None:
+    heading = "Memory of each rank over the step"
+    large = transformer_plan(4, 8, 10, memory_bytes=900 << 20)
+    drawn = section(paged(large), heading)
+    assert "The top of each row stands for 900.0 MiB." in drawn
+    assert "cap-line" in drawn and "above the chart" not in drawn
+    # As if a GPU took much more for any model than these ranks hold.
+    more = Amount(expected=0, bound=4 << 30)
+    memory = tuple(
+        msgspec.structs.replace(rank, workspace=rank.workspace + more)
+        for rank in large.prediction.memory
+    )
+    prediction = msgspec.structs.replace(large.prediction, memory=memory)
+    small = section(paged(msgspec.structs.replace(large, prediction=prediction)), heading)
+    largest = max(rank.total.expected for rank in memory)
+    assert f"The top of each row stands for {size_text(largest * 5 // 4)}." in small
+    assert "▴ bound and cap above the chart" in small and "cap-line" not in small
+
+
+def test_blocks_are_told_by_stage() -> None:
+    plan = transformer_plan(4, 4, 10)
+    rows = section(paged(plan), "The model by stage").split('class="row"')[1:]
+    assert [re.findall(r"<span>([^<]+)</span></span>", row) for row in rows][3] == [
+        "layers.8",
+        "layers.9",
+        "norm",
+        "lm_head",
+    ]
+    totals = [sum(map(float, re.findall(r"width:([0-9.]+)%", row))) for row in rows]
+    times = [stage.forward_ns + stage.backward_ns for stage in plan.stages]
+    assert totals == [pytest.approx(100 * time / max(times), abs=0.05) for time in times]
+    hints = section(paged(plan), "The model by stage").count(", in part\nstage ")
+    assert hints == 4, "two blocks are cut"
+
+
+def test_a_large_plan_has_a_small_page() -> None:
+    plan = transformer_plan(64, 8, 126, memory_bytes=4 << 30)
+    page = paged(plan)
+    assert len(page.encode()) < 250_000
+    assert page.count('class="bars dense"') == 2, "a bar and its figures are on one line"
+
+
+def test_another_plan_and_a_run_have_parts_of_their_own() -> None:
+    plan, old = transformer_plan(4, 6, 10), transformer_plan(4, 6, 10, schedule="gpipe", moved=2)
+    run = recorded_run(plan, recorded_step(plan, forward=2, backward=2))
+    timeline = simulate_plan(plan)
+    other = OtherPlan("old.json", old, simulate_plan(old))
+    page = plan_page(plan, timeline, compare_run(plan, timeline, run), other)
+    for name in ("predicted", "measured, step 0", "old.json"):
+        assert f"<figcaption>{name}<span>" in page
+    assert "1 step recorded on a device, torch 2.0." in section(page, "Predicted and measured")
+    changed = section(page, "Against old.json")
+    moved = r"<td[^>]*>model.layers.2 \(model_layers_2_mlp\)</td><td[^>]*>stage 0 → 1</td>"
+    assert re.search(moved, changed)
+    assert re.search(r"<td[^>]*>schedule</td><td[^>]*>gpipe → 1f1b</td>", changed)
+    assert changed.count(">layers.9</span>") == 2, "both models are drawn"
+    assert "<h2>Against" not in paged(plan) and "and measured</h2>" not in paged(plan)
+
+
+def test_a_plan_in_other_units_has_no_timeline_beside() -> None:
+    plan, old = transformer_plan(2, 4, 4), transformer_plan(2, 4, 4, time_unit="relative")
+    page = plan_page(plan, simulate_plan(plan), other=OtherPlan("o", old, simulate_plan(old)))
+    assert page.count('<canvas class="timeline"') == 1
+    assert "Only one plan has times in seconds" in section(page, "Against o")
+
+
+def test_a_plan_against_itself_says_so() -> None:
+    plan = transformer_plan(2, 4, 4)
+    page = plan_page(plan, simulate_plan(plan), other=OtherPlan("o", plan, simulate_plan(plan)))
+    assert "The plans are the same." in section(page, "Against o")

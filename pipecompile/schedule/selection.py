@@ -19,7 +19,6 @@ from pipecompile.ir.stage import Stage
 from pipecompile.memory_model.snapshots import Snapshot, peak_snapshots
 from pipecompile.schedule.check import check_schedule
 from pipecompile.schedule.named_orders import (
-    ASYNCHRONOUS,
     NAMES,
     SPLIT,
     fitting_names,
@@ -61,14 +60,7 @@ def placements(options: Options) -> tuple[tuple[int, ...], ...]:
 
     InputError if the options disagree.
     """
-    if options.schedule in ASYNCHRONOUS:
-        raise InputError(
-            f"schedule {options.schedule!r} updates weights while microbatches are on their way, "
-            "which no step does yet; choose a synchronous one such as '1f1b', or look at it with "
-            "`pipecompile schedule`"
-        )
-    synchronous = [name for name in NAMES if name not in ASYNCHRONOUS]
-    name = known_name("schedule", options.schedule, [*synchronous, "search"])
+    name = known_name("schedule", options.schedule, [*NAMES, "search"])
     shape, required = ("any", None) if name == "search" else required_placement(name)
     stages_per_rank = options.stages_per_rank or required or (2 if shape == "loop" else 1)
     if options.k % stages_per_rank:

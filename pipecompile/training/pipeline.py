@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, overload
 
 import torch
 from torch import Tensor, fx
@@ -32,6 +32,7 @@ from pipecompile.runtime.shards import gradient_parts
 from pipecompile.schedule.simulator import simulate_plan
 from pipecompile.training.batch_reader import BatchReader
 from pipecompile.training.checkpoint import Checkpoint
+from pipecompile.training.continuous_training import ContinuousTraining, PipelineParts
 from pipecompile.training.held_model import HeldModel
 from pipecompile.training.materialisation import allocate, check_all_set, initialise, lacks_values
 from pipecompile.training.parallel_stages import Parallelize, refuse_parallelize
@@ -41,13 +42,21 @@ from pipecompile.training.run_conditions import (
     check_links,
     refuse_shared_memory,
     refuse_untrainable,
+    refuse_without_gradients,
     warn_of_averages,
     warn_of_other_replicas,
     warn_of_other_shards,
 )
 from pipecompile.training.run_recorder import RunRecorder
 from pipecompile.training.runner import Runner
+from pipecompile.training.stage_optimizers import (
+    OptimizerFactory,
+    SchedulerFactory,
+    StageOptimizers,
+    owned_parameters,
+)
 from pipecompile.training.step_loss import StepLoss
+from pipecompile.training.synchronous_training import train_by_steps
 
 __all__ = ["Pipeline"]
 
@@ -107,6 +116,8 @@ class Pipeline(HeldModel):
         self._recorders: list[ActionRecorder] = []
         self._gradients = StepGradients()
         self._batch_norms = MinibatchStatistics(self._share.place.replica_group)
+        self._training: ContinuousTraining | None = None
+        self._optimizers: StageOptimizers | None = None
         if was_on_meta:
             self._set_values(weights)
         if parallelize is not None:
@@ -305,10 +316,55 @@ class Pipeline(HeldModel):
         for parameter in self._programs.planned.parameters:
             parameter.grad = None
 
-    def train(self, mode: bool = True) -> Self:
-        """Put all modules into train mode, or into eval mode."""
-        self._target.model.train(mode)
-        return self
+    @overload
+    def train(self, mode: bool = True) -> Self: ...
+
+    @overload
+    def train(
+        self,
+        batches: Iterable[Any],
+        optimizer: OptimizerFactory,
+        scheduler: SchedulerFactory | None = None,
+        *,
+        max_norm: float | None = None,
+    ) -> Iterator[Any]: ...
+
+    def train(
+        self,
+        mode: Any = True,
+        optimizer: OptimizerFactory | None = None,
+        scheduler: SchedulerFactory | None = None,
+        *,
+        batches: Iterable[Any] | None = None,
+        max_norm: float | None = None,
+    ) -> Any:
+        """Put all modules into train mode, or into eval mode; or train on many minibatches:
+
+            for loss in pipeline.train(batches, lambda parameters: SGD(parameters, lr=0.1)):
+
+        batches      Pairs of an input and a target, each like those of `step`, on every rank.
+        optimizer    Makes an optimizer of a list of parameters; it is called once for each stage.
+        scheduler    Makes a scheduler of an optimizer's learning rate, stepped after each update.
+        max_norm     All gradients of an update are scaled so that their norm is at most that.
+
+        Returns an iterator of what `step` returns. Under an asynchronous schedule minibatches
+        follow each other without emptying the pipeline, and weights are updated meanwhile; one call
+        is one run, which begins with the weights that there are. Under others it steps. Modules
+        stay in their modes.
+        """
+        if optimizer is None:
+            self.drain()
+            self._target.model.train(mode)
+            return self
+        given = mode if batches is None else batches
+        return self._trained_on(given, optimizer, scheduler, max_norm)
+
+    def drain(self) -> None:
+        """Let the minibatches in flight go back, of a run that `train` has begun. Every rank calls
+        it after the same loss; the run goes on as if nobody had.
+        """
+        if self._training is not None:
+            self._training.drain()
 
     def eval(self) -> Self:
         """Put all modules into eval mode."""
@@ -336,6 +392,31 @@ class Pipeline(HeldModel):
             self._runner.equalise()
 
     # -- what a step needs
+
+    def _trained_on(
+        self,
+        batches: Iterable[Any],
+        optimizer: OptimizerFactory,
+        scheduler: SchedulerFactory | None,
+        max_norm: float | None,
+    ) -> Iterator[Any]:
+        """Return what `train` does on minibatches."""
+        self.drain()
+        plan, model = self.plan, self._target.model
+        refuse_without_gradients(plan.schedule)
+        owned = owned_parameters(self._programs.planned, model, self._share)
+        if plan.schedule.weight_versions == "synchronous":
+            self._training = None
+            self._optimizers = StageOptimizers.made_by(optimizer, scheduler, owned)
+            clip = None if max_norm is None else partial(self.clip_grad_norm_, max_norm)
+            return train_by_steps(batches, self._optimizers, self.step, self.zero_grad, clip)
+        self._runner.refuse_in_flight(max_norm)
+        self._optimizers = StageOptimizers.made_by(optimizer, scheduler, owned)
+        parts = PipelineParts(
+            plan, self._target, self._share, self._programs, self._runner, self._data, self._loss
+        )
+        self._training = ContinuousTraining(parts, self, batches, self._optimizers, max_norm)
+        return self._training
 
     def _train(
         self,

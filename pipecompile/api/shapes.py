@@ -27,6 +27,7 @@ from pipecompile.ir.size import size_text
 from pipecompile.memory_model.live_ranges import LiveRanges
 from pipecompile.memory_model.stage import footprint_of
 from pipecompile.runtime import world
+from pipecompile.schedule.named_orders import weight_copies
 from pipecompile.schedule.stages import memory_by_rank
 from pipecompile.training.materialisation import lacks_values
 from pipecompile.training.programs import DeclaredShape
@@ -136,6 +137,7 @@ def _memory(
     sizes = CachedCosts(defaultdict(lambda: FREE_CALL), plan.allocator, FUSED_ATTENTION)
     graph = profiled(replace(target, targets=None), plan.microbatches, captured, sizes)
     ranges = LiveRanges.of(graph, plan.options)
+    copies = weight_copies(plan.schedule.name, plan.schedule.placement)
     footprints = [
         footprint_of(
             ranges,
@@ -143,6 +145,7 @@ def _memory(
             [name for name, stage in stages.items() if stage == index],
             regions.get(index, ()),
             encoded_runs.get(index, ()),
+            copies[index],
         )
         for index in range(plan.k)
     ]

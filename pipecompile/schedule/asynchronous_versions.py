@@ -41,7 +41,6 @@ __all__ = [
     "PipelineSize",
     "VersionRule",
     "rule_of",
-    "weight_copies",
     "with_versions",
 ]
 
@@ -60,11 +59,13 @@ class VersionRule:
 
     `version(size, stage, microbatch)` is the version that its actions in a stage use, and
     `update(size, microbatch)` the number of the optimizer step that its gradient is part of.
+    `copies(stage, ranks)` is how many versions a stage holds at most, the newest included.
     """
 
     weight_versions: WeightVersions
     version: Callable[[PipelineSize, int, int], int]
     update: Callable[[PipelineSize, int], int]
+    copies: Callable[[int, int], int]
 
 
 def _stashed(size: PipelineSize, stage: int, microbatch: int) -> int:
@@ -103,22 +104,21 @@ def _update_of_each_minibatch(size: PipelineSize, microbatch: int) -> int:
     return microbatch // size.microbatches
 
 
-STASHED = VersionRule("stashed", _stashed, _update_of_each_microbatch)
-VERTICAL_SYNC = VersionRule("vertical-sync", _vertical_sync, _update_of_each_microbatch)
-DOUBLE_BUFFERED = VersionRule("double-buffered", _double_buffered, _update_of_each_minibatch)
-
+STASHED = VersionRule(
+    "stashed", _stashed, _update_of_each_microbatch, lambda stage, ranks: ranks - stage
+)
+VERTICAL_SYNC = VersionRule(
+    "vertical-sync", _vertical_sync, _update_of_each_microbatch, lambda stage, ranks: ranks
+)
+DOUBLE_BUFFERED = VersionRule(
+    "double-buffered", _double_buffered, _update_of_each_minibatch, lambda stage, ranks: 2
+)
 _RULES = {rule.weight_versions: rule for rule in (STASHED, VERTICAL_SYNC, DOUBLE_BUFFERED)}
 
 
 def rule_of(weight_versions: WeightVersions) -> VersionRule | None:
     """Return the rule of that name; None for synchronous weights."""
     return _RULES.get(weight_versions)
-
-
-def weight_copies(weight_versions: WeightVersions, stage: int, ranks: int) -> int:
-    """Return how many copies of its weights a stage holds at most, the newest included."""
-    copies = {"stashed": ranks - stage, "vertical-sync": ranks, "double-buffered": 2}
-    return copies.get(weight_versions, 1)
 
 
 def with_versions(

@@ -23,6 +23,7 @@ from pipecompile.schedule.named_orders import (
     SPLIT,
     fitting_names,
     generate,
+    lasting_microbatches,
     peak_in_flight,
     required_placement,
 )
@@ -108,7 +109,8 @@ def representative_schedule(options: Options, placement: Sequence[int]) -> str:
 def in_flight_counts(options: Options, placement: Sequence[int]) -> tuple[int, ...]:
     """Return for each stage how many microbatches it holds between forward and backward."""
     name = representative_schedule(options, placement)
-    return peak_in_flight(name, placement, options.microbatches)
+    lasting = lasting_microbatches(name, max(placement) + 1, options.microbatches)
+    return peak_in_flight(name, placement, lasting)
 
 
 @lru_cache(maxsize=8)
@@ -124,7 +126,8 @@ def snapshots_of(
     `recompute` says that its stages recompute, `except_last` that the step's last microbatch is not
     recomputed.
     """
-    schedule = generate(name, placement, microbatches, recompute, except_last=except_last)
+    lasting = lasting_microbatches(name, max(placement) + 1, microbatches)
+    schedule = generate(name, placement, lasting, recompute, except_last=except_last)
     # No times are known yet: messages count as received as early as they may be.
     return tuple(map(peak_snapshots, add_earliest_receives(schedule).rows))
 

@@ -37,8 +37,11 @@ def pipeline_of(target: Target, k: int, schedule: str, microbatches: int, **opti
     )
 
 
-def distance(pipeline: Pipeline, wanted: dict[str, torch.Tensor]) -> float:
-    own = {**dict(pipeline.named_parameters()), **dict(pipeline.named_buffers())}
+def distance(
+    pipeline: Pipeline, wanted: dict[str, torch.Tensor], *, buffers: bool = True
+) -> float:
+    named = [*pipeline.named_parameters(), *(pipeline.named_buffers() if buffers else ())]
+    own: dict[str, torch.Tensor] = dict(named)
     assert own.keys() == wanted.keys()
     return max(
         ((own[name] - value).abs().max() / (1 + value.abs().max())).item()

@@ -23,8 +23,8 @@ Batches = Sequence[tuple[Tensor, Tensor]]
 OPTIMIZERS: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {
     "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.2),
     "momentum": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
-    # The bias of the convolution before the layer norm has no effect: its gradient is noise of 1e-17,
-    # which AdamW would make a step of with its usual eps.
+    # The bias of the convolution before the layer norm has no effect: its gradient is noise of
+    # 1e-17, which AdamW would make a step of with its usual eps.
     "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=0.02, eps=1e-5),
 }
 

@@ -30,7 +30,14 @@ import msgspec
 
 from pipecompile.ir.amount import ZERO, Amount
 from pipecompile.ir.encodings import Encoding
-from pipecompile.ir.footprint import SINGLE, Footprint, MessageStorage, ReceivedTensor, SharedParameter, WeightCopies
+from pipecompile.ir.footprint import (
+    SINGLE,
+    Footprint,
+    MessageStorage,
+    ReceivedTensor,
+    SharedParameter,
+    WeightCopies,
+)
 from pipecompile.ir.graph import Parameter, Tensor
 from pipecompile.memory_model.encodings import EncodedPlaces
 from pipecompile.memory_model.live_ranges import LiveRanges

@@ -132,7 +132,9 @@ class WeightUpdates:
         self._sums: dict[int, dict[int, Gradients]] = defaultdict(lambda: defaultdict(dict))
         self._norms: dict[int, _Norm] = defaultdict(_Norm)
 
-    def continue_sums(self, stage: int, version: int, leaves: Mapping[nn.Parameter, Tensor]) -> None:
+    def continue_sums(
+        self, stage: int, version: int, leaves: Mapping[nn.Parameter, Tensor]
+    ) -> None:
         """Let the backward of a microbatch add to what is summed already, by its `leaves`."""
         sums = self._sums[version][stage]
         for parameter, leaf in leaves.items():

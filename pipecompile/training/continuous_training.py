@@ -3,8 +3,8 @@
 The plan's schedule says which weights a microbatch reads. What a caller sees is an iterator of
 losses; between two of them each process performs actions until one more minibatch has gone back:
 
-    for loss in pipeline.train(batches, factory)        0F0 0F1 0F2 0B0 0STEP0@1 │ 0F3 0B1 0STEP1@2 │ …
-                                                                   first loss ┘        second ┘
+    for loss in pipeline.train(…)     0F0 0F1 0F2 0B0 0STEP0@1 │ 0F3 0B1 0STEP1@2 │ …
+                                                    first loss ┘       second loss ┘
 
 All processes read as many minibatches ahead as the first stage needs, so that they agree on where
 the pipeline would be emptied.
@@ -36,7 +36,6 @@ from pipecompile.runtime.weight_versions import WeightVersions
 from pipecompile.schedule.asynchronous_versions import PipelineSize, rule_of
 from pipecompile.schedule.continuous_order import ContinuousOrder, UpdatedWeights
 from pipecompile.training.batch_reader import BatchReader, input_and_target
-from pipecompile.training.program import Program
 from pipecompile.training.programs import Programs
 from pipecompile.training.runner import Runner
 from pipecompile.training.stage_optimizers import StageOptimizers, owned_parameters
@@ -62,7 +61,8 @@ class ContinuousTraining(Iterator[Any]):
     """The losses of `batches`, pairs of an input and a target, as a pipeline trains on them.
 
     `optimizers` step the weights of each stage. With `max_norm` all gradients of an update are
-    scaled to a norm of at most that. `run` counts the minibatches that have been trained on.
+    scaled to a norm of at most that. `run` counts the minibatches that have been trained on. A
+    training that `has_failed` cannot go on, since what was in flight is lost.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class ContinuousTraining(Iterator[Any]):
         self._flow: _Flow | None = None
         self._done = self._read = 0  # minibatches since training began
         self._losses: deque[Any] = deque()
-        self._has_failed = False
+        self.has_failed = False
 
     def __iter__(self) -> Self:
         return self
@@ -119,9 +119,26 @@ class ContinuousTraining(Iterator[Any]):
         """How many minibatches have gone back since training began with version 0."""
         return self._done
 
+    @property
+    def rule(self) -> tuple[str, int, int]:
+        """The schedule, the number of stages and that of microbatches, which decide the versions
+        of weights.
+        """
+        return self._parts.plan.schedule.name, self._size.ranks, self._size.microbatches
+
+    def older_versions(self, owner: int, done: int) -> range:
+        """Return by how many updates the versions lie before the newest that the weights of a stage
+        still need after `done` minibatches.
+        """
+        microbatch = done * self._size.microbatches
+        newest = self._rule.update(self._size, microbatch)
+        oldest = self._rule.version(self._size, owner, microbatch)
+        return range(1, newest - oldest + 1)
+
     def restore(self, done: int, older: Mapping[int, Mapping[int, tuple[Tensor, ...]]]) -> None:
         """Go on after `done` minibatches: the parameters are the newest version, and `older` ones
-        are given by owner and version. InputError if minibatches are in flight.
+        are given by owner and by how many updates they lie before it. InputError if this training
+        has begun.
         """
         if self._flow is not None:
             raise InputError(
@@ -131,7 +148,8 @@ class ContinuousTraining(Iterator[Any]):
         self._done = self._read = done
         newest = self._rule.update(self._size, done * self._size.microbatches)
         for owner, weights in self.weights.items():
-            weights.versions.restore(older[owner], newest)
+            before = {newest - lag: values for lag, values in older.get(owner, {}).items()}
+            weights.versions.restore(before, newest)
 
     # -- minibatches
 
@@ -151,9 +169,7 @@ class ContinuousTraining(Iterator[Any]):
             self._flow.sizes[self._read] = sizes
             self._read += 1
 
-    def _minibatch(
-        self, batch: Any, target: Any, number: int
-    ) -> tuple[Minibatch, MicrobatchSizes]:
+    def _minibatch(self, batch: Any, target: Any, number: int) -> tuple[Minibatch, MicrobatchSizes]:
         """Return a batch cut into microbatches; InputError unless it is like `sample_input`."""
         parts = self._parts
         cut = parts.data.read_planned(batch)
@@ -162,8 +178,9 @@ class ContinuousTraining(Iterator[Any]):
         if cut.shape or len(cut.rows) != planned or sizes.remainder is not None:
             raise InputError(
                 f"the batch has {sizes.samples} samples, but under schedule "
-                f"{parts.plan.schedule.name!r} all of them have the shape and size of sample_input: "
-                "they share the pipeline; drop the last batch if it is smaller (drop_last=True)"
+                f"{parts.plan.schedule.name!r} all of them have the shape and size of "
+                "sample_input: they share the pipeline; drop the last batch if it is smaller "
+                "(drop_last=True)"
             )
         with parts.target.precision():
             if parts.programs.current(0) is not self._program:
@@ -203,16 +220,16 @@ class ContinuousTraining(Iterator[Any]):
     @contextmanager
     def _watched(self, name: str) -> Iterator[None]:
         """Trace a failure in the block to the rank at fault. After one the training is over."""
-        if self._has_failed:
+        if self.has_failed:
             raise InputError(
-                "a minibatch in flight has failed, and the others with it; load the last checkpoint "
-                "and train from there"
+                "a minibatch in flight has failed, and the others with it; load the last "
+                "checkpoint and train from there"
             )
         watch = self._parts.runner.watch
-        self._has_failed = True
+        self.has_failed = True
         with nullcontext() if watch is None else watch.watched(name):
             yield
-        self._has_failed = False
+        self.has_failed = False
 
     # -- the flow through the stages
 
@@ -292,4 +309,3 @@ class _Flow:
     minibatches: MinibatchesInFlight
     messages: Messages | None
     sizes: dict[int, MicrobatchSizes]
-

@@ -31,7 +31,7 @@ from pipecompile.runtime.rank_step import Minibatch, StepResult
 from pipecompile.runtime.shards import gradient_parts
 from pipecompile.schedule.simulator import simulate_plan
 from pipecompile.training.batch_reader import BatchReader
-from pipecompile.training.checkpoint import Checkpoint
+from pipecompile.training.checkpoint import Checkpoint, given
 from pipecompile.training.continuous_training import ContinuousTraining, PipelineParts
 from pipecompile.training.held_model import HeldModel
 from pipecompile.training.materialisation import allocate, check_all_set, initialise, lacks_values
@@ -49,6 +49,7 @@ from pipecompile.training.run_conditions import (
 )
 from pipecompile.training.run_recorder import RunRecorder
 from pipecompile.training.runner import Runner
+from pipecompile.training.saved_versions import SavedVersions
 from pipecompile.training.stage_optimizers import (
     OptimizerFactory,
     SchedulerFactory,
@@ -159,17 +160,22 @@ class Pipeline(HeldModel):
         """Return the checkpoint of a run, which can be saved and loaded on any number of ranks.
 
         It holds the model's state and that of `optimizer`, `scheduler` and `scaler`, `steps` and
-        `seed`, random generators, and in `data` where the run is in its data.
+        `seed`, random generators, and in `data` where the run is in its data. After
+        `train(batches, factory)` it has the optimizers and schedulers of that run, unless others
+        are given, and the versions of weights that the run still reads; a save then drains it.
         """
+        own = self._optimizers if optimizer is None else None
+        training = self._training
         return Checkpoint(
             self._target.model,
             self._share,
             self,
-            optimizer=optimizer,
-            scheduler=scheduler,
+            optimizers=given(optimizer) if own is None else list(own.optimizers.values()),
+            schedulers=given(scheduler) if own is None else list(own.schedulers.values()),
             scaler=scaler,
             data=data,
-            check_complete=self._gradients.check_none_aside,
+            versions=None if training is None else SavedVersions(training, self.named_parameters()),
+            check_complete=self._check_savable,
         )
 
     # -- training and evaluation
@@ -267,6 +273,7 @@ class Pipeline(HeldModel):
         A batch may have any number of samples, also more than planned. Outputs are what the model
         computes in eval mode while gradients are on, even if it takes a shortcut without them.
         """
+        self.drain()
         name = f"the evaluation after {self.steps} steps"
         # Each evaluation draws other numbers, and none that a step draws. It is counted before
         # anything is refused, so that all ranks count alike.
@@ -391,6 +398,26 @@ class Pipeline(HeldModel):
         if self._share.is_distributed:
             self._runner.equalise()
 
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Load a checkpoint of the original model; InputError names what is missing, unknown or of
+        another shape. Minibatches in flight go back before.
+        """
+        self.drain()
+        super().load_state_dict(state)
+
+    def full_state_dict(self) -> dict[str, Any] | None:
+        """Return the whole model's state on rank 0, on the CPU, for the unsplit model; None
+        elsewhere. Minibatches in flight go back before.
+
+        Call it on all ranks.
+        """
+        self.drain()
+        return super().full_state_dict()
+
+    def _check_savable(self) -> None:
+        self.drain()
+        self._gradients.check_none_aside()
+
     # -- what a step needs
 
     def _trained_on(
@@ -401,6 +428,8 @@ class Pipeline(HeldModel):
         max_norm: float | None,
     ) -> Iterator[Any]:
         """Return what `train` does on minibatches."""
+        if self._training is not None and self._training.has_failed:
+            self._training = None
         self.drain()
         plan, model = self.plan, self._target.model
         refuse_without_gradients(plan.schedule)

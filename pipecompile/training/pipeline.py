@@ -330,6 +330,7 @@ class Pipeline(HeldModel):
     def train(
         self,
         batches: Iterable[Any],
+        /,
         optimizer: OptimizerFactory,
         scheduler: SchedulerFactory | None = None,
         *,
@@ -342,7 +343,6 @@ class Pipeline(HeldModel):
         optimizer: OptimizerFactory | None = None,
         scheduler: SchedulerFactory | None = None,
         *,
-        batches: Iterable[Any] | None = None,
         max_norm: float | None = None,
     ) -> Any:
         """Put all modules into train mode, or into eval mode; or train on many minibatches:
@@ -363,8 +363,7 @@ class Pipeline(HeldModel):
             self.drain()
             self._target.model.train(mode)
             return self
-        given = mode if batches is None else batches
-        return self._trained_on(given, optimizer, scheduler, max_norm)
+        return self._trained_on(mode, optimizer, scheduler, max_norm)
 
     def drain(self) -> None:
         """Let the minibatches in flight go back, of a run that `train` has begun. Every rank calls

@@ -68,8 +68,10 @@ class StageOptimizers:
 
     def step(self) -> None:
         """Step all optimizers, and then all schedulers."""
-        for each in (*self.optimizers.values(), *self.schedulers.values()):
-            each.step()
+        for optimizer in self.optimizers.values():
+            optimizer.step()
+        for scheduler in self.schedulers.values():
+            scheduler.step()
 
 
 def _checked(made: Any, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:

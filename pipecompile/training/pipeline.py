@@ -43,6 +43,7 @@ from pipecompile.training.run_conditions import (
     refuse_shared_memory,
     refuse_untrainable,
     refuse_without_gradients,
+    refuse_without_steps,
     warn_of_averages,
     warn_of_other_replicas,
     warn_of_other_shards,
@@ -259,6 +260,7 @@ class Pipeline(HeldModel):
         sent; on GPUs the peak of the allocator, whose statistics it resets. Every rank enters the
         block and leaves it. `run.run` is the result, on rank 0.
         """
+        refuse_without_steps(self.plan.schedule, "record() is of steps")
         place, device = self._share.place, self._runner.device
         return RunRecorder().recording(self.plan, place, device, self._recorders)
 
@@ -308,6 +310,7 @@ class Pipeline(HeldModel):
         Returns the norm before, the same on every rank: that of the unsplit model's gradients. A
         tied parameter counts once. After `step`, and with a scaler after its `unscale_`.
         """
+        refuse_without_steps(self.plan.schedule, "clip_grad_norm_() is for what a step leaves")
         named = self.named_parameters()
         counted = gradient_parts(each for name, each in named if self._share.counts(name))
         with self._watched(f"the clipping after {self.steps} steps"):

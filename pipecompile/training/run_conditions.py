@@ -28,6 +28,7 @@ __all__ = [
     "refuse_shared_memory",
     "refuse_untrainable",
     "refuse_without_gradients",
+    "refuse_without_steps",
     "warn_of_averages",
     "warn_of_other_replicas",
     "warn_of_other_shards",
@@ -170,6 +171,16 @@ def refuse_untrainable(schedule: Schedule) -> None:
             "step leaves gradients for an optimizer of yours; write `for loss in pipeline.train("
             "batches, lambda parameters: torch.optim.SGD(parameters, lr=0.1))`, or plan with a "
             "synchronous schedule such as '1f1b'"
+        )
+
+
+def refuse_without_steps(schedule: Schedule, what: str) -> None:
+    """Raise InputError for something that belongs to steps, under a schedule without any."""
+    if schedule.weight_versions != "synchronous":
+        raise InputError(
+            f"{what}, but under schedule {schedule.name!r} minibatches follow each other without "
+            "steps, and gradients are gone when a loss is there; plan with a synchronous schedule "
+            "such as '1f1b', or see train(batches, factory)"
         )
 
 

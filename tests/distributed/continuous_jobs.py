@@ -34,6 +34,39 @@ def trained(
     return found
 
 
+def resumed(schedule: str, microbatches: int, folder: str) -> tuple[int, bool, bool]:
+    """Train with a drain, an evaluation and a checkpoint on the way, and from that checkpoint.
+
+    Returns how many minibatches the checkpoint has, and whether either ends bit for bit where an
+    undisturbed run does.
+    """
+    batches = batches_of(MICROBATCH * microbatches, 8)
+    optimizer = OPTIMIZERS["momentum"]
+    through, disturbed, again = (
+        run_of(2, 1, schedule=schedule, microbatches=microbatches).pipeline for _ in range(3)
+    )
+    list(through.train(batches, optimizer))
+    losses = disturbed.train(batches, optimizer)
+    for _ in range(3):
+        next(losses)
+    disturbed.evaluate(batches[0][0])
+    disturbed.checkpoint().save(folder)
+    done = disturbed.steps
+    list(losses)
+    rest = iter(batches)
+    losses = again.train(rest, optimizer)
+    again.checkpoint().load(folder)
+    for _ in range(again.steps):
+        next(rest)
+    list(losses)
+    return done, _is_same(disturbed, through), _is_same(again, through)
+
+
+def _is_same(one: Pipeline, other: Pipeline) -> bool:
+    pairs = zip(one.parameters(), other.parameters(), strict=True)
+    return all(torch.equal(left, right) for left, right in pairs)
+
+
 def _loss_distance(losses: list[Any], wanted: list[float]) -> float:
     assert len(losses) == len(wanted)
     pairs = zip(losses, wanted, strict=True)

@@ -29,3 +29,27 @@ def test_ranks_follow_the_recurrence(
         folder=str(tmp_path),
     ):
         assert all(max(distances) <= EXACT for distances in found.values()), found
+
+
+@pytest.mark.one_case_in(2)
+@pytest.mark.parametrize(("ranks", "replicas"), [(2, 1), (2, 2)])
+def test_the_norm_is_that_of_all_ranks(
+    workers: Workers, tmp_path: Path, ranks: int, replicas: int
+) -> None:
+    """Of a tied parameter too, which counts once: each rank steps by itself, a minibatch later."""
+    args = ranks, replicas, "pipedream-2bw", 2
+    for found in workers.run(
+        ranks * replicas, jobs.trained, *args, max_norm=0.1, folder=str(tmp_path)
+    ):
+        assert all(max(distances) <= EXACT for distances in found.values()), found
+
+
+@pytest.mark.one_case_in(3)
+@pytest.mark.parametrize("schedule", ["pipedream-2bw", "pipedream", "pipedream-vertical-sync"])
+def test_a_run_that_is_saved_on_the_way_goes_on_as_it_would_have(
+    workers: Workers, tmp_path: Path, schedule: str
+) -> None:
+    args = schedule, RULES[schedule], str(tmp_path / "checkpoint")
+    for done, *are_same in workers.run(2, jobs.resumed, *args, folder=str(tmp_path)):
+        assert 3 <= done < 8
+        assert all(are_same)

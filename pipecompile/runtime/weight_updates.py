@@ -72,7 +72,7 @@ class OwnedWeights:
 
 
 @dataclass
-class _TiedSum:
+class _GradientOnItsWay:
     """The gradient of a tied parameter on its way, and on how many of the `ranks` it is missing."""
 
     parameter: nn.Parameter
@@ -92,7 +92,7 @@ class _TiedSum:
 class _ClosedUpdate:
     """The gradients of an update, and the sums over ranks that some of them still wait for."""
 
-    tied: list[_TiedSum]
+    tied: list[_GradientOnItsWay]
     gradients: Gradients = field(default_factory=dict)
 
     def wait(self, deadline: Deadline) -> None:
@@ -187,14 +187,14 @@ class WeightUpdates:
         if not any(by_stage):
             del self._sums[version]
 
-    def _sum_tied(self, parameter: nn.Parameter) -> _TiedSum:
+    def _sum_tied(self, parameter: nn.Parameter) -> _GradientOnItsWay:
         """Begin to sum the gradient of a parameter over the ranks that hold it."""
         missing = torch.tensor(float(parameter.grad is None), device=parameter.device)
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
         deadline, group = self._exchange.deadline(), self._groups[parameter]
         works = [deadline.start_all_reduce(each, group) for each in (parameter.grad, missing)]
-        return _TiedSum(parameter, missing, dist.get_world_size(group), works)
+        return _GradientOnItsWay(parameter, missing, dist.get_world_size(group), works)
 
     def _begin_norm(self, parameters: Sequence[nn.Parameter], version: int) -> None:
         """Add the gradients of a stage to the norm of all, and begin to sum it over ranks."""

@@ -85,7 +85,7 @@ class ContinuousTraining(Iterator[Any]):
         self._max_norm = max_norm
         owned = owned_parameters(self._program, parts.target.model, parts.share)
         self.weights = {owner: self._weights(owner, each) for owner, each in owned.items()}
-        self._flow: _Flow | None = None
+        self._flow: _MinibatchFlow | None = None
         self._done = self._read = 0  # minibatches since training began
         self._losses: deque[Any] = deque()
         self.has_failed = False
@@ -222,8 +222,8 @@ class ContinuousTraining(Iterator[Any]):
         """Trace a failure in the block to the rank at fault. After one the training is over."""
         if self.has_failed:
             raise InputError(
-                "a minibatch in flight has failed, and the others with it; load the last "
-                "checkpoint and train from there"
+                "a minibatch in flight has failed, and the others with it; call train(batches, "
+                "factory) once more, and load the last checkpoint before the first loss"
             )
         watch = self._parts.runner.watch
         self.has_failed = True
@@ -233,7 +233,7 @@ class ContinuousTraining(Iterator[Any]):
 
     # -- the flow through the stages
 
-    def _begun(self, first: Minibatch) -> _Flow:
+    def _begun(self, first: Minibatch) -> _MinibatchFlow:
         """Return an empty flow, once all ranks agree on the first minibatch."""
         parts, program = self._parts, self._program
         stages = parts.runner.untied_stages(program)
@@ -268,7 +268,7 @@ class ContinuousTraining(Iterator[Any]):
             messages=messages is not None,
             first=self._done * each,
         )
-        return _Flow(order, minibatches, messages, {})
+        return _MinibatchFlow(order, minibatches, messages, {})
 
     def _weights(self, owner: int, parameters: Sequence[nn.Parameter]) -> OwnedWeights:
         version = partial(self._rule.version, self._size, owner)
@@ -299,7 +299,7 @@ class ContinuousTraining(Iterator[Any]):
 
 
 @dataclass
-class _Flow:
+class _MinibatchFlow:
     """Minibatches on their way: the order of actions, and what performs them.
 
     `sizes` are those of the microbatches of each minibatch.

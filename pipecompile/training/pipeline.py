@@ -31,8 +31,9 @@ from pipecompile.runtime.rank_step import Minibatch, StepResult
 from pipecompile.runtime.shards import gradient_parts
 from pipecompile.schedule.simulator import simulate_plan
 from pipecompile.training.batch_reader import BatchReader
-from pipecompile.training.checkpoint import Checkpoint, given
-from pipecompile.training.continuous_training import ContinuousTraining, PipelineParts
+from pipecompile.training.begun_training import BegunTraining
+from pipecompile.training.checkpoint import Checkpoint
+from pipecompile.training.continuous_training import PipelineParts
 from pipecompile.training.held_model import HeldModel
 from pipecompile.training.materialisation import allocate, check_all_set, initialise, lacks_values
 from pipecompile.training.parallel_stages import Parallelize, refuse_parallelize
@@ -42,7 +43,6 @@ from pipecompile.training.run_conditions import (
     check_links,
     refuse_shared_memory,
     refuse_untrainable,
-    refuse_without_gradients,
     refuse_without_steps,
     warn_of_averages,
     warn_of_other_replicas,
@@ -50,15 +50,8 @@ from pipecompile.training.run_conditions import (
 )
 from pipecompile.training.run_recorder import RunRecorder
 from pipecompile.training.runner import Runner
-from pipecompile.training.saved_versions import SavedVersions
-from pipecompile.training.stage_optimizers import (
-    OptimizerFactory,
-    SchedulerFactory,
-    StageOptimizers,
-    owned_parameters,
-)
+from pipecompile.training.stage_optimizers import OptimizerFactory, SchedulerFactory
 from pipecompile.training.step_loss import StepLoss
-from pipecompile.training.synchronous_training import train_by_steps
 
 __all__ = ["Pipeline"]
 
@@ -118,8 +111,12 @@ class Pipeline(HeldModel):
         self._recorders: list[ActionRecorder] = []
         self._gradients = StepGradients()
         self._batch_norms = MinibatchStatistics(self._share.place.replica_group)
-        self._training: ContinuousTraining | None = None
-        self._optimizers: StageOptimizers | None = None
+        self._training = BegunTraining(
+            PipelineParts(
+                plan, target, self._share, self._programs, self._runner, self._data, self._loss
+            ),
+            self,
+        )
         if was_on_meta:
             self._set_values(weights)
         if parallelize is not None:
@@ -165,17 +162,16 @@ class Pipeline(HeldModel):
         `train(batches, factory)` it has the optimizers and schedulers of that run, unless others
         are given, and the versions of weights that the run still reads; a save then drains it.
         """
-        own = self._optimizers if optimizer is None else None
         training = self._training
         return Checkpoint(
             self._target.model,
             self._share,
             self,
-            optimizers=given(optimizer) if own is None else list(own.optimizers.values()),
-            schedulers=given(scheduler) if own is None else list(own.schedulers.values()),
+            optimizers=training.optimizers if optimizer is None else [optimizer],
+            schedulers=training.schedulers if scheduler is None else [scheduler],
             scaler=scaler,
             data=data,
-            versions=None if training is None else SavedVersions(training, self.named_parameters()),
+            versions=training.versions(self.named_parameters()),
             check_complete=self._check_savable,
         )
 
@@ -366,14 +362,14 @@ class Pipeline(HeldModel):
             self.drain()
             self._target.model.train(mode)
             return self
-        return self._trained_on(mode, optimizer, scheduler, max_norm)
+        begin = partial(self._training.begin, step=self.step, clip=self.clip_grad_norm_)
+        return begin(mode, optimizer, scheduler, max_norm)
 
     def drain(self) -> None:
         """Let the minibatches in flight go back, of a run that `train` has begun. Every rank calls
         it after the same loss; the run goes on as if nobody had.
         """
-        if self._training is not None:
-            self._training.drain()
+        self._training.drain()
 
     def eval(self) -> Self:
         """Put all modules into eval mode."""
@@ -400,54 +396,11 @@ class Pipeline(HeldModel):
         if self._share.is_distributed:
             self._runner.equalise()
 
-    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Load a checkpoint of the original model; InputError names what is missing, unknown or of
-        another shape. Minibatches in flight go back before.
-        """
-        self.drain()
-        super().load_state_dict(state)
-
-    def full_state_dict(self) -> dict[str, Any] | None:
-        """Return the whole model's state on rank 0, on the CPU, for the unsplit model; None
-        elsewhere. Minibatches in flight go back before.
-
-        Call it on all ranks.
-        """
-        self.drain()
-        return super().full_state_dict()
-
     def _check_savable(self) -> None:
         self.drain()
         self._gradients.check_none_aside()
 
     # -- what a step needs
-
-    def _trained_on(
-        self,
-        batches: Iterable[Any],
-        optimizer: OptimizerFactory,
-        scheduler: SchedulerFactory | None,
-        max_norm: float | None,
-    ) -> Iterator[Any]:
-        """Return what `train` does on minibatches."""
-        if self._training is not None and self._training.has_failed:
-            self._training = None
-        self.drain()
-        plan, model = self.plan, self._target.model
-        refuse_without_gradients(plan.schedule)
-        owned = owned_parameters(self._programs.planned, model, self._share)
-        if plan.schedule.weight_versions == "synchronous":
-            self._training = None
-            self._optimizers = StageOptimizers.made_by(optimizer, scheduler, owned)
-            clip = None if max_norm is None else partial(self.clip_grad_norm_, max_norm)
-            return train_by_steps(batches, self._optimizers, self.step, self.zero_grad, clip)
-        self._runner.refuse_in_flight(max_norm)
-        self._optimizers = StageOptimizers.made_by(optimizer, scheduler, owned)
-        parts = PipelineParts(
-            plan, self._target, self._share, self._programs, self._runner, self._data, self._loss
-        )
-        self._training = ContinuousTraining(parts, self, batches, self._optimizers, max_norm)
-        return self._training
 
     def _train(
         self,

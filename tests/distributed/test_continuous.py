@@ -13,7 +13,7 @@ EXACT = 1e-12
 RULES = {"pipedream": 1, "pipedream-vertical-sync": 1, "pipedream-2bw": 2}
 
 
-@pytest.mark.one_case_in(3)
+@pytest.mark.one_case_in(4)
 @pytest.mark.parametrize(("ranks", "replicas"), [(2, 1), (2, 2), (3, 1)])
 @pytest.mark.parametrize("schedule", RULES)
 def test_ranks_follow_the_recurrence(

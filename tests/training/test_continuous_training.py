@@ -61,6 +61,7 @@ def oracle_of(microbatches: int) -> tuple[Target, DelayedGradients]:
     return target, DelayedGradients(target, pipeline_of(target, 2, "1f1b", microbatches).plan)
 
 
+@pytest.mark.one_case_in(4)
 @pytest.mark.parametrize("k", [2, 3, 4])
 @pytest.mark.parametrize("schedule", RULES)
 def test_every_rule_is_its_recurrence(schedule: str, k: int) -> None:
@@ -233,6 +234,57 @@ def test_synchronous_schedules_are_trained_in_the_same_loop() -> None:
         stepped.clip_grad_norm_(0.1)
         optimizer.step()
     assert_same(state_of(pipeline), state_of(stepped))
+
+
+def test_vertical_sync_is_another_rule() -> None:
+    pipelines = [chain_of(name) for name in ("pipedream", "pipedream-vertical-sync")]
+    plain, synced = (
+        torch.stack(list(each.train(chain_batches(4), sgd))).tolist() for each in pipelines
+    )
+    assert plain[0] != pytest.approx(synced[0], rel=1e-6)
+
+
+def test_sums_are_not_divided() -> None:
+    batches = chain_batches(4)
+    mean, total = (
+        chain_of("pipedream-2bw", loss_reduction=reduction) for reduction in ("mean", "sum")
+    )
+    losses = [
+        list(each.train(batches, optimizer)) for each, optimizer in ((mean, sgd), (total, quarter))
+    ]
+    # Four microbatches at a quarter of the rate.
+    assert torch.allclose(torch.stack(losses[0]) * 4, torch.stack(losses[1]), rtol=EXACT)
+
+
+def quarter(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.05 / 4)
+
+
+class Overlapping(nn.Module):
+    """Two parameters with a row in common."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        rows = torch.randn(3, 4)
+        self.first, self.second = nn.Parameter(rows[:2]), nn.Parameter(rows[1:])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(x @ self.first.T) @ self.second
+
+
+def test_parameters_in_the_same_memory_are_refused() -> None:
+    x = torch.randn(4, 4)
+    pipeline = pipecompile(
+        Overlapping(),
+        x,
+        k=2,
+        schedule="pipedream",
+        loss_fn=nn.functional.mse_loss,
+        costs="flops",
+        self_check=False,
+    )
+    with pytest.raises(InputError, match="first and second are parameters in the same memory"):
+        pipeline.train([(x, x)], sgd)
 
 
 def test_modes_are_switched_by_the_same_name() -> None:

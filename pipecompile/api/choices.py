@@ -25,7 +25,7 @@ from pipecompile.ir.serialization import read
 from pipecompile.ir.size import parse_caps
 from pipecompile.layouts.layout import Layout
 from pipecompile.layouts.reading import layout_text, read_layout
-from pipecompile.schedule.named_orders import ASYNCHRONOUS, MAY_SPLIT, required_placement
+from pipecompile.schedule.named_orders import MAY_SPLIT, required_placement
 from pipecompile.schedule.selection import placements
 
 __all__ = ["Choices", "check_names", "check_together", "requested_options", "unknown_costs"]
@@ -141,8 +141,6 @@ def _checked_value(option: Option, value: Any) -> Any:
             raise InputError(f"{option.name}={value!r} must be a whole number")
         if value < 1:
             raise InputError(f"{option.name}={value}, but {LEAST[option.name]}")
-    if option.name == "schedule" and value in ASYNCHRONOUS:
-        return value  # `placements` says why no plan has such a schedule
     if option.choices:
         return known_name(option.name, value, option.choices)
     return value

@@ -41,7 +41,7 @@ from pipecompile.partition.summation import gradient_sum_order
 from pipecompile.recompute.planner import RecomputePlanner
 from pipecompile.recompute.policies import StageSlice
 from pipecompile.recompute.stages import stages_of
-from pipecompile.schedule.named_orders import MAY_SPLIT
+from pipecompile.schedule.named_orders import MAY_SPLIT, held_microbatches
 from pipecompile.schedule.selection import (
     in_flight_counts,
     named_schedule,
@@ -287,9 +287,8 @@ def rank_excess_bytes(
         bool(recomputed),
         options.recompute == "except-last",
     )
-    memory = rank_memory(
-        footprints, snapshots[rank], microbatches=options.microbatches, allocator=allocator
-    )
+    held = held_microbatches(options.schedule, max(placement) + 1, options.microbatches)
+    memory = rank_memory(footprints, snapshots[rank], microbatches=held, allocator=allocator)
     return max(0, memory.total.bound - caps[rank])
 
 

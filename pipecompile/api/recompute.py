@@ -9,7 +9,7 @@ from pipecompile.ir.plan import Options
 from pipecompile.memory_model.snapshots import Snapshot
 from pipecompile.recompute.planner import RecomputePlanner
 from pipecompile.recompute.schedule_view import ScheduleView
-from pipecompile.schedule.named_orders import MAY_SPLIT
+from pipecompile.schedule.named_orders import MAY_SPLIT, held_microbatches, weight_copies
 from pipecompile.schedule.selection import in_flight_counts, representative_schedule, snapshots_of
 
 __all__ = ["recompute_planner"]
@@ -32,6 +32,12 @@ def _schedule_view(options: Options, placement: tuple[int, ...]) -> ScheduleView
             placement[stage]
         ]
 
+    ranks = max(placement) + 1
     return ScheduleView(
-        placement, in_flight_counts(options, placement), options.schedule in MAY_SPLIT, snapshots
+        placement,
+        in_flight_counts(options, placement),
+        options.schedule in MAY_SPLIT,
+        snapshots,
+        held_microbatches(name, ranks, options.microbatches),
+        weight_copies(name, placement),
     )

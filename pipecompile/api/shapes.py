@@ -28,6 +28,7 @@ from pipecompile.ir.size import size_text
 from pipecompile.memory_model.live_ranges import LiveRanges
 from pipecompile.memory_model.stage import footprint_of
 from pipecompile.runtime import world
+from pipecompile.schedule.named_orders import weight_copies
 from pipecompile.schedule.stages import memory_by_rank
 from pipecompile.training.materialisation import lacks_values
 from pipecompile.training.programs import DeclaredShape
@@ -138,6 +139,7 @@ def _memory(
     graph = profiled(replace(target, targets=None), plan.microbatches, captured, sizes)
     graph = planned_graph(graph, plan.options)
     ranges = LiveRanges.of(graph, plan.options)
+    copies = weight_copies(plan.schedule.name, plan.schedule.placement)
     footprints = [
         footprint_of(
             ranges,
@@ -145,6 +147,7 @@ def _memory(
             [name for name, stage in stages.items() if stage == index],
             regions.get(index, ()),
             encoded_runs.get(index, ()),
+            copies[index],
         )
         for index in range(plan.k)
     ]

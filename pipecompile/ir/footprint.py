@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import NamedTuple
 
 import msgspec
 
@@ -12,12 +13,26 @@ from pipecompile.ir.serialization import Value
 __all__ = [
     "AMOUNT_FIELDS",
     "EMPTY_FOOTPRINT",
+    "SINGLE",
     "Footprint",
     "MessageStorage",
     "ReceivedTensor",
     "SharedParameter",
+    "WeightCopies",
     "total_size",
 ]
+
+
+class WeightCopies(NamedTuple):
+    """How many copies of its trained parameters a stage holds at most, the newest included: of its
+    own, and of those that an earlier stage reads too, whose versions are that stage's.
+    """
+
+    own: int = 1
+    of_earlier_stages: int = 1
+
+
+SINGLE = WeightCopies()
 
 
 class SharedParameter(Value, frozen=True, kw_only=True):
@@ -62,8 +77,9 @@ def total_size(storages: Iterable[MessageStorage | ReceivedTensor]) -> Amount:
 class Footprint(Value, frozen=True, kw_only=True):
     """What one stage holds: always, for each microbatch in flight, and at most while it computes.
 
-    Always: `parameters`, `gradients` and `optimizer`; what other stages read too is `shared`. The
-    `kv_cache` is that of the tokens which a plan for inference reserves.
+    Always: `parameters`, `gradients` and `optimizer`; what other stages read too is `shared`. Older
+    versions of weights that microbatches in flight read are among `parameters`. The `kv_cache` is
+    that of the tokens which a plan for inference reserves.
 
     For a microbatch: `activations` from its forward to its backward, and `sent_outputs` (part of
     them) until the step ends. So are the gradients of inputs, which a whole backward makes

@@ -43,6 +43,9 @@ ScheduleName = Literal[
     "v-half",
     "v-min",
     "dualpipe-v",
+    "pipedream",
+    "pipedream-vertical-sync",
+    "pipedream-2bw",
     "forward-only",
     "search",
 ]

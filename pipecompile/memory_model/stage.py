@@ -26,9 +26,18 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 
+import msgspec
+
 from pipecompile.ir.amount import ZERO, Amount
 from pipecompile.ir.encodings import Encoding
-from pipecompile.ir.footprint import Footprint, MessageStorage, ReceivedTensor, SharedParameter
+from pipecompile.ir.footprint import (
+    SINGLE,
+    Footprint,
+    MessageStorage,
+    ReceivedTensor,
+    SharedParameter,
+    WeightCopies,
+)
 from pipecompile.ir.graph import Parameter, Tensor
 from pipecompile.memory_model.encodings import EncodedPlaces
 from pipecompile.memory_model.live_ranges import LiveRanges
@@ -45,12 +54,14 @@ def footprint_of(
     nodes: Iterable[str],
     regions: Iterable[Iterable[str]] = (),
     encoded_runs: Iterable[tuple[Iterable[str], tuple[Encoding, ...]]] = (),
+    weight_copies: WeightCopies = SINGLE,
 ) -> Footprint:
     """Return what the stage of `nodes` holds; nodes `before` it are in earlier stages.
 
     All other nodes are in later stages. `regions` are runs of its nodes that are recomputed, apart
     or one within another. `encoded_runs` are runs apart from these whose saved tensors are encoded,
-    with the encodings. Neither is planned together with a split backward.
+    with the encodings. Neither is planned together with a split backward. Of its weights it holds
+    `weight_copies`.
     """
     # From here on nodes are places: of two nodes the one with the smaller place runs first.
     place = ranges.place
@@ -64,7 +75,9 @@ def footprint_of(
             for names, encodings in encoded_runs
         ],
     )
-    return stage.footprint()
+    footprint = stage.footprint()
+    older = stage.allocator.amount(stage.older_weights(weight_copies))
+    return msgspec.structs.replace(footprint, parameters=footprint.parameters + older)
 
 
 class _StageMemory(StageBackward):
@@ -141,6 +154,14 @@ class _StageMemory(StageBackward):
         for name in self.parameter_readers:
             yield self.graph.parameter_by_name[name].bytes
         yield from self._unnamed_parameters
+
+    def older_weights(self, copies: WeightCopies) -> Iterator[int]:
+        """Yield the sizes of older versions of trained parameters."""
+        for parameter, _ in self.trained_parameters:
+            is_of_earlier = bool(self.ranges.parameter_readers[parameter.name] & self.before)
+            count = copies.of_earlier_stages if is_of_earlier else copies.own
+            yield from [parameter.bytes] * (count - 1)
+        yield from self._unnamed_parameters * (copies.own - 1)
 
     def _part(self, parameter: Parameter) -> Parameter:
         """Return what of a parameter stays on this rank between steps."""

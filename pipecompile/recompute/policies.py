@@ -151,7 +151,12 @@ class RecomputePolicies:
         named = tuple(stage_slice.nodes[start:stop] for start, stop in regions)
         runs = tuple(sorted(encoded_runs, key=lambda run: self.ranges.place[run.nodes[0]]))
         footprint = footprint_of(
-            self.ranges, stage_slice.before, stage_slice.nodes, named, _encodings_by_nodes(runs)
+            self.ranges,
+            stage_slice.before,
+            stage_slice.nodes,
+            named,
+            _encodings_by_nodes(runs),
+            self.view.copies(stage_slice.stage),
         )
         encoding = encoding_ns(runs)
         kind: Literal["regions", "none"] = "regions" if named else "none"
@@ -209,7 +214,7 @@ class RecomputePolicies:
     @property
     def _step_options(self) -> _StepOptions:
         allocator = ALLOCATORS[self.graph.allocator]
-        return {"microbatches": self.options.microbatches, "allocator": allocator}
+        return {"microbatches": self.view.held_microbatches, "allocator": allocator}
 
     @cached_property
     def ranges(self) -> LiveRanges:

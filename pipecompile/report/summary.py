@@ -105,6 +105,13 @@ def _header(plan: Plan) -> Iterator[str]:
     yield f"  step       {time_with_unit(prediction.step_ns, unit)}, bubble {prediction.bubble:.1%}"
     if plan.options.is_inference:
         yield f"  latency    {latency_text(plan)}"
+    if plan.schedule.weight_versions != "synchronous":
+        # Nothing is measured or simulated here: a full pipeline is as fast as its slowest rank.
+        steady = time_with_unit(max(loads) * plan.microbatches, unit)
+        yield (
+            f"  weights    {plan.schedule.weight_versions}; no flush: the step is that of one "
+            f"minibatch alone, in a full pipeline one takes {steady} or more"
+        )
     imbalance = max(loads) * len(loads) / max(sum(loads), 1)
     variance = variance_text(loads, unit)
     yield f"  imbalance  {imbalance:.3f} (largest load / mean load), variance of loads {variance}"

@@ -123,6 +123,14 @@ class DistributedPipeline:
         rank_step.finish()
         return rank_step.result()
 
+    def begin(self, schedule: Schedule, agreement: Agreement, watch: StepWatch) -> Messages:
+        """Return the messages of a run that has no end, on the ranks of `schedule`; none is
+        exchanged before the ranks' `agreement`.
+        """
+        messages = self._messages(schedule)
+        messages.begin(watch.deadline, agreement)
+        return messages
+
     @property
     def history(self) -> int:
         """How many training steps its messages have ended."""

@@ -84,6 +84,7 @@ class Messages:
         self._missing = MissingGradients()
         self._receiving: dict[Action, list[dist.Work]] = {}
         self._sending: list[dist.Work] = []
+        self._sent_before: list[dist.Work] = []
         self._deadline = Deadline()
         self._agreement: Agreement | None = None
 
@@ -190,14 +191,29 @@ class Messages:
         self._flags.clear()
         self._missing.begin_step()
         self._sending.clear()
+        self._sent_before.clear()
+
+    def go_on(self, deadline: Deadline) -> None:
+        """Go on with a run that has no end, whose next minibatch ends by `deadline`.
+
+        It waits until all is sent that was given here before the last call, so that what is kept of
+        it does not grow.
+        """
+        self._deadline = deadline
+        self._wait_for(self._sent_before)
+        self._sent_before, self._sending = self._sending, []
 
     def finish(self) -> None:
         """Wait until everything is sent."""
         self._agree()
-        while self._sending:
-            self._deadline.wait(self._sending.pop())
+        self._wait_for(self._sent_before)
+        self._wait_for(self._sending)
         if self._trains:
             self._missing.end_step()
+
+    def _wait_for(self, works: list[dist.Work]) -> None:
+        while works:
+            self._deadline.wait(works.pop())
 
     def _agree(self) -> None:
         if self._agreement is not None:

@@ -17,6 +17,14 @@ at 0. The versions of the forwards above, with p = 3 ranks (stages s) and 4 micr
               s = 2   0  1  2  3
     vertical-sync     0  0  0  1     on all stages the version that stage 0 had
     double-buffered   0  0  0  0     all four belong to update 0, which uses version 0
+
+The rules hold for a run without end too, in which minibatches follow each other and microbatches
+are numbered through. A stage then holds as many copies of its weights as versions are still read:
+
+                      after each step            copies
+    stashed           j + 1 − (p − 1 − s) … j + 1   p − s
+    vertical-sync     j + 1 − (p − 1) … j + 1       p
+    double-buffered   u, u + 1                      2
 """
 
 from __future__ import annotations
@@ -26,12 +34,20 @@ from dataclasses import dataclass
 
 from pipecompile.ir.schedule import Action, Kind, WeightVersions
 
-__all__ = ["DOUBLE_BUFFERED", "STASHED", "VERTICAL_SYNC", "VersionRule", "with_versions"]
+__all__ = [
+    "DOUBLE_BUFFERED",
+    "STASHED",
+    "VERTICAL_SYNC",
+    "PipelineSize",
+    "VersionRule",
+    "rule_of",
+    "with_versions",
+]
 
 
 @dataclass(frozen=True, slots=True)
 class PipelineSize:
-    """The number of ranks, each of which runs one stage, and the number of microbatches."""
+    """The number of ranks, each of which runs one stage, and of the microbatches of a minibatch."""
 
     ranks: int
     microbatches: int
@@ -43,11 +59,13 @@ class VersionRule:
 
     `version(size, stage, microbatch)` is the version that its actions in a stage use, and
     `update(size, microbatch)` the number of the optimizer step that its gradient is part of.
+    `copies(stage, ranks)` is how many versions a stage holds at most, the newest included.
     """
 
     weight_versions: WeightVersions
     version: Callable[[PipelineSize, int, int], int]
     update: Callable[[PipelineSize, int], int]
+    copies: Callable[[int, int], int]
 
 
 def _stashed(size: PipelineSize, stage: int, microbatch: int) -> int:
@@ -76,25 +94,31 @@ def _double_buffered(size: PipelineSize, stage: int, microbatch: int) -> int:
     """Return max(0, u − 1) for a microbatch of update u: every gradient is delayed by one update.
 
     W(u + 1) = W(u) − ν ∇f(W(u − 1)) (Narayanan et al., Memory-Efficient Pipeline-Parallel DNN
-    Training, arXiv 2006.09503, section 3.1).
+    Training, arXiv 2006.09503, section 3.1). That version is there in time if a minibatch has p − 1
+    microbatches or more.
     """
-    return max(0, _update_of_several_microbatches(size, microbatch) - 1)
+    return max(0, _update_of_each_minibatch(size, microbatch) - 1)
 
 
-def _update_of_several_microbatches(size: PipelineSize, microbatch: int) -> int:
-    """Return the update of a microbatch, where updates are of nearly equal length.
-
-    An update has at least p microbatches, the fewest that the paper allows: 11 microbatches on 4
-    ranks make two updates, of 6 and of 5 microbatches.
-    """
-    # Fewer microbatches than ranks make a single update.
-    updates = max(1, size.microbatches // size.ranks)
-    return microbatch * updates // size.microbatches
+def _update_of_each_minibatch(size: PipelineSize, microbatch: int) -> int:
+    return microbatch // size.microbatches
 
 
-STASHED = VersionRule("stashed", _stashed, _update_of_each_microbatch)
-VERTICAL_SYNC = VersionRule("vertical-sync", _vertical_sync, _update_of_each_microbatch)
-DOUBLE_BUFFERED = VersionRule("double-buffered", _double_buffered, _update_of_several_microbatches)
+STASHED = VersionRule(
+    "stashed", _stashed, _update_of_each_microbatch, lambda stage, ranks: ranks - stage
+)
+VERTICAL_SYNC = VersionRule(
+    "vertical-sync", _vertical_sync, _update_of_each_microbatch, lambda stage, ranks: ranks
+)
+DOUBLE_BUFFERED = VersionRule(
+    "double-buffered", _double_buffered, _update_of_each_minibatch, lambda stage, ranks: 2
+)
+_RULES = {rule.weight_versions: rule for rule in (STASHED, VERTICAL_SYNC, DOUBLE_BUFFERED)}
+
+
+def rule_of(weight_versions: WeightVersions) -> VersionRule | None:
+    """Return the rule of that name; None for synchronous weights."""
+    return _RULES.get(weight_versions)
 
 
 def with_versions(
@@ -111,6 +135,6 @@ def with_versions(
         # Recomputes and backwards too: all actions of a microbatch in a stage share its version.
         yield action._replace(version=rule.version(size, stage, microbatch))
         update = rule.update(size, microbatch)
-        is_last = microbatch + 1 == microbatches or rule.update(size, microbatch + 1) > update
+        is_last = rule.update(size, microbatch + 1) > update
         if action.kind is Kind.BACKWARD and is_last:
             yield Action(stage, Kind.STEP, microbatch, update + 1)

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from pipecompile.errors import InputError
+from pipecompile.ir.footprint import SINGLE, WeightCopies
 from pipecompile.ir.options import known_name
 from pipecompile.ir.schedule import Action, Kind, Schedule
 from pipecompile.schedule.asynchronous_versions import (
@@ -36,8 +37,11 @@ __all__ = [
     "SPLIT",
     "fitting_names",
     "generate",
+    "held_microbatches",
+    "lasting_microbatches",
     "peak_in_flight",
     "required_placement",
+    "weight_copies",
 ]
 
 Generator = Callable[[Layout, int], Sequence[Iterable[Task]]]
@@ -54,15 +58,15 @@ def _by_rank(tasks_of_rank: Callable[[Layout, int, int], Iterable[Task]]) -> Gen
 class _NamedSchedule:
     """A schedule and what it needs.
 
-    These are the shape of its placement, the number of stages on each rank, and the fewest
-    microbatches for each rank; None stands for any number. `split` says that it splits some or all
-    of its backwards. `version_rule` is that of an asynchronous schedule.
+    These are the shape of its placement, the number of stages on each rank, None for any, and the
+    fewest microbatches on a number of ranks. `split` says that it splits some or all of its
+    backwards. `version_rule` is that of an asynchronous schedule.
     """
 
     generator: Generator
     shape: str = "linear"
     stages_per_rank: int | None = 1
-    microbatches_per_rank: int | None = None
+    least_microbatches: Callable[[int], int] = lambda ranks: 1
     split: bool = False
     version_rule: VersionRule | None = None
 
@@ -77,10 +81,15 @@ _NAMED = {
     "zb-v": _NamedSchedule(zb_v, "v", 2, split=True),
     "v-half": _NamedSchedule(v_half, "v", 2, split=True),
     "v-min": _NamedSchedule(v_min, "v", 2, split=True),
-    "dualpipe-v": _NamedSchedule(_by_rank(dualpipe_v), "v", 2, 2, split=True),
+    "dualpipe-v": _NamedSchedule(_by_rank(dualpipe_v), "v", 2, lambda ranks: 2 * ranks, split=True),
     "pipedream": _NamedSchedule(_by_rank(one_f_one_b), version_rule=STASHED),
     "pipedream-vertical-sync": _NamedSchedule(_by_rank(one_f_one_b), version_rule=VERTICAL_SYNC),
-    "pipedream-2bw": _NamedSchedule(_by_rank(one_f_one_b), version_rule=DOUBLE_BUFFERED),
+    # With fewer the first rank would begin a minibatch before its version has been made.
+    "pipedream-2bw": _NamedSchedule(
+        _by_rank(one_f_one_b),
+        least_microbatches=lambda ranks: max(1, ranks - 1),
+        version_rule=DOUBLE_BUFFERED,
+    ),
     "forward-only": _NamedSchedule(_by_rank(forward_only), "any", None),
 }
 NAMES: tuple[str, ...] = tuple(_NAMED)
@@ -113,6 +122,34 @@ def fitting_names(placement: Sequence[int], microbatches: int) -> tuple[str, ...
         for name in training
         if _has_shape(name, placement) and microbatches >= _least_microbatches(name, placement)
     )
+
+
+def lasting_microbatches(name: str, ranks: int, microbatches: int) -> int:
+    """Return how many microbatches an order needs for its ranks to hold the most that they ever do.
+
+    An asynchronous one goes on with the next minibatch, so each rank has as many in flight as ranks
+    follow it, itself included, however few a minibatch has.
+    """
+    return max(microbatches, ranks) if name in ASYNCHRONOUS else microbatches
+
+
+def held_microbatches(name: str, ranks: int, microbatches: int) -> int:
+    """Return of how many microbatches the model's inputs are there at once: those of a minibatch,
+    and under an asynchronous schedule of the ones that are read ahead.
+    """
+    ahead = -(-(ranks - 1) // microbatches) if name in ASYNCHRONOUS else 0
+    return microbatches * (1 + ahead)
+
+
+def weight_copies(name: str, placement: Sequence[int]) -> tuple[WeightCopies, ...]:
+    """Return for each stage how many copies of its weights it holds at most."""
+    rule = _NAMED[name].version_rule if name in ASYNCHRONOUS else None
+    if rule is None:
+        return (SINGLE,) * len(placement)
+    ranks = max(placement) + 1
+    # A parameter of an earlier stage has the versions of that one: at most those of the first.
+    first = rule.copies(0, ranks)
+    return tuple(WeightCopies(rule.copies(stage, ranks), first) for stage in range(len(placement)))
 
 
 def generate(
@@ -197,7 +234,7 @@ def _has_shape(name: str, placement: Sequence[int]) -> bool:
 
 
 def _least_microbatches(name: str, placement: Sequence[int]) -> int:
-    return (_named(name).microbatches_per_rank or 0) * len(set(placement)) or 1
+    return _named(name).least_microbatches(len(set(placement)))
 
 
 def _refuse_misfit(name: str, placement: Sequence[int], microbatches: int) -> None:

@@ -19,11 +19,11 @@ from pipecompile.ir.stage import Stage
 from pipecompile.memory_model.snapshots import Snapshot, peak_snapshots
 from pipecompile.schedule.check import check_schedule
 from pipecompile.schedule.named_orders import (
-    ASYNCHRONOUS,
     NAMES,
     SPLIT,
     fitting_names,
     generate,
+    lasting_microbatches,
     peak_in_flight,
     required_placement,
 )
@@ -61,14 +61,7 @@ def placements(options: Options) -> tuple[tuple[int, ...], ...]:
 
     InputError if the options disagree.
     """
-    if options.schedule in ASYNCHRONOUS:
-        raise InputError(
-            f"schedule {options.schedule!r} updates weights while microbatches are on their way, "
-            "which no step does yet; choose a synchronous one such as '1f1b', or look at it with "
-            "`pipecompile schedule`"
-        )
-    synchronous = [name for name in NAMES if name not in ASYNCHRONOUS]
-    name = known_name("schedule", options.schedule, [*synchronous, "search"])
+    name = known_name("schedule", options.schedule, [*NAMES, "search"])
     shape, required = ("any", None) if name == "search" else required_placement(name)
     stages_per_rank = options.stages_per_rank or required or (2 if shape == "loop" else 1)
     if options.k % stages_per_rank:
@@ -116,7 +109,8 @@ def representative_schedule(options: Options, placement: Sequence[int]) -> str:
 def in_flight_counts(options: Options, placement: Sequence[int]) -> tuple[int, ...]:
     """Return for each stage how many microbatches it holds between forward and backward."""
     name = representative_schedule(options, placement)
-    return peak_in_flight(name, placement, options.microbatches)
+    lasting = lasting_microbatches(name, max(placement) + 1, options.microbatches)
+    return peak_in_flight(name, placement, lasting)
 
 
 @lru_cache(maxsize=8)
@@ -132,7 +126,8 @@ def snapshots_of(
     `recompute` says that its stages recompute, `except_last` that the step's last microbatch is not
     recomputed.
     """
-    schedule = generate(name, placement, microbatches, recompute, except_last=except_last)
+    lasting = lasting_microbatches(name, max(placement) + 1, microbatches)
+    schedule = generate(name, placement, lasting, recompute, except_last=except_last)
     # No times are known yet: messages count as received as early as they may be.
     return tuple(map(peak_snapshots, add_earliest_receives(schedule).rows))
 

@@ -23,6 +23,7 @@ from pipecompile.memory_model.rank import (
     rank_memory,
 )
 from pipecompile.memory_model.snapshots import peak_snapshots
+from pipecompile.schedule.named_orders import generate, held_microbatches, lasting_microbatches
 from pipecompile.schedule.problem import PlacedProblem, StageCosts
 from pipecompile.schedule.receives import add_earliest_receives
 
@@ -216,7 +217,7 @@ def memory_by_rank(
     What is expected follows from the receives of the schedule, which stand where its times put
     them. The bound holds for the order of its compute actions under any times.
     """
-    timed = _memory_of_rows(stages, schedule, allocator)
+    timed = _memory_of_rows(stages, _lasting(stages, schedule), _held(schedule), allocator)
     most = _most_by_rank(stages, schedule, allocator)
     return tuple(
         RankMemory(
@@ -235,17 +236,34 @@ def _most_by_rank(
     stages: Sequence[Stage], schedule: Schedule, allocator: AllocatorName
 ) -> tuple[RankMemory, ...]:
     """Return what each rank holds at its peak if messages come as early as any times allow."""
-    return _memory_of_rows(stages, add_earliest_receives(schedule), allocator)
+    lasting = add_earliest_receives(_lasting(stages, schedule))
+    return _memory_of_rows(stages, lasting, _held(schedule), allocator)
+
+
+def _held(schedule: Schedule) -> int:
+    return held_microbatches(schedule.name, schedule.ranks, schedule.microbatches)
+
+
+def _lasting(stages: Sequence[Stage], schedule: Schedule) -> Schedule:
+    """Return an order in which ranks hold the most that they do while minibatches follow each
+    other: the schedule itself, unless that has fewer microbatches than are then in flight.
+    """
+    lasting = lasting_microbatches(schedule.name, schedule.ranks, schedule.microbatches)
+    if lasting == schedule.microbatches:
+        return schedule
+    recompute = [stage.recomputes for stage in stages]
+    return add_earliest_receives(generate(schedule.name, schedule.placement, lasting, recompute))
 
 
 def _memory_of_rows(
-    stages: Sequence[Stage], schedule: Schedule, allocator: AllocatorName
+    stages: Sequence[Stage], schedule: Schedule, microbatches: int, allocator: AllocatorName
 ) -> tuple[RankMemory, ...]:
+    """Return the peaks of ranks that read the inputs of so many microbatches."""
     return tuple(
         rank_memory(
             footprints_on(stages, schedule.placement, rank),
             peak_snapshots(row),
-            microbatches=schedule.microbatches,
+            microbatches=microbatches,
             allocator=ALLOCATORS[allocator],
         )
         for rank, row in enumerate(schedule.rows)

@@ -20,7 +20,7 @@ from pipecompile.training.program import Program
 from pipecompile.training.programs import Programs
 from pipecompile.training.runner import Runner
 
-__all__ = ["BatchReader", "CutBatch"]
+__all__ = ["BatchReader", "CutBatch", "input_and_target"]
 
 
 class CutBatch(NamedTuple):
@@ -101,3 +101,13 @@ class BatchReader:
         here = tree_map_only(Tensor, move, target)
         dims = self._declared[0].captured.inputs.batch_dims
         return cut_targets(here, sizes.sizes, self._target_batch_dims, dims)
+
+
+def input_and_target(item: Any) -> tuple[Any, Any]:
+    """Return the two parts of a minibatch of a run; InputError if it is no pair."""
+    if not isinstance(item, tuple | list) or len(item) != 2:
+        raise InputError(
+            f"batches yields a {type(item).__name__}, but each is a pair (input, target); give "
+            "(input, None) if the model computes its own loss"
+        )
+    return item[0], item[1]

@@ -9,19 +9,21 @@ so that any number of ranks and replicas, and the unsplit model too, can write a
     scheduler, scaler, steps, seed  one for all ranks
     data.0                          where a replica is in its data
     generators.0                    the states of a process's random generators
+    versions, version.1.layer.weight    older weights of an asynchronous run (saved_versions.py)
 
 Values that are no tensors are tuples, because torch's checkpoints take dicts and lists apart.
 """
 
 from __future__ import annotations
 
+import copy
 import pickle
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple, Self, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -37,9 +39,12 @@ from pipecompile.runtime.model_state import different_copies
 from pipecompile.runtime.random_generators import generator_states, restore_generators
 from pipecompile.training.optimizer_state import NamedOptimizerState
 from pipecompile.training.saved_keys import SavedKeys
+from pipecompile.training.saved_versions import SavedVersions
 from pipecompile.training.training_run import HeldState, ModelRun, TrainingRun, WholeModel
 
-__all__ = ["Checkpoint"]
+__all__ = ["Checkpoint", "given"]
+
+_Part = TypeVar("_Part")
 
 
 class _Entry(NamedTuple):
@@ -69,19 +74,21 @@ class Checkpoint:
         held: HeldState,
         run: TrainingRun,
         *,
-        optimizer: torch.optim.Optimizer | None = None,
-        scheduler: LRScheduler | None = None,
+        optimizers: Sequence[torch.optim.Optimizer] = (),
+        schedulers: Sequence[LRScheduler] = (),
         scaler: GradScaler | None = None,
         data: Any = None,
+        versions: SavedVersions | None = None,
         check_complete: Callable[[], None] = lambda: None,
     ) -> None:
         self.data = data
         self._model = model
         self._held = held
         self._run = run
-        self._optimizer = optimizer
-        self._scheduler = scheduler
+        self._optimizers = tuple(optimizers)
+        self._schedulers = tuple(schedulers)
         self._scaler = scaler
+        self._versions = versions
         self._check_complete = check_complete
         self._group: dist.ProcessGroup | None = None
         self._writing: Future[Any] | None = None
@@ -105,8 +112,8 @@ class Checkpoint:
             model,
             WholeModel(),
             ModelRun(model),
-            optimizer=optimizer,
-            scheduler=scheduler,
+            optimizers=given(optimizer),
+            schedulers=given(scheduler),
             scaler=scaler,
             data=data,
         )
@@ -204,15 +211,18 @@ class Checkpoint:
         named = {key.removeprefix("model."): key for key in _keys(state, "model.")}
         values = {name: _unwrapped(state[key]) for name, key in named.items()}
         self._model.load_state_dict(values, strict=False)
-        if self._optimizer is not None:
-            self._named_optimizer(self._optimizer).load(state)
-        if self._scheduler is not None:
-            self._scheduler.load_state_dict(_unwrapped(state["scheduler"]))
-            _fit_to_groups(self._scheduler)
+        for optimizer in self._optimizers:
+            self._named_optimizer(optimizer).load(state)
+        for scheduler in self._schedulers:
+            # Each has one of its own, since a scheduler may keep what it is given.
+            scheduler.load_state_dict(copy.deepcopy(_unwrapped(state["scheduler"])))
+            _fit_to_groups(scheduler)
         if self._scaler is not None:
             self._scaler.load_state_dict(_unwrapped(state["scaler"]))
         self._run.zero_grad()
         self._run.steps, self._run.seed = state["steps"], state["seed"]
+        if self._versions is not None:
+            self._versions.load(state)
         self._load_data({key: _unwrapped(state[key]) for key in _keys(state, "data.")})
         processes, generators = state.get(f"generators.{self._process}", (0, {}))
         if processes == self._processes:
@@ -281,9 +291,11 @@ class Checkpoint:
         place, counts = self._held.place, self._held.counts
         for name, value in self._own_state():
             yield _Entry(f"model.{name}", _wrapped(value), counts(name))
-        if self._optimizer is not None:
-            for key, name, value in self._named_optimizer(self._optimizer).entries():
+        for optimizer in self._optimizers:
+            for key, name, value in self._named_optimizer(optimizer).entries():
                 yield _Entry(key, value, counts(name))
+        for key, name, value in () if self._versions is None else self._versions.entries():
+            yield _Entry(key, value, counts(name))
         for key, value in self._common():
             yield _Entry(key, value, self._process == 0)
         if self.data is not None:
@@ -295,31 +307,38 @@ class Checkpoint:
 
     def _common(self) -> Iterator[tuple[str, Any]]:
         """Yield the entries that are the same on all ranks."""
-        if self._scheduler is not None:
-            yield "scheduler", (self._scheduler.state_dict(),)
+        if self._schedulers:
+            # The schedulers of all stages have stepped alike.
+            yield "scheduler", (self._schedulers[0].state_dict(),)
         if self._scaler is not None:
             yield "scaler", (self._scaler.state_dict(),)
         yield "steps", self._run.steps
         yield "seed", self._run.seed
+        if self._versions is not None:
+            yield "versions", self._versions.run
 
     # -- what is loaded
 
     def _required(self, saved: SavedKeys) -> Iterator[str]:
         """Yield the keys that a checkpoint must have for this process."""
         yield from (f"model.{name}" for name, _ in self._own_state())
-        if self._optimizer is not None:
-            names = self._named_optimizer(self._optimizer).parameters
+        for optimizer in self._optimizers:
+            names = self._named_optimizer(optimizer).parameters
             yield from (f"hyperparameters.{name}" for name in names)
-        yield from (key for key, _ in self._common())
+        # Without versions it is of another kind of run, whose weights are version 0 of this one.
+        yield from (key for key, _ in self._common() if key != "versions")
         if self.data is not None and not saved.beginning_with("data."):
             yield "data.0"
 
     def _readable(self, saved: SavedKeys) -> dict[str, Any]:
         """Return the keys that this process reads, with tensors to read into."""
         state = {f"model.{name}": _wrapped(value) for name, value in self._own_state()}
-        state.update(dict.fromkeys(key for key, _ in self._common()))
-        if self._optimizer is not None:
-            parameters = self._named_optimizer(self._optimizer).parameters
+        common = (key for key, _ in self._common())
+        state.update(dict.fromkeys(key for key in common if key != "versions" or key in saved))
+        if self._versions is not None:
+            state.update(self._versions.readable(saved.beginning_with("version.")))
+        for optimizer in self._optimizers:
+            parameters = self._named_optimizer(optimizer).parameters
             state.update(dict.fromkeys(f"hyperparameters.{name}" for name in parameters))
             for key in saved.beginning_with("optim."):
                 # An optimizer has no slots before its first step, so they get new tensors.
@@ -351,6 +370,11 @@ class Checkpoint:
             else:
                 self.data = value
             return
+
+
+def given(part: _Part | None) -> tuple[_Part, ...]:
+    """Return a tuple of what was given, empty if nothing was."""
+    return () if part is None else (part,)
 
 
 def _keys(state: Mapping[str, Any], prefix: str) -> list[str]:

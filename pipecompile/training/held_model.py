@@ -27,6 +27,9 @@ class HeldModel:
         self._model = model
         self._share = share
 
+    def drain(self) -> None:
+        """Let what is in flight go back, where there is something: weights change until then."""
+
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield this process's parameters by their first name in the model; a tied one on every
         rank that holds it.
@@ -58,6 +61,7 @@ class HeldModel:
         """Load a checkpoint of the original model; InputError names what is missing, unknown or of
         another shape.
         """
+        self.drain()
         model = self._model
         own, known = self.state_dict(), model.state_dict().keys()
         _refuse("are missing from", own.keys() - state.keys())
@@ -76,6 +80,7 @@ class HeldModel:
 
         Call it on all ranks.
         """
+        self.drain()
         return full_state(self._model, self._share)
 
     def save_safetensors(self, path: str | Path) -> None:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, overload
 
 import torch
 from torch import Tensor, fx
@@ -31,7 +31,9 @@ from pipecompile.runtime.rank_step import Minibatch, StepResult
 from pipecompile.runtime.shards import gradient_parts
 from pipecompile.schedule.simulator import simulate_plan
 from pipecompile.training.batch_reader import BatchReader
+from pipecompile.training.begun_training import BegunTraining
 from pipecompile.training.checkpoint import Checkpoint
+from pipecompile.training.continuous_training import PipelineParts
 from pipecompile.training.held_model import HeldModel
 from pipecompile.training.materialisation import allocate, check_all_set, initialise, lacks_values
 from pipecompile.training.parallel_stages import Parallelize, refuse_parallelize
@@ -41,12 +43,14 @@ from pipecompile.training.run_conditions import (
     check_links,
     refuse_shared_memory,
     refuse_untrainable,
+    refuse_without_steps,
     warn_of_averages,
     warn_of_other_replicas,
     warn_of_other_shards,
 )
 from pipecompile.training.run_recorder import RunRecorder
 from pipecompile.training.runner import Runner
+from pipecompile.training.stage_optimizers import OptimizerFactory, SchedulerFactory
 from pipecompile.training.step_loss import StepLoss
 
 __all__ = ["Pipeline"]
@@ -107,6 +111,12 @@ class Pipeline(HeldModel):
         self._recorders: list[ActionRecorder] = []
         self._gradients = StepGradients()
         self._batch_norms = MinibatchStatistics(self._share.place.replica_group)
+        self._training = BegunTraining(
+            PipelineParts(
+                plan, target, self._share, self._programs, self._runner, self._data, self._loss
+            ),
+            self,
+        )
         if was_on_meta:
             self._set_values(weights)
         if parallelize is not None:
@@ -151,17 +161,21 @@ class Pipeline(HeldModel):
         """Return the checkpoint of a run, which can be saved and loaded on any number of ranks.
 
         It holds the model's state and that of `optimizer`, `scheduler` and `scaler`, `steps` and
-        `seed`, random generators, and in `data` where the run is in its data.
+        `seed`, random generators, and in `data` where the run is in its data. After
+        `train(batches, factory)` it has the optimizers and schedulers of that run, unless others
+        are given, and the versions of weights that the run still reads; a save then drains it.
         """
+        training = self._training
         return Checkpoint(
             self._target.model,
             self._share,
             self,
-            optimizer=optimizer,
-            scheduler=scheduler,
+            optimizers=training.optimizers if optimizer is None else [optimizer],
+            schedulers=training.schedulers if scheduler is None else [scheduler],
             scaler=scaler,
             data=data,
-            check_complete=self._gradients.check_none_aside,
+            versions=training.versions(self.named_parameters()),
+            check_complete=self._check_savable,
         )
 
     # -- training and evaluation
@@ -245,6 +259,7 @@ class Pipeline(HeldModel):
         sent; on GPUs the peak of the allocator, whose statistics it resets. Every rank enters the
         block and leaves it. `run.run` is the result, on rank 0.
         """
+        refuse_without_steps(self.plan.schedule, "record() is of steps")
         place, device = self._share.place, self._runner.device
         return RunRecorder().recording(self.plan, place, device, self._recorders)
 
@@ -259,6 +274,7 @@ class Pipeline(HeldModel):
         A batch may have any number of samples, also more than planned. Outputs are what the model
         computes in eval mode while gradients are on, even if it takes a shortcut without them.
         """
+        self.drain()
         name = f"the evaluation after {self.steps} steps"
         # Each evaluation draws other numbers, and none that a step draws. It is counted before
         # anything is refused, so that all ranks count alike.
@@ -293,6 +309,7 @@ class Pipeline(HeldModel):
         Returns the norm before, the same on every rank: that of the unsplit model's gradients. A
         tied parameter counts once. After `step`, and with a scaler after its `unscale_`.
         """
+        refuse_without_steps(self.plan.schedule, "clip_grad_norm_() is for what a step leaves")
         named = self.named_parameters()
         counted = gradient_parts(each for name, each in named if self._share.counts(name))
         with self._watched(f"the clipping after {self.steps} steps"):
@@ -308,10 +325,54 @@ class Pipeline(HeldModel):
         for parameter in self._programs.planned.parameters:
             parameter.grad = None
 
-    def train(self, mode: bool = True) -> Self:
-        """Put all modules into train mode, or into eval mode."""
-        self._target.model.train(mode)
-        return self
+    @overload
+    def train(self, mode: bool = True) -> Self: ...
+
+    @overload
+    def train(
+        self,
+        batches: Iterable[Any],
+        /,
+        optimizer: OptimizerFactory,
+        scheduler: SchedulerFactory | None = None,
+        *,
+        max_norm: float | None = None,
+    ) -> Iterator[Any]: ...
+
+    def train(
+        self,
+        mode: Any = True,
+        optimizer: OptimizerFactory | None = None,
+        scheduler: SchedulerFactory | None = None,
+        *,
+        max_norm: float | None = None,
+    ) -> Any:
+        """Put all modules into train mode, or into eval mode; or train on many minibatches:
+
+            for loss in pipeline.train(batches, lambda parameters: SGD(parameters, lr=0.1)):
+
+        batches      Pairs of an input and a target, each like those of `step`, on every rank.
+        optimizer    Makes an optimizer of a list of parameters; it is called once for each stage.
+        scheduler    Makes a scheduler of an optimizer's learning rate, stepped after each update.
+        max_norm     All gradients of an update are scaled so that their norm is at most that.
+
+        Returns an iterator of what `step` returns. Under an asynchronous schedule minibatches
+        follow each other without emptying the pipeline, and weights are updated meanwhile; one call
+        is one run, which begins with the weights that there are. Under others it steps. Modules
+        stay in their modes.
+        """
+        if optimizer is None:
+            self.drain()
+            self._target.model.train(mode)
+            return self
+        begin = partial(self._training.begin, step=self.step, clip=self.clip_grad_norm_)
+        return begin(mode, optimizer, scheduler, max_norm)
+
+    def drain(self) -> None:
+        """Let the minibatches in flight go back, of a run that `train` has begun. Every rank calls
+        it after the same loss; the run goes on as if nobody had.
+        """
+        self._training.drain()
 
     def eval(self) -> Self:
         """Put all modules into eval mode."""
@@ -337,6 +398,10 @@ class Pipeline(HeldModel):
         check_all_set(self._target.model, self._share)
         if self._share.is_distributed:
             self._runner.equalise()
+
+    def _check_savable(self) -> None:
+        self.drain()
+        self._gradients.check_none_aside()
 
     # -- what a step needs
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from pipecompile.errors import InputError
+from pipecompile.frontend.target import Target
 from pipecompile.graph.model_state import named_state
 from pipecompile.graph.storages import storage_key
 from pipecompile.graph.ties import Tie
@@ -23,8 +24,11 @@ from pipecompile.runtime.shards import local_part, rows_of
 
 __all__ = [
     "check_links",
+    "refuse_in_flight",
     "refuse_shared_memory",
     "refuse_untrainable",
+    "refuse_without_gradients",
+    "refuse_without_steps",
     "warn_of_averages",
     "warn_of_other_replicas",
     "warn_of_other_shards",
@@ -144,8 +148,8 @@ def warn_of_averages(plan: Plan, model: nn.Module, place: RankPlace) -> None:
         )
 
 
-def refuse_untrainable(schedule: Schedule) -> None:
-    """Raise InputError unless a step under this schedule leaves gradients of one set of weights."""
+def refuse_without_gradients(schedule: Schedule) -> None:
+    """Raise InputError if nothing can be trained under this schedule, or here."""
     if not torch.is_grad_enabled():
         raise InputError(
             "a step trains, but gradients are switched off around it (torch.no_grad or "
@@ -156,8 +160,83 @@ def refuse_untrainable(schedule: Schedule) -> None:
             "the plan's schedule is forward-only, which trains nothing; evaluate, or plan with "
             "'1f1b'"
         )
+
+
+def refuse_untrainable(schedule: Schedule) -> None:
+    """Raise InputError unless a step under this schedule leaves gradients of one set of weights."""
+    refuse_without_gradients(schedule)
     if schedule.weight_versions != "synchronous":
         raise InputError(
-            f"schedule {schedule.name!r} updates weights while microbatches are in flight, which "
-            "no step does yet; plan with a synchronous one such as '1f1b'"
+            f"schedule {schedule.name!r} updates weights while microbatches are in flight, so no "
+            "step leaves gradients for an optimizer of yours; write `for loss in pipeline.train("
+            "batches, lambda parameters: torch.optim.SGD(parameters, lr=0.1))`, or plan with a "
+            "synchronous schedule such as '1f1b'"
         )
+
+
+def refuse_without_steps(schedule: Schedule, what: str) -> None:
+    """Raise InputError for something that belongs to steps, under a schedule without any."""
+    if schedule.weight_versions != "synchronous":
+        raise InputError(
+            f"{what}, but under schedule {schedule.name!r} minibatches follow each other without "
+            "steps, and gradients are gone when a loss is there; plan with a synchronous schedule "
+            "such as '1f1b', or see train(batches, factory)"
+        )
+
+
+def refuse_in_flight(
+    plan: Plan, target: Target, max_norm: float | None, *, is_divided: bool, engine: str
+) -> None:
+    """Raise InputError for what cannot be right while minibatches are in flight.
+
+    `is_divided` says that stages are divided by `parallelize`.
+    """
+    name, versions = plan.schedule.name, plan.schedule.weight_versions
+    for is_given, reason in (
+        (
+            max_norm is not None and versions != "double-buffered",
+            "max_norm needs the gradients of all stages before any of them steps, but the first "
+            "stage steps before the last one has the gradients; leave it out, or plan with "
+            "'pipedream-2bw', which has a minibatch of time for that",
+        ),
+        (
+            plan.options.batch_norm == "minibatch",
+            "batch_norm='minibatch' commits statistics when a minibatch is over, but the next one "
+            "has begun by then; plan with batch_norm='microbatch'",
+        ),
+        (
+            target.loss_reduction == "weighted",
+            "loss_reduction='weighted' divides gradients by what only the last stage knows when "
+            "the others step; choose 'mean' or 'sum'",
+        ),
+        (
+            is_divided,
+            "parallelize divides parameters, of which no other version can be kept; leave it out",
+        ),
+        (
+            engine == "torch",
+            "torch's runtime empties the pipeline in each step; leave out engine='torch'",
+        ),
+    ):
+        if is_given:
+            raise InputError(f"under schedule {name!r} {reason}")
+    _refuse_hooks_and_views(target.model, name)
+
+
+def _refuse_hooks_and_views(model: nn.Module, schedule: str) -> None:
+    """Raise InputError for parameters that cannot have several versions."""
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    by_storage = defaultdict[int, list[str]](list)
+    for name, parameter in trained.items():
+        if parameter._backward_hooks:
+            raise InputError(
+                f"{name} has a hook on its gradient, which would not run under schedule "
+                f"{schedule!r}: microbatches have weights of their own; remove it"
+            )
+        by_storage[storage_key(parameter)].append(name)
+    for names in by_storage.values():
+        for one, other in _overlaps(names, trained):
+            raise InputError(
+                f"{one} and {other} are parameters in the same memory, which under schedule "
+                f"{schedule!r} would part when their versions are kept; make them one parameter"
+            )

@@ -20,6 +20,7 @@ from pipecompile.runtime import one_process, world
 from pipecompile.runtime.distributed_pipeline import DistributedPipeline, Engine, SizedStages
 from pipecompile.runtime.gradients import spread_overflow
 from pipecompile.runtime.local_share import LocalShare
+from pipecompile.runtime.messages import Messages
 from pipecompile.runtime.norm import total_norm
 from pipecompile.runtime.place import device_of_this_rank
 from pipecompile.runtime.rank_step import ActionObserver, Minibatch, StepResult
@@ -28,10 +29,12 @@ from pipecompile.runtime.shards import gradient_parts
 from pipecompile.runtime.stage import EagerStage
 from pipecompile.runtime.ties import Ties, sum_tied_gradients, tie_groups
 from pipecompile.runtime.watch import Deadline, StepWatch
+from pipecompile.runtime.weight_updates import GradientExchange
 from pipecompile.schedule.plan_orders import PlanOrders
 from pipecompile.training.eager_stages import local_stages, rank_stages, tied_parameters
 from pipecompile.training.parallel_stages import Parallelize, ParallelStages, first_holders
 from pipecompile.training.program import Program
+from pipecompile.training.run_conditions import refuse_in_flight
 from pipecompile.training.step_agreement import StepAgreement
 from pipecompile.training.trial_forward import TrialOutputs, check_trial, trial_outputs
 
@@ -205,6 +208,45 @@ class Runner:
             batch,
             with_loss=with_loss,
             remainder=None if remainder is None else self._local_stages(remainder),
+        )
+
+    def refuse_in_flight(self, max_norm: float | None) -> None:
+        """Raise InputError for what cannot be right while minibatches are in flight."""
+        is_divided = self._parallel is not None
+        refuse_in_flight(
+            self._plan, self._target, max_norm, is_divided=is_divided, engine=self._engine
+        )
+
+    def untied_stages(self, program: Program) -> Mapping[int, EagerStage]:
+        """Return the stages of this process, whose gradients of tied parameters stay apart."""
+        if self._share.is_distributed:
+            return self._own_stages(program).stages
+        return rank_stages(program, self._target, self._share.stages)
+
+    def begin_continuous(
+        self, program: Program, batch: Minibatch, flags: Mapping[str, bool]
+    ) -> Messages | None:
+        """Let all ranks agree on the first minibatch of a run that has no end; return the messages
+        of this rank, None in one process.
+        """
+        if self.watch is None:
+            return None
+        pipeline = self._pipeline(program)
+        agreement = self._agreement.of_step(program, batch, self.watch, flags, pipeline.history)
+        agreement.settle()
+        return pipeline.begin(self._plan.schedule, agreement, self.watch)
+
+    def exchange(self) -> GradientExchange:
+        """Return with whom this process sums gradients."""
+        place = self._share.place
+        if not place.is_distributed:
+            return GradientExchange()
+        return GradientExchange(
+            lambda: self.deadline,
+            place.replica_group,
+            self._ties,
+            place.pipeline_group,
+            is_distributed=len(place.global_ranks) > 1,
         )
 
     def evaluates_with_everyone(self, *, with_loss: bool) -> bool:

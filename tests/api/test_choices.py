@@ -63,7 +63,7 @@ REFUSALS: list[tuple[dict[str, Any], str]] = [
     ({"k": True}, "k=True must be a whole number"),
     ({"microbatches": 0}, "microbatches=0, but a step has at least one microbatch"),
     ({"schedule": "1f1v"}, "unknown schedule '1f1v'; did you mean '1f1b'?"),
-    ({"schedule": "pipedream"}, "which no step does yet"),
+    ({"schedule": "pipedreem"}, "unknown schedule 'pipedreem'; did you mean 'pipedream'?"),
     ({"objective": "max_load"}, "unknown objective 'max_load'; did you mean 'max-load'?"),
     ({"recompute": "blocks"}, "unknown recompute 'blocks'; did you mean 'block'?"),
     ({"granularity": "operator"}, "unknown granularity 'operator'; did you mean 'operators'?"),

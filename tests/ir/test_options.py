@@ -19,15 +19,14 @@ from pipecompile.ir.options import (
 )
 from pipecompile.ir.plan import Options
 from pipecompile.memory_model.optimizer import OPTIMIZERS
-from pipecompile.schedule.named_orders import ASYNCHRONOUS, NAMES
+from pipecompile.schedule.named_orders import NAMES
 from pipecompile.schedule.placement import SHAPES
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "reference" / "options.md"
 
 
 def test_names_are_those_that_the_rooms_know() -> None:
-    synchronous = [name for name in NAMES if name not in ASYNCHRONOUS]
-    assert sorted(get_args(ScheduleName)) == sorted([*synchronous, "search"])
+    assert sorted(get_args(ScheduleName)) == sorted([*NAMES, "search"])
     assert sorted(get_args(OptimizerName)) == sorted(OPTIMIZERS)
     assert sorted(get_args(PlacementShape)) == sorted(SHAPES)
 

@@ -161,7 +161,6 @@ def test_placements_follow_the_schedule_the_options_or_both() -> None:
         ),
         ({"schedule": "dualpipe-v", "microbatches": 3}, r"microbatches"),
         ({"schedule": "1f1bb"}, r"unknown schedule '1f1bb'; did you mean '1f1b'[?] choose from"),
-        ({"schedule": "pipedream"}, r"updates weights while microbatches are on their way"),
         (
             {"schedule": "zigzag"},
             r"unknown schedule 'zigzag'; choose from gpipe, 1f1b, .*, search$",

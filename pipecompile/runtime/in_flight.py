@@ -1,0 +1,122 @@
+"""The minibatches in flight through the stages of this process, which no step empties.
+
+Each minibatch is a `RankStep` of its own, so that all of rank_step.py holds for it. Microbatches
+are numbered through; with two in each minibatch:
+
+    0F0@0 0F1@0 0F2@0 0B0@0 0STEP0@1 0F3@1
+    └ minibatch 0 ┘└1┘└ minibatch 0 ┘└1 ┘
+
+Around each action the parameters of its stage are replaced by those of its weight version: also
+around backwards, which may run forwards of recomputed regions once more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+
+from torch import Tensor, nn
+
+from pipecompile.graph.model_state import swapped_state
+from pipecompile.ir.schedule import TRANSFERS, Action, Kind
+from pipecompile.runtime.messages import Messages
+from pipecompile.runtime.rank_step import ActionObserver, Minibatch, RankStep, StepResult
+from pipecompile.runtime.stage import EagerStage
+from pipecompile.runtime.weight_updates import WeightUpdates
+
+__all__ = ["MinibatchesInFlight"]
+
+
+class MinibatchesInFlight:
+    """The stages of this process, of `count`, and the minibatches that are on their way through.
+
+    Each minibatch has `microbatches`, of which stages recompute those in `recomputed`. `owners` are
+    the stages to which the weights of each stage belong. `update(microbatch)` is the number of the
+    update that its gradients are part of.
+    """
+
+    def __init__(
+        self,
+        stages: Mapping[int, EagerStage],
+        count: int,
+        microbatches: int,
+        recomputed: Collection[tuple[int, int | None]],
+        updates: WeightUpdates,
+        owners: Mapping[int, Sequence[int]],
+        update: Callable[[int], int],
+        *,
+        messages: Messages | None = None,
+        observers: Sequence[ActionObserver] = (),
+    ) -> None:
+        self._stages = stages
+        self._count = count
+        self._microbatches = microbatches
+        self._recomputed = recomputed
+        self._updates = updates
+        self._owners = owners
+        self._update = update
+        self._messages = messages
+        self._observers = observers
+        self._steps: dict[int, RankStep] = {}
+        self._leaves: dict[tuple[int, int], dict[nn.Parameter, Tensor]] = {}
+
+    def begin(self, number: int, batch: Minibatch) -> None:
+        """Let minibatch `number` begin."""
+        self._steps[number] = RankStep(
+            self._stages,
+            self._count,
+            batch,
+            self._recomputed,
+            messages=self._messages,
+            observers=self._observers,
+        )
+
+    def end(self, number: int) -> StepResult | None:
+        """Return what the last stage has computed of minibatch `number`, whose microbatches have
+        all gone back here; None if that stage is elsewhere.
+        """
+        return self._steps.pop(number).result()
+
+    def perform(self, action: Action) -> None:
+        """Perform one action; its microbatch is numbered through all minibatches."""
+        stage, kind, microbatch, version = action
+        if kind is Kind.REDUCE:
+            assert version is not None
+            self._updates.close(stage, version)
+            return
+        assert microbatch is not None
+        if kind is Kind.STEP:
+            assert version is not None
+            self._updates.step(stage, version, unfinished=microbatch + 1)
+            return
+        number, within = divmod(microbatch, self._microbatches)
+        own = action._replace(microbatch=within, version=None)
+        if kind in TRANSFERS:
+            self._steps[number].perform(own)
+        else:
+            self._compute(stage, microbatch, self._steps[number], own)
+
+    def _compute(self, stage: int, microbatch: int, step: RankStep, own: Action) -> None:
+        leaves = self._leaves_of(stage, microbatch)
+        version = self._update(microbatch) + 1
+        is_backward = own.kind is Kind.BACKWARD
+        if is_backward:
+            self._updates.continue_sums(stage, version, leaves)
+        by_identity = {id(parameter): leaf for parameter, leaf in leaves.items()}
+        with swapped_state(self._stages[stage].module, by_identity):
+            step.perform(own)
+        if is_backward:
+            self._updates.keep_sums(stage, version, leaves)
+            del self._leaves[stage, microbatch]
+
+    def _leaves_of(self, stage: int, microbatch: int) -> dict[nn.Parameter, Tensor]:
+        """Return the leaves on which a microbatch runs in a stage, from its forward on."""
+        key = stage, microbatch
+        if key not in self._leaves:
+            read = set(self._stages[stage].module.parameters())
+            self._leaves[key] = {
+                parameter: leaf
+                for owner in self._owners[stage]
+                for parameter, leaf in self._updates.weights[owner].versions.leaves(microbatch)
+                if parameter in read
+            }
+        return self._leaves[key]

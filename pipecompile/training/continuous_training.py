@@ -1,0 +1,311 @@
+"""Training that never empties the pipeline: minibatches follow each other through the stages.
+
+The plan's schedule says which weights a microbatch reads. What a caller sees is an iterator of
+losses; between two of them each process performs actions until one more minibatch has gone back:
+
+    for loss in pipeline.train(…)     0F0 0F1 0F2 0B0 0STEP0@1 │ 0F3 0B1 0STEP1@2 │ …
+                                                    first loss ┘       second loss ┘
+
+All processes read as many minibatches ahead as the first stage needs, so that they agree on where
+the pipeline would be emptied.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from itertools import chain
+from typing import Any, NamedTuple, Self
+
+import torch
+from torch import Tensor, nn
+
+from pipecompile.errors import InputError
+from pipecompile.frontend.microbatch import MicrobatchSizes
+from pipecompile.frontend.target import Target
+from pipecompile.ir.plan import Plan
+from pipecompile.runtime.in_flight import MinibatchesInFlight
+from pipecompile.runtime.local_share import LocalShare
+from pipecompile.runtime.messages import Messages
+from pipecompile.runtime.rank_step import Minibatch, recomputed_microbatches
+from pipecompile.runtime.weight_updates import OwnedWeights, WeightUpdates
+from pipecompile.runtime.weight_versions import WeightVersions
+from pipecompile.schedule.asynchronous_versions import PipelineSize, rule_of
+from pipecompile.schedule.continuous_order import ContinuousOrder, UpdatedWeights
+from pipecompile.training.batch_reader import BatchReader, input_and_target
+from pipecompile.training.programs import Programs
+from pipecompile.training.runner import Runner
+from pipecompile.training.stage_optimizers import StageOptimizers, owned_parameters
+from pipecompile.training.step_loss import StepLoss
+from pipecompile.training.training_run import TrainingRun
+
+__all__ = ["ContinuousTraining", "PipelineParts"]
+
+
+class PipelineParts(NamedTuple):
+    """What a pipeline trains with."""
+
+    plan: Plan
+    target: Target
+    share: LocalShare
+    programs: Programs
+    runner: Runner
+    data: BatchReader
+    loss: StepLoss
+
+
+class ContinuousTraining(Iterator[Any]):
+    """The losses of `batches`, pairs of an input and a target, as a pipeline trains on them.
+
+    `optimizers` step the weights of each stage. With `max_norm` all gradients of an update are
+    scaled to a norm of at most that. `run` counts the minibatches that have been trained on. A
+    training that `has_failed` cannot go on, since what was in flight is lost.
+    """
+
+    def __init__(
+        self,
+        parts: PipelineParts,
+        run: TrainingRun,
+        batches: Iterable[Any],
+        optimizers: StageOptimizers,
+        max_norm: float | None = None,
+    ) -> None:
+        rule = rule_of(parts.plan.schedule.weight_versions)
+        assert rule is not None, "synchronous schedules are trained by steps"
+        self.optimizers = optimizers
+        self._parts = parts
+        self._run = run
+        self._batches = iter(batches)
+        self._rule = rule
+        self._size = PipelineSize(parts.plan.ranks, parts.plan.microbatches)
+        self._program = parts.programs.current(0)
+        self._max_norm = max_norm
+        owned = owned_parameters(self._program, parts.target.model, parts.share)
+        self.weights = {owner: self._weights(owner, each) for owner, each in owned.items()}
+        self._flow: _MinibatchFlow | None = None
+        self._done = self._read = 0  # minibatches since training began
+        self._losses: deque[Any] = deque()
+        self.has_failed = False
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> Any:
+        """Return the loss of the next minibatch, where the last stage runs, and None elsewhere."""
+        if not self._losses:
+            with self._watched(f"minibatch {self._run.steps}"):
+                self._read_ahead()
+                if self._done < self._read:
+                    self._finish_minibatch()
+        if not self._losses:
+            raise StopIteration
+        return self._losses.popleft()
+
+    def drain(self) -> None:
+        """Let all minibatches that have been read go back, and begin no other ones meanwhile.
+
+        What the run computes afterwards does not change: versions that it still reads are kept.
+        """
+        if self._done < self._read:
+            with self._watched(f"the drain after {self._run.steps} minibatches"):
+                while self._done < self._read:
+                    self._finish_minibatch()
+
+    @property
+    def done(self) -> int:
+        """How many minibatches have gone back since training began with version 0."""
+        return self._done
+
+    @property
+    def rule(self) -> tuple[str, int, int]:
+        """The schedule, the number of stages and that of microbatches, which decide the versions
+        of weights.
+        """
+        return self._parts.plan.schedule.name, self._size.ranks, self._size.microbatches
+
+    def older_versions(self, owner: int, done: int) -> range:
+        """Return by how many updates the versions lie before the newest that the weights of a stage
+        still need after `done` minibatches.
+        """
+        microbatch = done * self._size.microbatches
+        newest = self._rule.update(self._size, microbatch)
+        oldest = self._rule.version(self._size, owner, microbatch)
+        return range(1, newest - oldest + 1)
+
+    def restore(self, done: int, older: Mapping[int, Mapping[int, tuple[Tensor, ...]]]) -> None:
+        """Go on after `done` minibatches: the parameters are the newest version, and `older` ones
+        are given by owner and by how many updates they lie before it. InputError if this training
+        has begun.
+        """
+        if self._flow is not None:
+            raise InputError(
+                "a checkpoint can be loaded before the first minibatch only, but this training has "
+                "begun; load it right after train(batches, factory)"
+            )
+        self._done = self._read = done
+        newest = self._rule.update(self._size, done * self._size.microbatches)
+        for owner, weights in self.weights.items():
+            before = {newest - lag: values for lag, values in older.get(owner, {}).items()}
+            weights.versions.restore(before, newest)
+
+    # -- minibatches
+
+    def _read_ahead(self) -> None:
+        """Read as many minibatches as the first stage begins before the next one has gone back."""
+        ahead = -(-(self._size.ranks - 1) // self._size.microbatches)
+        while self._read < self._done + 1 + ahead:
+            try:
+                batch, target = input_and_target(next(self._batches))
+            except StopIteration:
+                return
+            number = self._run.steps - self._done + self._read
+            minibatch, sizes = self._minibatch(batch, target, number)
+            if self._flow is None:
+                self._flow = self._begun(minibatch)
+            self._flow.minibatches.begin(self._read, minibatch)
+            self._flow.sizes[self._read] = sizes
+            self._read += 1
+
+    def _minibatch(self, batch: Any, target: Any, number: int) -> tuple[Minibatch, MicrobatchSizes]:
+        """Return a batch cut into microbatches; InputError unless it is like `sample_input`."""
+        parts = self._parts
+        cut = parts.data.read_planned(batch)
+        sizes = cut.sizes
+        planned = parts.plan.microbatches
+        if cut.shape or len(cut.rows) != planned or sizes.remainder is not None:
+            raise InputError(
+                f"the batch has {sizes.samples} samples, but under schedule "
+                f"{parts.plan.schedule.name!r} all of them have the shape and size of "
+                "sample_input: they share the pipeline; drop the last batch if it is smaller "
+                "(drop_last=True)"
+            )
+        with parts.target.precision():
+            if parts.programs.current(0) is not self._program:
+                raise InputError(
+                    "modules were put into other modes while minibatches are in flight; call "
+                    "train(batches, factory) once more after that"
+                )
+            self._program.check_unchanged()
+        cut.check(self._program, None)
+        minibatch = Minibatch(
+            cut.rows,
+            parts.data.targets(sizes, target),
+            self._run.seed,
+            number,
+            first=parts.share.place.replica * planned,
+            samples=sizes.samples,
+        )
+        return minibatch, sizes
+
+    def _finish_minibatch(self) -> None:
+        """Perform actions until one more minibatch has gone back through the stages here."""
+        flow, number, each = self._flow, self._done, self._size.microbatches
+        assert flow is not None, "minibatches that were read have begun"
+        if flow.messages is not None:
+            flow.messages.go_on(self._parts.runner.deadline)
+        with self._program.mode(), torch.enable_grad():
+            for action in flow.order.until((number + 1) * each, self._read * each):
+                flow.minibatches.perform(action)
+            if number + 1 == self._read:
+                for action in flow.order.deferred_steps():
+                    flow.minibatches.perform(action)
+        result = flow.minibatches.end(number)
+        self._losses.append(self._parts.loss.joined(result, flow.sizes.pop(number)))
+        self._done += 1
+        self._run.steps += 1
+
+    @contextmanager
+    def _watched(self, name: str) -> Iterator[None]:
+        """Trace a failure in the block to the rank at fault. After one the training is over."""
+        if self.has_failed:
+            raise InputError(
+                "a minibatch in flight has failed, and the others with it; call train(batches, "
+                "factory) once more, and load the last checkpoint before the first loss"
+            )
+        watch = self._parts.runner.watch
+        self.has_failed = True
+        with nullcontext() if watch is None else watch.watched(name):
+            yield
+        self.has_failed = False
+
+    # -- the flow through the stages
+
+    def _begun(self, first: Minibatch) -> _MinibatchFlow:
+        """Return an empty flow, once all ranks agree on the first minibatch."""
+        parts, program = self._parts, self._program
+        stages = parts.runner.untied_stages(program)
+        flags = {"max_norm": self._max_norm is not None, **parts.loss.flags}
+        messages = parts.runner.begin_continuous(program, first, flags)
+        each = self._size.microbatches
+        update = partial(self._rule.update, self._size)
+        recomputed = recomputed_microbatches(list(chain(*parts.plan.schedule.rows)))
+        divisor = each // update(each) * parts.share.place.replicas
+        updates = WeightUpdates(
+            self.weights,
+            divisor if parts.target.loss_reduction == "mean" else 1,
+            parts.runner.exchange(),
+            self._max_norm,
+        )
+        minibatches = MinibatchesInFlight(
+            stages,
+            self._size.ranks,
+            each,
+            recomputed,
+            updates,
+            {index: self._owners(stage.module) for index, stage in stages.items()},
+            update,
+            messages=messages,
+            observers=[] if parts.runner.watch is None else [parts.runner.watch],
+        )
+        order = ContinuousOrder(
+            self._size,
+            self._rule,
+            {stage: self._updated_by(stage) for stage in stages},
+            recomputed,
+            messages=messages is not None,
+            first=self._done * each,
+        )
+        return _MinibatchFlow(order, minibatches, messages, {})
+
+    def _weights(self, owner: int, parameters: Sequence[nn.Parameter]) -> OwnedWeights:
+        version = partial(self._rule.version, self._size, owner)
+        return OwnedWeights(
+            WeightVersions(parameters, version),
+            self.optimizers.optimizers.get(owner),
+            self.optimizers.schedulers.get(owner),
+            counts=owner in self._parts.share.stages,
+        )
+
+    def _owners(self, module: nn.Module) -> list[int]:
+        """Return the stages that own parameters which `module` reads."""
+        read = set(module.parameters())
+        return [
+            owner
+            for owner, weights in self.weights.items()
+            if not read.isdisjoint(weights.versions.parameters)
+        ]
+
+    def _updated_by(self, stage: int) -> list[UpdatedWeights]:
+        """Return the weights that a stage updates: its own, and on a rank all that are there."""
+        owners = self.weights if self._parts.share.is_distributed else [stage]
+        # What belongs to an earlier stage is complete only when that one has closed the update too.
+        return [
+            UpdatedWeights(owner, deferred=owner != stage or self._max_norm is not None)
+            for owner in owners
+        ]
+
+
+@dataclass
+class _MinibatchFlow:
+    """Minibatches on their way: the order of actions, and what performs them.
+
+    `sizes` are those of the microbatches of each minibatch.
+    """
+
+    order: ContinuousOrder
+    minibatches: MinibatchesInFlight
+    messages: Messages | None
+    sizes: dict[int, MicrobatchSizes]

@@ -1,0 +1,79 @@
+"""What workers do in tests of training that never empties the pipeline."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from pipecompile.training.pipeline import Pipeline
+from tests.delayed_gradients import OPTIMIZERS, DelayedGradients
+from tests.distributed.training_jobs import MICROBATCH, mixture, run_of
+from tests.training.test_continuous_training import batches_of, distance
+
+
+def trained(
+    ranks: int, replicas: int, schedule: str, microbatches: int, **options: Any
+) -> dict[str, tuple[float, float]]:
+    """How far losses and weights are from those of the recurrence, by optimizer."""
+    run = run_of(ranks, replicas, schedule=schedule, microbatches=microbatches)
+    samples = MICROBATCH * microbatches * replicas
+    batches = batches_of(samples, 12)
+    oracle = DelayedGradients(mixture(samples), run.pipeline.plan)
+    initial = {name: value.clone() for name, value in run.pipeline.state_dict().items()}
+    found = {}
+    for name, optimizer in OPTIMIZERS.items():
+        run.pipeline.load_state_dict({**mixture(samples).model.state_dict(), **initial})
+        run.pipeline.steps = 0
+        own = ((run.part(x), run.part(y)) for x, y in batches)
+        losses = list(run.pipeline.train(own, optimizer, **options))
+        wanted, state = oracle.train(
+            run.pipeline.plan, batches, optimizer, replicas=replicas, **options
+        )
+        found[name] = (_loss_distance(losses, wanted), _own_distance(run.pipeline, state))
+    return found
+
+
+def resumed(schedule: str, microbatches: int, folder: str) -> tuple[int, bool, bool]:
+    """Train with a drain, an evaluation and a checkpoint on the way, and from that checkpoint.
+
+    Returns how many minibatches the checkpoint has, and whether either ends bit for bit where an
+    undisturbed run does.
+    """
+    batches = batches_of(MICROBATCH * microbatches, 8)
+    optimizer = OPTIMIZERS["momentum"]
+    through, disturbed, again = (
+        run_of(2, 1, schedule=schedule, microbatches=microbatches).pipeline for _ in range(3)
+    )
+    list(through.train(batches, optimizer))
+    losses = disturbed.train(batches, optimizer)
+    for _ in range(3):
+        next(losses)
+    disturbed.evaluate(batches[0][0])
+    disturbed.checkpoint().save(folder)
+    done = disturbed.steps
+    list(losses)
+    rest = iter(batches)
+    losses = again.train(rest, optimizer)
+    again.checkpoint().load(folder)
+    for _ in range(again.steps):
+        next(rest)
+    list(losses)
+    return done, _is_same(disturbed, through), _is_same(again, through)
+
+
+def _is_same(one: Pipeline, other: Pipeline) -> bool:
+    pairs = zip(one.parameters(), other.parameters(), strict=True)
+    return all(torch.equal(left, right) for left, right in pairs)
+
+
+def _loss_distance(losses: list[Any], wanted: list[float]) -> float:
+    assert len(losses) == len(wanted)
+    pairs = zip(losses, wanted, strict=True)
+    return max((abs(own.item() - other) for own, other in pairs if own is not None), default=0.0)
+
+
+def _own_distance(pipeline: Pipeline, state: dict[str, torch.Tensor]) -> float:
+    """The distance of what this rank holds; replicas have running averages of their own data."""
+    own = {name for name, _ in pipeline.named_parameters()}
+    return distance(pipeline, {name: state[name] for name in own}, buffers=False)

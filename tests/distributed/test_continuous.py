@@ -1,0 +1,55 @@
+"""Training that never empties the pipeline, over gloo ranks, against a plain loop."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.distributed import continuous_jobs as jobs
+from tests.distributed.workers import Workers
+
+EXACT = 1e-12
+RULES = {"pipedream": 1, "pipedream-vertical-sync": 1, "pipedream-2bw": 2}
+
+
+@pytest.mark.one_case_in(4)
+@pytest.mark.parametrize(("ranks", "replicas"), [(2, 1), (2, 2), (3, 1)])
+@pytest.mark.parametrize("schedule", RULES)
+def test_ranks_follow_the_recurrence(
+    workers: Workers, tmp_path: Path, ranks: int, replicas: int, schedule: str
+) -> None:
+    for found in workers.run(
+        ranks * replicas,
+        jobs.trained,
+        ranks,
+        replicas,
+        schedule,
+        RULES[schedule],
+        folder=str(tmp_path),
+    ):
+        assert all(max(distances) <= EXACT for distances in found.values()), found
+
+
+@pytest.mark.one_case_in(2)
+@pytest.mark.parametrize(("ranks", "replicas"), [(2, 1), (2, 2)])
+def test_the_norm_is_that_of_all_ranks(
+    workers: Workers, tmp_path: Path, ranks: int, replicas: int
+) -> None:
+    """Of a tied parameter too, which counts once: each rank steps by itself, a minibatch later."""
+    args = ranks, replicas, "pipedream-2bw", 2
+    for found in workers.run(
+        ranks * replicas, jobs.trained, *args, max_norm=0.1, folder=str(tmp_path)
+    ):
+        assert all(max(distances) <= EXACT for distances in found.values()), found
+
+
+@pytest.mark.one_case_in(3)
+@pytest.mark.parametrize("schedule", ["pipedream-2bw", "pipedream", "pipedream-vertical-sync"])
+def test_a_run_that_is_saved_on_the_way_goes_on_as_it_would_have(
+    workers: Workers, tmp_path: Path, schedule: str
+) -> None:
+    args = schedule, RULES[schedule], str(tmp_path / "checkpoint")
+    for done, *are_same in workers.run(2, jobs.resumed, *args, folder=str(tmp_path)):
+        assert 3 <= done < 8
+        assert all(are_same)

@@ -33,6 +33,7 @@ from pipecompile.partition.budget import (
     PRICE_OVERHEAD_NODES,
     ROUND_SECONDS,
     SECONDS,
+    SHIFTS_PER_SECOND,
     UNITS_PER_SECOND,
 )
 from pipecompile.partition.chains import Chain, Chains
@@ -41,12 +42,13 @@ from pipecompile.partition.infeasibility import why_infeasible
 from pipecompile.partition.lattice import every_cut, nearby_cuts
 from pipecompile.partition.local_search import climb
 from pipecompile.partition.objective import lower_bound, measures, rank_loads, stage_loads
-from pipecompile.partition.orders import shuffled_order, topological_orders
+from pipecompile.partition.orders import shuffled_order, topological_order, topological_orders
 from pipecompile.partition.prefix_cuts import cut_order
 from pipecompile.partition.prefixes import Prefixes
 from pipecompile.partition.priced_search import PricedSearch
 from pipecompile.partition.problem import PartitionProblem
 from pipecompile.partition.result import Partition
+from pipecompile.partition.shared_ranks import BoundaryShifts, can_shift
 from pipecompile.partition.unit_graph import UnitGraph
 from pipecompile.partition.violations import violations
 from pipecompile.partition.windows import Limit
@@ -380,11 +382,26 @@ class PartitionSearch:
         search = PartitionSearch(UnitGraph(alone, self.unit_graph.units), self.seconds / 4)
         search._try_orders()
         if search.best is not None:
-            self._climb(search.best.stages)
+            self._shift_boundaries(search.best.stages)
+            self._climb(search.best.stages if self.best is None else self.best.stages)
+        if self._check_if_proven() or self._is_close():
+            return
         self._try_integer_program(0.5)
         if self.best is not None:
             self._climb(self.best.stages)
         self._check_if_proven()
+
+    def _shift_boundaries(self, stages: tuple[int, ...]) -> None:
+        """Keep the cut that the moves of runs of boundaries lead to, if they know all that counts.
+
+        `stages` are intervals of an order of the units.
+        """
+        if not can_shift(self.problem):
+            return
+        order = topological_order(self.unit_graph, lambda unit: (stages[unit], unit))
+        shifts = BoundaryShifts(Prefixes(self.unit_graph, order))
+        steps = int(self.seconds * SHIFTS_PER_SECOND / self.problem.k**2)
+        self._keep(shifts.best(stages, steps), None, {}, "boundary-shifts")
 
     def _climb(self, stages: tuple[int, ...]) -> None:
         evaluations = int(self.seconds * UNITS_PER_SECOND / 8 / self.unit_graph.count)

@@ -382,9 +382,10 @@ class PartitionSearch:
         search = PartitionSearch(UnitGraph(alone, self.unit_graph.units), self.seconds / 4)
         search._try_orders()
         if search.best is not None:
-            self._shift_boundaries(search.best.stages)
-            self._climb(search.best.stages if self.best is None else self.best.stages)
-        if self._check_if_proven() or self._is_close():
+            start = self._shift_boundaries if can_shift(self.problem) else self._climb
+            start(search.best.stages)
+        low, high = self.unit_graph.pin_windows
+        if self._check_if_proven() or self._is_close() or low == high:
             return
         self._try_integer_program(0.5)
         if self.best is not None:
@@ -392,12 +393,7 @@ class PartitionSearch:
         self._check_if_proven()
 
     def _shift_boundaries(self, stages: tuple[int, ...]) -> None:
-        """Keep the cut that the moves of runs of boundaries lead to, if they know all that counts.
-
-        `stages` are intervals of an order of the units.
-        """
-        if not can_shift(self.problem):
-            return
+        """Keep the cut to which moves of runs of boundaries lead from these stages."""
         order = topological_order(self.unit_graph, lambda unit: (stages[unit], unit))
         shifts = BoundaryShifts(Prefixes(self.unit_graph, order))
         steps = int(self.seconds * SHIFTS_PER_SECOND / self.problem.k**2)

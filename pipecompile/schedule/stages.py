@@ -6,7 +6,8 @@ transfer times from the links.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from functools import lru_cache
 from itertools import pairwise
 
 from pipecompile.ir.amount import AllocatorName, Amount
@@ -22,7 +23,7 @@ from pipecompile.memory_model.rank import (
     most_for_activations,
     rank_memory,
 )
-from pipecompile.memory_model.snapshots import peak_snapshots
+from pipecompile.memory_model.snapshots import Snapshot, peak_snapshots
 from pipecompile.schedule.problem import PlacedProblem, StageCosts
 from pipecompile.schedule.receives import add_earliest_receives
 
@@ -30,6 +31,7 @@ __all__ = [
     "activation_caps",
     "excess_bytes",
     "memory_by_rank",
+    "most_by_rank",
     "problem_of_plan",
     "problem_of_stages",
 ]
@@ -204,7 +206,7 @@ def excess_bytes(
     """Return for each rank the bytes by which it may exceed its cap, under any times."""
     if caps is None:
         return (0,) * schedule.ranks
-    memory = _most_by_rank(stages, schedule, allocator)
+    memory = most_by_rank(stages, schedule, allocator)
     return tuple(max(0, rank.total.bound - cap) for rank, cap in zip(memory, caps, strict=True))
 
 
@@ -216,8 +218,8 @@ def memory_by_rank(
     What is expected follows from the receives of the schedule, which stand where its times put
     them. The bound holds for the order of its compute actions under any times.
     """
-    timed = _memory_of_rows(stages, schedule, allocator)
-    most = _most_by_rank(stages, schedule, allocator)
+    timed = _memory_of(stages, schedule, map(peak_snapshots, schedule.rows), allocator)
+    most = most_by_rank(stages, schedule, allocator)
     return tuple(
         RankMemory(
             **{
@@ -231,24 +233,37 @@ def memory_by_rank(
     )
 
 
-def _most_by_rank(
+def most_by_rank(
     stages: Sequence[Stage], schedule: Schedule, allocator: AllocatorName
 ) -> tuple[RankMemory, ...]:
     """Return what each rank holds at its peak if messages come as early as any times allow."""
-    return _memory_of_rows(stages, add_earliest_receives(schedule), allocator)
+    order = Schedule.of(
+        schedule.name, schedule.microbatches, schedule.placement, schedule.compute
+    )
+    return _memory_of(stages, schedule, _earliest_snapshots(order), allocator)
 
 
-def _memory_of_rows(
-    stages: Sequence[Stage], schedule: Schedule, allocator: AllocatorName
+# Plans of several cuts under one order share them, and to find them takes longer than to use them.
+@lru_cache(maxsize=4)
+def _earliest_snapshots(order: Schedule) -> tuple[tuple[Snapshot, ...], ...]:
+    """Return the snapshots by rank of an order of compute actions."""
+    return tuple(map(peak_snapshots, add_earliest_receives(order).rows))
+
+
+def _memory_of(
+    stages: Sequence[Stage],
+    schedule: Schedule,
+    snapshots: Iterable[Sequence[Snapshot]],
+    allocator: AllocatorName,
 ) -> tuple[RankMemory, ...]:
     return tuple(
         rank_memory(
             footprints_on(stages, schedule.placement, rank),
-            peak_snapshots(row),
+            of_rank,
             microbatches=schedule.microbatches,
             allocator=ALLOCATORS[allocator],
         )
-        for rank, row in enumerate(schedule.rows)
+        for rank, of_rank in enumerate(snapshots)
     )
 
 

@@ -1,0 +1,252 @@
+"""`pipecompile audit`: what a layout costs, beside the best cuts of its own grain and of finer ones.
+Needs no PyTorch.
+
+The layout and the best cuts are drafted as plans by the same options, so all have schedule and
+memory of their own. Of them only the cut differs:
+
+    layout       where its owner cuts
+    layers       the best cut between layers: what the layout could be in its own words
+    halves       the best one that may also part attention and MLP
+    operators    the best one between any operators
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from itertools import accumulate
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+
+from pipecompile.api.cut_figures import CutFigures, caps_of, parts_of
+from pipecompile.api.draft import Origin, assembled, fixed_by_layout, scheduled
+from pipecompile.api.partition import best_cut, with_memory_time
+from pipecompile.api.partition_problem import problem_of
+from pipecompile.api.recompute import recompute_planner
+from pipecompile.errors import InfeasibleError, InputError
+from pipecompile.ir.audit import GRAINS, Audit, Grain
+from pipecompile.ir.graph import CostGraph
+from pipecompile.ir.links import FREE, Links
+from pipecompile.ir.plan import Fingerprint, Options, Plan, Provenance
+from pipecompile.ir.serialization import read
+from pipecompile.layouts.assignment import layers_of
+from pipecompile.layouts.grains import Sections, kept_whole, sections_by_node
+from pipecompile.layouts.layer_times import read_layer_times
+from pipecompile.layouts.shared_state import shared_tensors
+from pipecompile.partition.objective import lower_bound
+from pipecompile.partition.problem import PartitionProblem
+from pipecompile.schedule.selection import placements
+from pipecompile.schedule.stages import most_by_rank
+
+__all__ = ["audit", "graph_in_file"]
+
+class _Drafted(NamedTuple):
+    """A plan, and whether it was made within the cap."""
+
+    plan: Plan
+    fits: bool
+
+
+class _Grained(NamedTuple):
+    """The best cut of a grain: its plan, and lower bounds for all cuts of the grain."""
+
+    grain: Grain
+    plan: Plan
+    bound_ns: int
+    step_bound_ns: int
+
+
+def graph_in_file(path: str) -> CostGraph | None:
+    """Return the cost graph that TARGET is: a JSON file of one, or a CSV table of layer times.
+
+    None if it is neither by its name, and so a factory. FormatError if the file is no such file.
+    """
+    match Path(path).suffix:
+        case ".json":
+            return read(path, CostGraph)
+        case ".csv":
+            return read_layer_times(path)
+    return None
+
+
+def audit(graph: CostGraph, options: Options, links: Links = FREE) -> Audit:
+    """Return what the layout of `options` costs on a cost graph, beside the best cuts.
+
+    The objective is the heaviest rank, whatever that of the options is. What does not fit the cap
+    is planned without it, which a note says. InputError if there is no layout, or if it does not
+    match the graph; InfeasibleError if it cannot be planned at all.
+    """
+    if options.layout is None or options.layout_format is None:
+        raise InputError("an audit is of a layout; give one (--layout, in Python layout=)")
+    if options.schedule == "forward-only":
+        raise InputError("an audit is of training steps; choose a schedule with backwards")
+    options = msgspec.structs.replace(options, objective="max-load")
+    sections, notes = _sections(graph, options.layers)
+    hand = _drafted(graph, options, links)
+    if not hand.fits:
+        notes.append("the layout does not fit the memory cap; it is planned without one")
+    free = msgspec.structs.replace(options, layout=None, layout_format=None, layers=None)
+    best = _best_cuts(graph, free, links, sections, hand, notes)
+    return _audit_of(graph, options, sections, hand.plan, best, notes)
+
+
+def _sections(
+    graph: CostGraph, container: str | None
+) -> tuple[dict[Grain, Sections], list[str]]:
+    """Return the sections of the nodes by grain, as far as the model has them, and what it lacks."""
+    sections: dict[Grain, Sections] = {}
+    notes = []
+    for grain, what in (("layers", "between layers"), ("halves", "inside layers")):
+        try:
+            sections[grain] = sections_by_node(graph, grain, container)
+        except InputError as error:
+            notes.append(f"cuts {what} are not searched for: {error}")
+    return sections, notes
+
+
+# Plans that are compared
+
+
+def _drafted(graph: CostGraph, options: Options, links: Links) -> _Drafted:
+    """Return the plan for a graph, without the cap if nothing fits it."""
+    if options.memory_bytes is not None:
+        with suppress(InfeasibleError):
+            return _Drafted(_plan(graph, options, links), True)
+    uncapped = msgspec.structs.replace(options, memory_bytes=None)
+    return _Drafted(_plan(graph, uncapped, links), options.memory_bytes is None)
+
+
+def _plan(graph: CostGraph, options: Options, links: Links) -> Plan:
+    """Return the plan that `draft` makes, without what only a plan in a file needs: no other
+    objective is tried, and memory is that under any times.
+    """
+    fixed = fixed_by_layout(graph, options)
+    origin = Origin(Fingerprint(graph="", costs=""), Provenance(verified=False), ())
+    plans, refusals = [], []
+    for placement in placements(options):
+        planner = recompute_planner(graph, fixed, placement, settled=True)
+        try:
+            problem, best = best_cut(graph, fixed, links, placement)
+            partition = with_memory_time(planner, problem, best.assignment, best)
+            result = scheduled(planner, links, best.assignment, most_by_rank)
+            plans.append(assembled(planner, links, origin, partition, result))
+        except InfeasibleError as error:
+            refusals.append(error)
+    if not plans:
+        raise refusals[0]
+    return min(plans, key=_worth)
+
+
+# The best cuts
+
+
+def _best_cuts(
+    graph: CostGraph,
+    options: Options,
+    links: Links,
+    sections: Mapping[Grain, Sections],
+    hand: _Drafted,
+    notes: list[str],
+) -> list[_Grained]:
+    """Return the best cut of each grain, from coarse to fine, and add to `notes` what has none.
+
+    A cut of a coarse grain is one of a fine grain too, and what bounds cuts of a fine grain bounds
+    those of a coarse one.
+    """
+    found: list[_Grained] = []
+    known = [(_grain_of(hand.plan, graph, sections), hand.plan)] if hand.fits else []
+    for grain in GRAINS:
+        if grain != "operators" and grain not in sections:
+            continue
+        whole = kept_whole(graph, sections[grain]) if grain in sections else graph
+        try:
+            drafted = _drafted(whole, options, links)
+        except InfeasibleError as error:
+            notes.append(f"no cut of the grain {grain}: {error}")
+            continue
+        if not drafted.fits:
+            notes.append(f"no cut of the grain {grain} was found that fits the memory cap")
+        else:
+            known.append((grain, drafted.plan))
+        coarser = [plan for at, plan in known if GRAINS.index(at) <= GRAINS.index(grain)]
+        best = min([drafted.plan, *coarser], key=_worth)
+        problem = problem_of(whole, options, links)
+        found.append(_Grained(grain, best, drafted.plan.search.bound, _step_bound_ns(problem)))
+    return _with_finer_bounds(found)
+
+
+def _worth(plan: Plan) -> tuple[int, int]:
+    """Return the heaviest rank of a plan, then its step: the less of both, the better."""
+    return plan.search.values["max_load_ns"], plan.prediction.step_ns
+
+
+def _grain_of(plan: Plan, graph: CostGraph, sections: Mapping[Grain, Sections]) -> Grain:
+    """Return the coarsest grain that a cut is of."""
+    stage = plan.assignment
+    for grain, found in sections.items():
+        places = {
+            (section, stage[node.name])
+            for node, section in zip(graph.nodes, found, strict=True)
+            if section is not None
+        }
+        if len(places) == len({section for section, _ in places}):
+            return grain
+    return "operators"
+
+
+def _step_bound_ns(problem: PartitionProblem) -> int:
+    """Return a lower bound of the step of all cuts, under any order of actions."""
+    from_loads = problem.microbatches * lower_bound(problem) if problem.whole_backwards else 0
+    return max(lower_bound(replace(problem, objective="step-time")), from_loads)
+
+
+def _with_finer_bounds(found: Sequence[_Grained]) -> list[_Grained]:
+    """Return the cuts with the best bounds of their own grain and of finer ones."""
+    bounds = list(accumulate((each.bound_ns for each in reversed(found)), max))
+    steps = list(accumulate((each.step_bound_ns for each in reversed(found)), max))
+    return [
+        each._replace(bound_ns=bound_ns, step_bound_ns=step_ns)
+        for each, bound_ns, step_ns in zip(found, bounds[::-1], steps[::-1], strict=True)
+    ]
+
+
+# The result
+
+
+def _audit_of(
+    graph: CostGraph,
+    options: Options,
+    sections: Mapping[Grain, Sections],
+    hand: Plan,
+    best: Sequence[_Grained],
+    notes: Sequence[str],
+) -> Audit:
+    """Return the figures of the layout's plan and of the best cuts."""
+    assert options.layout is not None and options.layout_format is not None
+    figures = CutFigures(graph, options, sections.get("layers"))
+    grain = _grain_of(hand, graph, sections)
+    # Without a cut of its own grain, the layout is bounded by what bounds finer ones.
+    like_hand = [each for each in best if GRAINS.index(each.grain) >= GRAINS.index(grain)]
+    bounds = like_hand[0] if like_hand else _Grained(grain, hand, 0, 0)
+    cuts = [figures.of(hand, None, bounds.bound_ns, bounds.step_bound_ns)]
+    cuts += [figures.of(each.plan, each.grain, each.bound_ns, each.step_bound_ns) for each in best]
+    layers = sections.get("layers")
+    return Audit(
+        layout=options.layout,
+        layout_format=options.layout_format,
+        costs=options.costs,
+        time_unit=graph.time_unit,
+        schedule=hand.schedule.name,
+        k=hand.k,
+        ranks=hand.ranks,
+        microbatches=hand.microbatches,
+        layers="" if layers is None else str(layers_of(graph, options.layers)),
+        parts=tuple(parts_of(graph, sections.get("halves", layers or ()))),
+        cuts=tuple(cuts),
+        caps=caps_of(options, hand.ranks),
+        shared=() if layers is None else tuple(shared_tensors(graph, layers, hand.assignment)),
+        notes=tuple(notes),
+    )

@@ -17,12 +17,14 @@ from contextlib import suppress
 from dataclasses import replace
 from itertools import accumulate
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 
+from pipecompile.api.choices import requested_options
 from pipecompile.api.cut_figures import CutFigures, caps_of, parts_of
 from pipecompile.api.draft import Origin, assembled, fixed_by_layout, scheduled
+from pipecompile.api.links import LinksInput, links_for
 from pipecompile.api.partition import best_cut, with_memory_time
 from pipecompile.api.partition_problem import problem_of
 from pipecompile.api.recompute import recompute_planner
@@ -38,10 +40,13 @@ from pipecompile.layouts.layer_times import read_layer_times
 from pipecompile.layouts.shared_state import shared_tensors
 from pipecompile.partition.objective import lower_bound
 from pipecompile.partition.problem import PartitionProblem
+from pipecompile.partition.units import units
 from pipecompile.schedule.selection import placements
 from pipecompile.schedule.stages import most_by_rank
 
-__all__ = ["audit", "graph_in_file"]
+__all__ = ["audit_file", "audit_graph", "is_file_of_costs"]
+
+DEFAULT_COSTS = "measured"  # of the commands: what a file of costs stands in for
 
 class _Drafted(NamedTuple):
     """A plan, and whether it was made within the cap."""
@@ -59,20 +64,31 @@ class _Grained(NamedTuple):
     step_bound_ns: int
 
 
-def graph_in_file(path: str) -> CostGraph | None:
-    """Return the cost graph that TARGET is: a JSON file of one, or a CSV table of layer times.
+def is_file_of_costs(target: str) -> bool:
+    """Return whether TARGET is a file of costs by its name, and not a factory."""
+    return Path(target).suffix in (".json", ".csv")
 
-    None if it is neither by its name, and so a factory. FormatError if the file is no such file.
+
+def audit_file(path: str | Path, *, links: LinksInput = None, **choices: Any) -> Audit:
+    """Return the audit of a layout on the costs in a file: a cost graph (JSON, which `profile`
+    writes), or a table of layer times (CSV, see `layouts.layer_times`).
+
+    `choices` are those of `pipecompile.Choices`, `layout` among them. FormatError if the file is
+    neither; InputError as in `audit_graph`.
     """
-    match Path(path).suffix:
-        case ".json":
-            return read(path, CostGraph)
-        case ".csv":
-            return read_layer_times(path)
-    return None
+    costs = choices.pop("costs", DEFAULT_COSTS)
+    if costs != DEFAULT_COSTS:
+        raise InputError(f"costs={costs!r}, but {path} has the costs; leave one of them out")
+    requested = requested_options(costs="flops", **choices)
+    if requested.optimizer is None and requested.master_weights:
+        raise InputError("master weights are kept for an optimizer; name one (optimizer)")
+    is_table = Path(path).suffix == ".csv"
+    graph = read_layer_times(path) if is_table else read(path, CostGraph)
+    options = msgspec.structs.replace(requested, costs=f"table:{Path(path).name}")
+    return audit_graph(graph, options, links_for(requested, links))
 
 
-def audit(graph: CostGraph, options: Options, links: Links = FREE) -> Audit:
+def audit_graph(graph: CostGraph, options: Options, links: Links = FREE) -> Audit:
     """Return what the layout of `options` costs on a cost graph, beside the best cuts.
 
     The objective is the heaviest rank, whatever that of the options is. What does not fit the cap
@@ -89,7 +105,8 @@ def audit(graph: CostGraph, options: Options, links: Links = FREE) -> Audit:
     if not hand.fits:
         notes.append("the layout does not fit the memory cap; it is planned without one")
     free = msgspec.structs.replace(options, layout=None, layout_format=None, layers=None)
-    best = _best_cuts(graph, free, links, sections, hand, notes)
+    known = [(_grain_of(hand.plan, graph, sections), hand.plan)] if hand.fits else []
+    best = _best_cuts(_graphs(graph, sections), free, links, known, notes)
     return _audit_of(graph, options, sections, hand.plan, best, notes)
 
 
@@ -99,11 +116,11 @@ def _sections(
     """Return the sections of the nodes by grain, as far as the model has them, and what it lacks."""
     sections: dict[Grain, Sections] = {}
     notes = []
-    for grain, what in (("layers", "between layers"), ("halves", "inside layers")):
+    for grain in GRAINS[:-1]:
         try:
             sections[grain] = sections_by_node(graph, grain, container)
         except InputError as error:
-            notes.append(f"cuts {what} are not searched for: {error}")
+            notes.append(f"no cuts of the grain {grain}: {error}")
     return sections, notes
 
 
@@ -144,38 +161,47 @@ def _plan(graph: CostGraph, options: Options, links: Links) -> Plan:
 
 
 def _best_cuts(
-    graph: CostGraph,
+    graphs: Mapping[Grain, CostGraph],
     options: Options,
     links: Links,
-    sections: Mapping[Grain, Sections],
-    hand: _Drafted,
+    known: Sequence[tuple[Grain, Plan]],
     notes: list[str],
 ) -> list[_Grained]:
     """Return the best cut of each grain, from coarse to fine, and add to `notes` what has none.
 
-    A cut of a coarse grain is one of a fine grain too, and what bounds cuts of a fine grain bounds
-    those of a coarse one.
+    `known` are plans that fit, each with its grain. A cut of a coarse grain is one of a fine grain
+    too, and what bounds cuts of a fine grain bounds those of a coarse one.
     """
     found: list[_Grained] = []
-    known = [(_grain_of(hand.plan, graph, sections), hand.plan)] if hand.fits else []
-    for grain in GRAINS:
-        if grain != "operators" and grain not in sections:
-            continue
-        whole = kept_whole(graph, sections[grain]) if grain in sections else graph
+    plans = list(known)
+    for grain, graph in graphs.items():
         try:
-            drafted = _drafted(whole, options, links)
+            drafted = _drafted(graph, options, links)
         except InfeasibleError as error:
             notes.append(f"no cut of the grain {grain}: {error}")
             continue
-        if not drafted.fits:
-            notes.append(f"no cut of the grain {grain} was found that fits the memory cap")
+        if drafted.fits:
+            plans.append((grain, drafted.plan))
         else:
-            known.append((grain, drafted.plan))
-        coarser = [plan for at, plan in known if GRAINS.index(at) <= GRAINS.index(grain)]
+            notes.append(f"no cut of the grain {grain} was found that fits the memory cap")
+        coarser = [plan for at, plan in plans if GRAINS.index(at) <= GRAINS.index(grain)]
         best = min([drafted.plan, *coarser], key=_worth)
-        problem = problem_of(whole, options, links)
+        problem = problem_of(graph, options, links)
         found.append(_Grained(grain, best, drafted.plan.search.bound, _step_bound_ns(problem)))
     return _with_finer_bounds(found)
+
+
+def _graphs(graph: CostGraph, sections: Mapping[Grain, Sections]) -> dict[Grain, CostGraph]:
+    """Return the graph that each grain cuts, without those that allow no more cuts than a coarser
+    one.
+    """
+    graphs: dict[Grain, CostGraph] = {}
+    most = 0
+    for grain in GRAINS:
+        whole = kept_whole(graph, sections[grain]) if grain in sections else graph
+        if (grain in sections or grain == "operators") and len(units(whole)) > most:
+            graphs[grain], most = whole, len(units(whole))
+    return graphs
 
 
 def _worth(plan: Plan) -> tuple[int, int]:

@@ -90,7 +90,7 @@ class CutFigures:
                 whole[section] += ns
                 here[section] += ns * (placement[stage[node.name]] == heaviest)
         shares: dict[str, float] = {}
-        for section, ns in sorted(here.items()):
+        for section, ns in here.items():
             if ns:
                 shares[section.symbol] = shares.get(section.symbol, 0) + ns / whole[section]
         return {symbol: round(share, 2) for symbol, share in shares.items()}

@@ -9,6 +9,8 @@ from typing import Any
 
 from pipecompile.ir.plan import Plan
 from pipecompile.ir.schedule import Timeline
+from pipecompile.report.audit_page import audit_page
+from pipecompile.report.audit_text import audit_headline, audit_markdown, audit_text
 from pipecompile.report.cut import cut_text
 from pipecompile.report.links import links_table
 from pipecompile.report.plan_page import plan_page
@@ -28,6 +30,10 @@ from pipecompile.schedule.stages import problem_of_plan
 
 __all__ = [
     "DrawTable",
+    "audit_headline",
+    "audit_markdown",
+    "audit_page",
+    "audit_text",
     "cut_text",
     "links_table",
     "page_of",

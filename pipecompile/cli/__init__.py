@@ -12,6 +12,7 @@ import warnings
 import click
 
 from pipecompile.cli.answers import AnswerGroup
+from pipecompile.cli.audit import audit
 from pipecompile.cli.plans import check, diff, export, show, simulate, view
 from pipecompile.cli.runs import compare
 from pipecompile.cli.solvers import partition, schedule
@@ -44,6 +45,7 @@ for command in (
     diff,
     simulate,
     export,
+    audit,
     compare,
     verify,
     partition,

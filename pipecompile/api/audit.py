@@ -1,4 +1,4 @@
-"""`pipecompile audit`: what a layout costs, beside the best cuts of its own grain and of finer ones.
+"""`pipecompile audit`: what a layout costs, beside the best cuts of its grain and of finer ones.
 Needs no PyTorch.
 
 The layout and the best cuts are drafted as plans by the same options, so all have schedule and
@@ -23,7 +23,7 @@ import msgspec
 
 from pipecompile.api.choices import requested_options
 from pipecompile.api.cut_figures import CutFigures, caps_of, parts_of
-from pipecompile.api.draft import Origin, assembled, fixed_by_layout, scheduled
+from pipecompile.api.draft import Origin, assembled, scheduled
 from pipecompile.api.links import LinksInput, links_for
 from pipecompile.api.partition import best_cut, with_memory_time
 from pipecompile.api.partition_problem import problem_of
@@ -34,12 +34,15 @@ from pipecompile.ir.graph import CostGraph
 from pipecompile.ir.links import FREE, Links
 from pipecompile.ir.plan import Fingerprint, Options, Plan, Provenance
 from pipecompile.ir.serialization import read
-from pipecompile.layouts.assignment import layers_of
+from pipecompile.ir.size import caps_by_rank
+from pipecompile.layouts.assignment import assignment_of, layers_of
 from pipecompile.layouts.grains import Sections, kept_whole, sections_by_node
 from pipecompile.layouts.layer_times import read_layer_times
+from pipecompile.layouts.reading import read_layout
 from pipecompile.layouts.shared_state import shared_tensors
 from pipecompile.partition.objective import lower_bound
 from pipecompile.partition.problem import PartitionProblem
+from pipecompile.partition.result import Partition
 from pipecompile.partition.units import units
 from pipecompile.schedule.selection import placements
 from pipecompile.schedule.stages import most_by_rank
@@ -47,6 +50,7 @@ from pipecompile.schedule.stages import most_by_rank
 __all__ = ["audit_file", "audit_graph", "is_file_of_costs"]
 
 DEFAULT_COSTS = "measured"  # of the commands: what a file of costs stands in for
+
 
 class _Drafted(NamedTuple):
     """A plan, and whether it was made within the cap."""
@@ -101,19 +105,20 @@ def audit_graph(graph: CostGraph, options: Options, links: Links = FREE) -> Audi
         raise InputError("an audit is of training steps; choose a schedule with backwards")
     options = msgspec.structs.replace(options, objective="max-load")
     sections, notes = _sections(graph, options.layers)
-    hand = _drafted(graph, options, links)
+    layout = read_layout(options.layout, options.layout_format)
+    assignment = assignment_of(layout, graph, options.layers)
+    # Plans of any cut: the layout is one of them.
+    free = msgspec.structs.replace(options, layout=None, layout_format=None)
+    hand = _drafted(graph, free, links, assignment)
     if not hand.fits:
         notes.append("the layout does not fit the memory cap; it is planned without one")
-    free = msgspec.structs.replace(options, layout=None, layout_format=None, layers=None)
     known = [(_grain_of(hand.plan, graph, sections), hand.plan)] if hand.fits else []
     best = _best_cuts(_graphs(graph, sections), free, links, known, notes)
     return _audit_of(graph, options, sections, hand.plan, best, notes)
 
 
-def _sections(
-    graph: CostGraph, container: str | None
-) -> tuple[dict[Grain, Sections], list[str]]:
-    """Return the sections of the nodes by grain, as far as the model has them, and what it lacks."""
+def _sections(graph: CostGraph, container: str | None) -> tuple[dict[Grain, Sections], list[str]]:
+    """Return the sections of the nodes by grain, as far as there are some, and what is missing."""
     sections: dict[Grain, Sections] = {}
     notes = []
     for grain in GRAINS[:-1]:
@@ -127,26 +132,42 @@ def _sections(
 # Plans that are compared
 
 
-def _drafted(graph: CostGraph, options: Options, links: Links) -> _Drafted:
-    """Return the plan for a graph, without the cap if nothing fits it."""
+def _drafted(
+    graph: CostGraph,
+    options: Options,
+    links: Links,
+    assignment: Mapping[str, int] | None = None,
+) -> _Drafted:
+    """Return the plan for a graph, of the cut `assignment` or of the best one, without the cap if
+    nothing fits it.
+    """
     if options.memory_bytes is not None:
         with suppress(InfeasibleError):
-            return _Drafted(_plan(graph, options, links), True)
+            plan = _plan(graph, options, links, assignment)
+            needed = (rank.total.bound for rank in plan.prediction.memory)
+            caps = caps_by_rank(options.memory_bytes, plan.ranks)
+            if all(size <= cap for size, cap in zip(needed, caps, strict=True)):
+                return _Drafted(plan, True)
     uncapped = msgspec.structs.replace(options, memory_bytes=None)
-    return _Drafted(_plan(graph, uncapped, links), options.memory_bytes is None)
+    return _Drafted(_plan(graph, uncapped, links, assignment), options.memory_bytes is None)
 
 
-def _plan(graph: CostGraph, options: Options, links: Links) -> Plan:
+def _plan(
+    graph: CostGraph, options: Options, links: Links, assignment: Mapping[str, int] | None
+) -> Plan:
     """Return the plan that `draft` makes, without what only a plan in a file needs: no other
     objective is tried, and memory is that under any times.
     """
-    fixed = fixed_by_layout(graph, options)
     origin = Origin(Fingerprint(graph="", costs=""), Provenance(verified=False), ())
     plans, refusals = [], []
     for placement in placements(options):
-        planner = recompute_planner(graph, fixed, placement, settled=True)
+        planner = recompute_planner(graph, options, placement, settled=True)
         try:
-            problem, best = best_cut(graph, fixed, links, placement)
+            if assignment is None:
+                problem, best = best_cut(graph, options, links, placement)
+            else:
+                problem = problem_of(graph, options, links, placement)
+                best = Partition.of(problem, assignment, method="layout", bound=0)
             partition = with_memory_time(planner, problem, best.assignment, best)
             result = scheduled(planner, links, best.assignment, most_by_rank)
             plans.append(assembled(planner, links, origin, partition, result))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -105,13 +105,11 @@ def parts_of(graph: CostGraph, sections: Sections) -> Iterator[AuditedPart]:
             backward[section] += node.backward_ns
     alike = Counter((part.symbol, forward[part], backward[part]) for part in forward)
     for (name, forward_ns, backward_ns), count in alike.items():
-        yield AuditedPart(
-            name=name, count=count, forward_ns=forward_ns, backward_ns=backward_ns
-        )
+        yield AuditedPart(name=name, count=count, forward_ns=forward_ns, backward_ns=backward_ns)
 
 
 def caps_of(options: Options, ranks: int) -> tuple[int, ...] | None:
-    """Return the cap of each rank, or what the device of the costs has; None if neither is known."""
+    """Return the cap of each rank, or what the costs' device has; None if neither is known."""
     if options.memory_bytes is not None:
         return caps_by_rank(options.memory_bytes, ranks)
     kind, _, device = options.costs.partition(":")

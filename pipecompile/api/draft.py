@@ -48,7 +48,6 @@ __all__ = [
     "assembled",
     "costs_digest",
     "draft",
-    "fixed_by_layout",
     "predicted",
     "scheduled",
 ]
@@ -77,7 +76,7 @@ def draft(
         capture,
         tuple(tuple(shape) for shape in microbatch_shapes),
     )
-    fixed = fixed_by_layout(graph, options)
+    fixed = _fixed_by_layout(graph, options)
     # A placement on which nothing fits is no failure as long as another one has a plan.
     plans, refusals = [], []
     for placement in placements(options):
@@ -93,7 +92,7 @@ def draft(
     return msgspec.structs.replace(best, options=options)
 
 
-def fixed_by_layout(graph: CostGraph, options: Options) -> Options:
+def _fixed_by_layout(graph: CostGraph, options: Options) -> Options:
     """Return the options with each node in its stage, if they have a layout."""
     if options.layout is None:
         return options

@@ -20,9 +20,7 @@ Sections = Sequence[Section | None]
 ENDS = ("inputs", "outputs")  # groups that lie in the first and in the last stage
 
 
-def sections_by_node(
-    graph: CostGraph, grain: Grain, container: str | None = None
-) -> Sections:
+def sections_by_node(graph: CostGraph, grain: Grain, container: str | None = None) -> Sections:
     """Return what each node lies in: for "layers" E, a layer or L; for "halves" halves of layers.
 
     None is for what belongs to no section, and goes where its inputs are. InputError if the

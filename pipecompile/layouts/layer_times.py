@@ -9,9 +9,9 @@ no model:
     L,1.9,3.8,2GB,2GiB
 
 Parts are Megatron's symbols in the order of the forward: E (embedding), t (layer), m (MTP layer), L
-(norm, head and loss), with *n for n layers alike. Rows of attention and of MLP stand for both halves
-of layers. `parameters` and `saved` (of a microbatch, for its backward) are sizes, which may be left
-out: nothing is then said of memory.
+(norm, head and loss), with *n for n layers alike. Rows of attention and of MLP stand for both
+halves of layers. `parameters` and `saved` (of a microbatch, for its backward) are sizes, which may
+be left out: they then count as nothing.
 """
 
 from __future__ import annotations
@@ -143,9 +143,7 @@ def _modules(parts: Iterator[_Part]) -> Iterator[tuple[str, _Part]]:
         )
 
 
-def _layers(
-    container: str, first: int, parts: Sequence[_Part]
-) -> Iterator[tuple[str, _Part]]:
+def _layers(container: str, first: int, parts: Sequence[_Part]) -> Iterator[tuple[str, _Part]]:
     """Yield the modules of layers that are alike, in one part each or in two halves."""
     for number in range(first, first + parts[0].count):
         for part in parts:

@@ -70,6 +70,7 @@ CLOSE_PARTS = 100_000  # costs are not exact to this part of a value, so no sear
 CPSAT_SIZE_MAX = 30_000  # units × stages of what CP-SAT is given as a whole
 REACH = 64  # units on both sides of a boundary that may change its side, at first
 MIN_CUT_TESTS = 6
+SHIFTED = "boundary-shifts"  # the method of cuts that `shared_ranks` found
 
 
 @dataclass(frozen=True)
@@ -388,7 +389,8 @@ class PartitionSearch:
         if self._check_if_proven() or self._is_close() or low == high:
             return
         self._try_integer_program(0.5)
-        if self.best is not None:
+        # Boundaries that were shifted have no better place, unless CP-SAT found another cut.
+        if self.best is not None and self.best.method != SHIFTED:
             self._climb(self.best.stages)
         self._check_if_proven()
 
@@ -397,7 +399,7 @@ class PartitionSearch:
         order = topological_order(self.unit_graph, lambda unit: (stages[unit], unit))
         shifts = BoundaryShifts(Prefixes(self.unit_graph, order))
         steps = int(self.seconds * SHIFTS_PER_SECOND / self.problem.k**2)
-        self._keep(shifts.best(stages, steps), None, {}, "boundary-shifts")
+        self._keep(shifts.best(stages, steps), None, {}, SHIFTED)
 
     def _climb(self, stages: tuple[int, ...]) -> None:
         evaluations = int(self.seconds * UNITS_PER_SECOND / 8 / self.unit_graph.count)

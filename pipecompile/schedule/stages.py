@@ -237,9 +237,7 @@ def most_by_rank(
     stages: Sequence[Stage], schedule: Schedule, allocator: AllocatorName
 ) -> tuple[RankMemory, ...]:
     """Return what each rank holds at its peak if messages come as early as any times allow."""
-    order = Schedule.of(
-        schedule.name, schedule.microbatches, schedule.placement, schedule.compute
-    )
+    order = Schedule.of(schedule.name, schedule.microbatches, schedule.placement, schedule.compute)
     return _memory_of(stages, schedule, _earliest_snapshots(order), allocator)
 
 

@@ -49,7 +49,7 @@ def test_audit_as_text_with_a_page(table: str, tmp_path: Path) -> None:
         "best inside layers",
     ]
     assert "rank 1 is the heaviest: 4 t + 1 L" in lines
-    assert any(line.startswith("memory: rank 0 runs out first: up to") for line in lines)
+    assert any(line.startswith("memory: rank 1 runs out first: up to") for line in lines)
     assert lines[-1].startswith("best inside layers (megatron-hybrid): *-*-")
     read = Page()
     read.feed(page.read_text())

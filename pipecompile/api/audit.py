@@ -103,9 +103,9 @@ def audit_graph(graph: CostGraph, options: Options, links: Links = FREE) -> Audi
         raise InputError("an audit is of a layout; give one (--layout, in Python layout=)")
     if options.schedule == "forward-only":
         raise InputError("an audit is of training steps; choose a schedule with backwards")
+    layout = read_layout(options.layout, options.layout_format)
     options = msgspec.structs.replace(options, objective="max-load")
     sections, notes = _sections(graph, options.layers)
-    layout = read_layout(options.layout, options.layout_format)
     assignment = assignment_of(layout, graph, options.layers)
     # Plans of any cut: the layout is one of them.
     free = msgspec.structs.replace(options, layout=None, layout_format=None)

@@ -35,10 +35,10 @@ HALVES = ("attention", "mlp")
 
 
 class _Part(NamedTuple):
-    """A row of the table: `count` parts of these times and sizes, in ns and bytes."""
+    """A row of the table: so many (`number`) parts of these times and sizes, in ns and bytes."""
 
     name: str
-    count: int
+    number: int
     forward_ns: int
     backward_ns: int
     parameter_bytes: int
@@ -119,10 +119,10 @@ def _modules(parts: Iterator[_Part]) -> Iterator[tuple[str, _Part]]:
     """Yield the path of each module in the order of the forward, with its row."""
     layers, waiting = {"t": 0, "m": 0}, None
     for part in parts:
-        if waiting is not None and (part.name, part.count) != ("mlp", waiting.count):
+        if waiting is not None and (part.name, part.number) != ("mlp", waiting.number):
             raise InputError(
-                f"attention*{waiting.count} is followed by {part.name}*{part.count}; write "
-                f"mlp*{waiting.count} behind it, the other half of these layers"
+                f"attention*{waiting.number} is followed by {part.name}*{part.number}; write "
+                f"mlp*{waiting.number} behind it, the other half of these layers"
             )
         if part.name == "attention":
             waiting = part
@@ -130,11 +130,11 @@ def _modules(parts: Iterator[_Part]) -> Iterator[tuple[str, _Part]]:
             if waiting is None:
                 raise InputError("mlp needs attention before it, the other half of its layers")
             yield from _layers("layers", layers["t"], (waiting, part))
-            layers["t"], waiting = layers["t"] + part.count, None
+            layers["t"], waiting = layers["t"] + part.number, None
         elif part.name in layers:
             container = {"t": "layers", "m": "mtp"}[part.name]
             yield from _layers(container, layers[part.name], (part,))
-            layers[part.name] += part.count
+            layers[part.name] += part.number
         else:
             yield {"E": "embedding", "L": "head"}[part.name], part
     if waiting is not None or not layers["t"]:
@@ -145,7 +145,7 @@ def _modules(parts: Iterator[_Part]) -> Iterator[tuple[str, _Part]]:
 
 def _layers(container: str, first: int, parts: Sequence[_Part]) -> Iterator[tuple[str, _Part]]:
     """Yield the modules of layers that are alike, in one part each or in two halves."""
-    for number in range(first, first + parts[0].count):
+    for number in range(first, first + parts[0].number):
         for part in parts:
             half = f".{part.name}" if part.name in HALVES else ""
             yield f"{container}.{number}{half}", part

@@ -63,7 +63,8 @@ class BoundaryShifts:
     def _is_on(self) -> Integers:
         """(stages, ranks): 1 where the stage lies on the rank."""
         ranks = np.asarray(self._problem.stage_ranks)
-        return (ranks[:, None] == np.arange(self._problem.ranks)).astype(np.int64)
+        result: Integers = (ranks[:, None] == np.arange(self._problem.ranks)).astype(np.int64)
+        return result
 
     @cached_property
     def _crossing(self) -> Integers:

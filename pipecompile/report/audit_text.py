@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from pipecompile.ir.audit import Audit, AuditedCut, AuditedPart, SharedTensor
-from pipecompile.ir.duration import time_with_unit
+from pipecompile.ir.duration import time_text
 from pipecompile.ir.plurals import counted
 from pipecompile.ir.size import size_text
 from pipecompile.report.tables import DrawTable, markdown_table, plain_table
@@ -90,11 +90,11 @@ def audit_rows(audit: Audit) -> list[list[str]]:
         rows.append(
             [
                 cut_name(cut),
-                f"{time_with_unit(cut.heaviest_ns, audit.time_unit)} (rank {cut.heaviest_rank})",
+                f"{time_text(cut.heaviest_ns, audit.time_unit)} (rank {cut.heaviest_rank})",
                 f"{cut.imbalance:.3f}",
-                "proven" if cut.proven else time_with_unit(cut.bound_ns, audit.time_unit),
-                time_with_unit(cut.step_ns, audit.time_unit),
-                time_with_unit(cut.step_bound_ns, audit.time_unit),
+                "proven" if cut.proven else time_text(cut.bound_ns, audit.time_unit),
+                time_text(cut.step_ns, audit.time_unit),
+                time_text(cut.step_bound_ns, audit.time_unit),
                 f"{cut.bubble:.1%}",
                 _fullest_text(cut),
             ]
@@ -184,7 +184,7 @@ def part_rows(audit: Audit) -> list[list[str]]:
     total = sum(_part_ns(part) * part.count for part in audit.parts)
     rows = [["part", "count", "forward", "backward", "of all"]]
     for part in audit.parts:
-        times = (time_with_unit(ns, audit.time_unit) for ns in (part.forward_ns, part.backward_ns))
+        times = (time_text(ns, audit.time_unit) for ns in (part.forward_ns, part.backward_ns))
         share = f"{_part_ns(part) * part.count / max(total, 1):.1%}"
         rows.append([_PARTS[part.name], str(part.count), *times, share])
     return rows
@@ -195,10 +195,14 @@ def _part_ns(part: AuditedPart) -> int:
 
 
 def _to_paste(audit: Audit) -> Sequence[tuple[str, str]]:
-    """Return the best cuts that formats can say and that are lighter than the one before."""
+    """Return the best cuts that are lighter than the one before, or how to get what no format of
+    layers says.
+    """
     found, heaviest = [], audit.hand.heaviest_ns
     for cut in audit.best:
-        if cut.text and cut.heaviest_ns < heaviest:
-            found.append((f"{cut_name(cut)} ({cut.form})", cut.text))
+        if cut.heaviest_ns < heaviest:
+            plan = f"plan -k {audit.k} --objective max-load, then export --to json"
+            form = cut.form or "as a plan"
+            found.append((f"{cut_name(cut)} ({form})", cut.text or plan))
         heaviest = min(heaviest, cut.heaviest_ns)
     return found

@@ -217,8 +217,10 @@ class Dispatch(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the tokens of a rank's experts: (experts, tokens of each, hidden)."""
-        own = x[0, : x.shape[1] // self.tp]
-        return own.repeat(self.chosen, 1).unflatten(0, (self.experts, -1))
+        sent = x[0, : x.shape[1] // self.tp].repeat(self.chosen, 1)
+        # Each expert has a whole number of tokens: of 4,096 for 6 experts 4 are dropped.
+        whole = sent.shape[0] // self.experts * self.experts
+        return sent[:whole].unflatten(0, (self.experts, -1))
 
 
 class Combine(nn.Module):
@@ -230,5 +232,9 @@ class Combine(nn.Module):
 
     def forward(self, tokens: Tensor, weights: Tensor) -> Tensor:
         """Return (1, tokens, hidden) from the tokens of experts."""
-        each = tokens.flatten(0, 1).unflatten(0, (self.chosen, -1)).repeat(1, self.tp, 1)
+        sent = tokens.flatten(0, 1)
+        dropped = weights.shape[1] // self.tp * self.chosen - sent.shape[0]
+        if dropped:
+            sent = nn.functional.pad(sent, (0, 0, 0, dropped))
+        each = sent.unflatten(0, (self.chosen, -1)).repeat(1, self.tp, 1)
         return (each * weights[0].t()[..., None]).sum(0)[None]

@@ -22,7 +22,6 @@ writes results/layouts.json, where other entries stay as they are.
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -72,16 +71,12 @@ def _written() -> list[dict[str, Any]]:
 
 def measure(entry: dict[str, Any], sizes: Sizes) -> dict[str, Any]:
     """Return the row of one layout, and print its lines."""
-    began = time.perf_counter()
     graph = model_graph(entry, sizes)
-    captured = time.perf_counter()
     audit = audit_of(entry, graph)
     row = {
         "name": entry["name"],
         "layout": entry["layout"],
         "nodes": len(graph.nodes),
-        "capture_seconds": round(captured - began, 1),
-        "audit_seconds": round(time.perf_counter() - captured, 1),
         "microbatches": audit.microbatches,
         "cuts": [_cut_row(cut) for cut in audit.cuts],
         "parts": [

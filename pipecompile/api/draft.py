@@ -5,10 +5,10 @@ Needs no PyTorch, and returns the same bytes for the same input.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
@@ -27,6 +27,7 @@ from pipecompile.ir.plan import (
     Provenance,
     Search,
 )
+from pipecompile.ir.rank_memory import RankMemory
 from pipecompile.ir.schedule import Schedule
 from pipecompile.ir.serialization import fingerprint
 from pipecompile.ir.stage import Stage
@@ -38,7 +39,20 @@ from pipecompile.schedule.selection import placements, schedule_plan
 from pipecompile.schedule.simulator import simulate
 from pipecompile.schedule.stages import activation_caps, memory_by_rank, problem_of_stages
 
-__all__ = ["Scheduled", "costs_digest", "draft", "planned_graph", "predicted", "scheduled"]
+if TYPE_CHECKING:  # the partitioner needs numpy, which reading and checking a plan does not
+    from pipecompile.partition.result import Partition
+
+__all__ = [
+    "MemoryOfRanks",
+    "Origin",
+    "Scheduled",
+    "assembled",
+    "costs_digest",
+    "draft",
+    "planned_graph",
+    "predicted",
+    "scheduled",
+]
 
 
 def draft(
@@ -60,7 +74,7 @@ def draft(
     shortest step is returned. InputError if a KV cache is asked for, and no attention is known.
     """
     graph = planned_graph(graph, options)
-    origin = _Origin(
+    origin = Origin(
         Fingerprint(graph=graph_digest, costs=costs_digest(graph)),
         capture,
         tuple(tuple(shape) for shape in microbatch_shapes),
@@ -106,7 +120,7 @@ def _fixed_by_layout(graph: CostGraph, options: Options) -> Options:
     return msgspec.structs.replace(options, pin=assignment_of(layout, graph, options.layers))
 
 
-class _Origin(NamedTuple):
+class Origin(NamedTuple):
     """What a plan is made for, and how the model became a graph."""
 
     fingerprint: Fingerprint
@@ -117,7 +131,7 @@ class _Origin(NamedTuple):
 def _plan_on_placement(
     planner: RecomputePlanner,
     links: Links,
-    origin: _Origin,
+    origin: Origin,
     assignment: Mapping[str, int] | None,
 ) -> Plan:
     """Return the plan whose stages lie on the ranks of the planner's placement."""
@@ -133,6 +147,18 @@ def _plan_on_placement(
         problem = problem_of(graph, options, links, planner.view.placement)
         while_waiting = _while_waiting(planner)
         partition = with_memory_time(while_waiting, problem, partition.assignment, partition)
+    return assembled(planner, links, origin, partition, result)
+
+
+def assembled(
+    planner: RecomputePlanner,
+    links: Links,
+    origin: Origin,
+    partition: Partition,
+    result: Scheduled,
+) -> Plan:
+    """Return the plan of a cut and of its schedule."""
+    graph, options = planner.graph, planner.options
     return Plan(
         fingerprint=origin.fingerprint,
         options=options,
@@ -170,19 +196,27 @@ class Scheduled(NamedTuple):
     recomputes_while_waiting: bool
 
 
-def scheduled(planner: RecomputePlanner, links: Links, assignment: Mapping[str, int]) -> Scheduled:
-    """Return the stages of a cut with their schedule.
+MemoryOfRanks = Callable[[Sequence[Stage], Schedule, AllocatorName], tuple[RankMemory, ...]]
+
+
+def scheduled(
+    planner: RecomputePlanner,
+    links: Links,
+    assignment: Mapping[str, int],
+    memory: MemoryOfRanks = memory_by_rank,
+) -> Scheduled:
+    """Return the stages of a cut with their schedule; `memory` says what ranks hold under it.
 
     Regions are recomputed as part of a backward, and whole stages in an action of their own, which
     may begin while the rank waits for gradients. So whole stages are tried too where regions were
     chosen, and the shorter step is returned.
     """
-    with_regions = _schedule(planner, links, assignment)
+    with_regions = _schedule(planner, links, assignment, memory)
     has_regions = any(stage.regions for stage in with_regions.stages)
     if planner.options.recompute == "auto" and has_regions:
         # A whole stage may hold more at its peak than regions do, and then not fit.
         with suppress(InfeasibleError):
-            with_stages = _schedule(_while_waiting(planner), links, assignment)
+            with_stages = _schedule(_while_waiting(planner), links, assignment, memory)
             return min(with_regions, with_stages, key=lambda result: result.prediction.step_ns)
     return with_regions
 
@@ -192,13 +226,19 @@ def _while_waiting(planner: RecomputePlanner) -> RecomputePlanner:
     return replace(planner, waiting=True, known={})
 
 
-def _schedule(planner: RecomputePlanner, links: Links, assignment: Mapping[str, int]) -> Scheduled:
+def _schedule(
+    planner: RecomputePlanner,
+    links: Links,
+    assignment: Mapping[str, int],
+    memory: MemoryOfRanks,
+) -> Scheduled:
     graph, options = planner.graph, planner.options
     stages = stages_of(graph, assignment, planner)
     schedule, ordering = schedule_plan(
         options, stages, links, planner.view.placement, graph.allocator
     )
-    prediction = predicted(stages, schedule, links, options.caps(schedule.ranks), graph.allocator)
+    caps = options.caps(schedule.ranks)
+    prediction = predicted(stages, schedule, links, caps, graph.allocator, memory)
     return Scheduled(stages, schedule, ordering, prediction, planner.waiting)
 
 
@@ -222,6 +262,7 @@ def predicted(
     links: Links,
     caps: Sequence[int] | None,
     allocator: AllocatorName,
+    memory: MemoryOfRanks = memory_by_rank,
 ) -> Prediction:
     """Return the step of `schedule`, simulated, and what its ranks hold, each under its cap."""
     room = activation_caps(stages, schedule.placement, schedule.microbatches, caps, allocator)
@@ -234,7 +275,7 @@ def predicted(
         # Reductions are not in it, as they run beside compute; messages that occupy a rank are.
         loads_ns=tuple(busy // schedule.microbatches for busy in timeline.busy_ns),
         idle=timeline.idle,
-        memory=memory_by_rank(stages, schedule, allocator),
+        memory=memory(stages, schedule, allocator),
     )
 
 

@@ -34,7 +34,7 @@ from pipecompile.partition.solver import solve
 from pipecompile.recompute.planner import RecomputePlanner
 from pipecompile.recompute.stages import stages_of
 
-__all__ = ["cut", "with_memory_time"]
+__all__ = ["best_cut", "cut", "with_memory_time"]
 
 SHORT_SECONDS = 0.5  # of work on each other objective, and on each change that might make a cut fit
 SUGGESTIONS = 2
@@ -50,7 +50,7 @@ def cut(
     which one, and what would fit.
     """
     options = planner.options
-    problem, best = _best_cut(planner.graph, options, links, planner.view.placement)
+    problem, best = best_cut(planner.graph, options, links, planner.view.placement)
     # `planner` is settled: it searches longer than the planner by which cuts were compared.
     partition = with_memory_time(planner, problem, assignment or best.assignment, best)
     assert problem.step_ns is not None
@@ -94,7 +94,7 @@ def _for_inference(
     )
 
 
-def _best_cut(
+def best_cut(
     graph: CostGraph, options: Options, links: Links, placement: Sequence[int]
 ) -> tuple[PartitionProblem, Partition]:
     """Return the problem of the options and its cut.

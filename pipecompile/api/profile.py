@@ -10,7 +10,7 @@ from pipecompile.ir.graph import CostGraph
 from pipecompile.ir.plan import Options
 from pipecompile.report.profile import Profile, profile_of
 
-__all__ = ["profiled"]
+__all__ = ["costs_of", "profiled"]
 
 
 def profiled(
@@ -28,3 +28,12 @@ def profiled(
         graph, options.costs, verified=captured.verified, optimizer=options.optimizer
     )
     return graph, profile
+
+
+def costs_of(
+    target: Target, requested: Options, *, self_check: bool = True
+) -> tuple[CostGraph, Options]:
+    """Return the cost graph of one microbatch, and the options with what the target says."""
+    options = completed(target, requested)
+    captured = capture_target(target, options, verify=self_check)
+    return cost_graph(target, options.costs, options.microbatches, captured), options

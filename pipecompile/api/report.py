@@ -11,6 +11,8 @@ from pipecompile.api.comparison import comparison_of
 from pipecompile.ir.plan import Plan
 from pipecompile.ir.recorded_run import RecordedRun
 from pipecompile.ir.schedule import Timeline
+from pipecompile.report.audit_page import audit_page
+from pipecompile.report.audit_text import audit_headline, audit_markdown, audit_text
 from pipecompile.report.cut import cut_text
 from pipecompile.report.links import links_table
 from pipecompile.report.plan_card import plan_card
@@ -31,6 +33,10 @@ from pipecompile.schedule.stages import problem_of_plan
 
 __all__ = [
     "DrawTable",
+    "audit_headline",
+    "audit_markdown",
+    "audit_page",
+    "audit_text",
     "card_of",
     "cut_text",
     "links_table",

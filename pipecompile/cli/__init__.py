@@ -12,6 +12,7 @@ import warnings
 import click
 
 from pipecompile.cli.answers import AnswerGroup
+from pipecompile.cli.audit import audit
 from pipecompile.cli.check import check
 from pipecompile.cli.plans import diff, explain, export, show, simulate, view
 from pipecompile.cli.runs import compare
@@ -46,6 +47,7 @@ for command in (
     explain,
     simulate,
     export,
+    audit,
     compare,
     verify,
     partition,

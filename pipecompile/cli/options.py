@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 import click
@@ -64,15 +64,15 @@ format_option = click.option(
 
 
 def planning_options(
-    **changes: dict[str, Any],
+    *, without: Collection[str] = (), **changes: dict[str, Any]
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Return a decorator that adds the options of a plan to a command; `changes` are for single
-    options.
+    """Return a decorator that adds the options of a plan to a command, but for those `without`
+    which it does; `changes` are for single options.
     """
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
         # The last decorator that is applied comes first in the help.
-        for option in reversed(OPTIONS):
+        for option in (each for each in reversed(OPTIONS) if each.name not in without):
             function = plan_option(option.name, **changes.get(option.name, {}))(function)
         return function
 

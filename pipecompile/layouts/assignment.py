@@ -21,7 +21,7 @@ from pipecompile.layouts.sections import (
     sections_of,
 )
 
-__all__ = ["assignment_of", "layers_of", "named_nodes"]
+__all__ = ["assignment_of", "layers_of", "named_nodes", "with_parameters"]
 
 
 def assignment_of(layout: Layout, graph: CostGraph, container: str | None = None) -> dict[str, int]:
@@ -69,7 +69,7 @@ def _contents(layout: Layout, stage: int) -> str:
 def _by_sections(layout: Layout, graph: CostGraph, container: str | None) -> dict[str, int]:
     layers = layers_of(graph, container)
     modules = [node.module for node in graph.nodes]
-    sections = sections_of(modules, _with_parameters(graph), layers)
+    sections = sections_of(modules, with_parameters(graph), layers)
     if layout.format == "megatron-hybrid":
         sections = in_halves(modules, sections, layers)
     there = {section for section in sections if section is not None}
@@ -161,17 +161,18 @@ def _refuse_unknown(entries: Iterable[str], graph: CostGraph) -> None:
 
 def _refuse_missing(named: Mapping[str, int], graph: CostGraph) -> None:
     """Raise InputError if a module with parameters and nothing in it has no stage."""
-    with_parameters = _with_parameters(graph)
+    modules = with_parameters(graph)
     around = {path for node in graph.nodes for path in ancestors(node.module)[1:]}
     for node in graph.nodes:
-        if node.module in with_parameters - around and node.name not in named:
+        if node.module in modules - around and node.name not in named:
             raise InputError(
                 f"the layout has no stage for the module {node.module!r}, which has parameters; "
                 "name it, or a module around it, in one of the stages"
             )
 
 
-def _with_parameters(graph: CostGraph) -> frozenset[str]:
+def with_parameters(graph: CostGraph) -> frozenset[str]:
+    """Return the paths of the modules that have parameters or buffers of their own."""
     names = (name for each in graph.parameters for name in (each.name, *each.aliases))
     return parameter_modules(names)
 

@@ -16,6 +16,7 @@ __all__ = [
     "PRICE_OVERHEAD_NODES",
     "ROUND_SECONDS",
     "SECONDS",
+    "SHIFTS_PER_SECOND",
     "UNITS_PER_SECOND",
 ]
 
@@ -24,6 +25,7 @@ PAIRS_PER_SECOND = 6_000_000  # pairs of ideals in the dynamic program
 IDEALS_PER_SECOND = 1_000_000  # ideals enumerated
 CUT_UNITS_PER_SECOND = 100_000  # units × boundaries for which minimum cuts are found
 UNITS_PER_SECOND = 40_000  # units put in order and laid out
+SHIFTS_PER_SECOND = 400_000  # pairs of stages, for each step of boundary shifts
 ROUND_SECONDS = 0.005  # the fixed cost of one round of a search
 NODES_PRICED_PER_SECOND = 4_000  # nodes of stages that are priced
 PRICE_OVERHEAD_NODES = 60  # the fixed cost of one price, in nodes

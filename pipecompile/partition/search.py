@@ -33,6 +33,7 @@ from pipecompile.partition.budget import (
     PRICE_OVERHEAD_NODES,
     ROUND_SECONDS,
     SECONDS,
+    SHIFTS_PER_SECOND,
     UNITS_PER_SECOND,
 )
 from pipecompile.partition.chains import Chain, Chains
@@ -41,12 +42,13 @@ from pipecompile.partition.infeasibility import why_infeasible
 from pipecompile.partition.lattice import every_cut, nearby_cuts
 from pipecompile.partition.local_search import climb
 from pipecompile.partition.objective import lower_bound, measures, rank_loads, stage_loads
-from pipecompile.partition.orders import shuffled_order, topological_orders
+from pipecompile.partition.orders import shuffled_order, topological_order, topological_orders
 from pipecompile.partition.prefix_cuts import cut_order
 from pipecompile.partition.prefixes import Prefixes
 from pipecompile.partition.priced_search import PricedSearch
 from pipecompile.partition.problem import PartitionProblem
 from pipecompile.partition.result import Partition
+from pipecompile.partition.shared_ranks import BoundaryShifts, can_shift
 from pipecompile.partition.unit_graph import UnitGraph
 from pipecompile.partition.violations import violations
 from pipecompile.partition.windows import Limit
@@ -68,6 +70,7 @@ CLOSE_PARTS = 100_000  # costs are not exact to this part of a value, so no sear
 CPSAT_SIZE_MAX = 30_000  # units × stages of what CP-SAT is given as a whole
 REACH = 64  # units on both sides of a boundary that may change its side, at first
 MIN_CUT_TESTS = 6
+SHIFTED = "boundary-shifts"  # the method of cuts that `shared_ranks` found
 
 
 @dataclass(frozen=True)
@@ -385,11 +388,23 @@ class PartitionSearch:
         search = PartitionSearch(UnitGraph(alone, self.unit_graph.units), self.seconds / 4)
         search._try_orders()
         if search.best is not None:
-            self._climb(search.best.stages)
+            start = self._shift_boundaries if can_shift(self.problem) else self._climb
+            start(search.best.stages)
+        low, high = self.unit_graph.pin_windows
+        if self._check_if_proven() or self._is_close() or low == high:
+            return
         self._try_integer_program(0.5)
-        if self.best is not None:
+        # Boundaries that were shifted have no better place, unless CP-SAT found another cut.
+        if self.best is not None and self.best.method != SHIFTED:
             self._climb(self.best.stages)
         self._check_if_proven()
+
+    def _shift_boundaries(self, stages: tuple[int, ...]) -> None:
+        """Keep the cut to which moves of runs of boundaries lead from these stages."""
+        order = topological_order(self.unit_graph, lambda unit: (stages[unit], unit))
+        shifts = BoundaryShifts(Prefixes(self.unit_graph, order))
+        steps = int(self.seconds * SHIFTS_PER_SECOND / self.problem.k**2)
+        self._keep(shifts.best(stages, steps), None, {}, SHIFTED)
 
     def _climb(self, stages: tuple[int, ...]) -> None:
         evaluations = int(self.seconds * UNITS_PER_SECOND / 8 / self.unit_graph.count)

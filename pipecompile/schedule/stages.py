@@ -6,7 +6,8 @@ transfer times from the links.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from functools import lru_cache
 from itertools import pairwise
 
 from pipecompile.ir.amount import AllocatorName, Amount
@@ -22,7 +23,7 @@ from pipecompile.memory_model.rank import (
     most_for_activations,
     rank_memory,
 )
-from pipecompile.memory_model.snapshots import peak_snapshots
+from pipecompile.memory_model.snapshots import Snapshot, peak_snapshots
 from pipecompile.schedule.named_orders import generate, held_microbatches, lasting_microbatches
 from pipecompile.schedule.problem import PlacedProblem, StageCosts
 from pipecompile.schedule.receives import add_earliest_receives
@@ -31,6 +32,7 @@ __all__ = [
     "activation_caps",
     "excess_bytes",
     "memory_by_rank",
+    "most_by_rank",
     "problem_of_plan",
     "problem_of_stages",
 ]
@@ -205,7 +207,7 @@ def excess_bytes(
     """Return for each rank the bytes by which it may exceed its cap, under any times."""
     if caps is None:
         return (0,) * schedule.ranks
-    memory = _most_by_rank(stages, schedule, allocator)
+    memory = most_by_rank(stages, schedule, allocator)
     return tuple(max(0, rank.total.bound - cap) for rank, cap in zip(memory, caps, strict=True))
 
 
@@ -217,8 +219,9 @@ def memory_by_rank(
     What is expected follows from the receives of the schedule, which stand where its times put
     them. The bound holds for the order of its compute actions under any times.
     """
-    timed = _memory_of_rows(stages, _lasting(stages, schedule), _held(schedule), allocator)
-    most = _most_by_rank(stages, schedule, allocator)
+    lasting = _lasting(stages, schedule)
+    timed = _memory_of(stages, schedule, map(peak_snapshots, lasting.rows), allocator)
+    most = most_by_rank(stages, schedule, allocator)
     return tuple(
         RankMemory(
             **{
@@ -232,16 +235,19 @@ def memory_by_rank(
     )
 
 
-def _most_by_rank(
+def most_by_rank(
     stages: Sequence[Stage], schedule: Schedule, allocator: AllocatorName
 ) -> tuple[RankMemory, ...]:
     """Return what each rank holds at its peak if messages come as early as any times allow."""
-    lasting = add_earliest_receives(_lasting(stages, schedule))
-    return _memory_of_rows(stages, lasting, _held(schedule), allocator)
-
-
-def _held(schedule: Schedule) -> int:
-    return held_microbatches(schedule.name, schedule.ranks, schedule.microbatches)
+    lasting = _lasting(stages, schedule)
+    order = Schedule.of(
+        lasting.name,
+        lasting.microbatches,
+        lasting.placement,
+        lasting.compute,
+        lasting.weight_versions,
+    )
+    return _memory_of(stages, schedule, _earliest_snapshots(order), allocator)
 
 
 def _lasting(stages: Sequence[Stage], schedule: Schedule) -> Schedule:
@@ -255,18 +261,29 @@ def _lasting(stages: Sequence[Stage], schedule: Schedule) -> Schedule:
     return add_earliest_receives(generate(schedule.name, schedule.placement, lasting, recompute))
 
 
-def _memory_of_rows(
-    stages: Sequence[Stage], schedule: Schedule, microbatches: int, allocator: AllocatorName
+# Plans of several cuts under one order share them, and to find them takes longer than to use them.
+@lru_cache(maxsize=4)
+def _earliest_snapshots(order: Schedule) -> tuple[tuple[Snapshot, ...], ...]:
+    """Return the snapshots by rank of an order of compute actions."""
+    return tuple(map(peak_snapshots, add_earliest_receives(order).rows))
+
+
+def _memory_of(
+    stages: Sequence[Stage],
+    schedule: Schedule,
+    snapshots: Iterable[Sequence[Snapshot]],
+    allocator: AllocatorName,
 ) -> tuple[RankMemory, ...]:
-    """Return the peaks of ranks that read the inputs of so many microbatches."""
+    """Return the peaks of ranks whose rows have these snapshots."""
+    held = held_microbatches(schedule.name, schedule.ranks, schedule.microbatches)
     return tuple(
         rank_memory(
             footprints_on(stages, schedule.placement, rank),
-            peak_snapshots(row),
-            microbatches=microbatches,
+            of_rank,
+            microbatches=held,
             allocator=ALLOCATORS[allocator],
         )
-        for rank, row in enumerate(schedule.rows)
+        for rank, of_rank in enumerate(snapshots)
     )
 
 

@@ -1,0 +1,299 @@
+"""`pipecompile audit`: what a layout costs, beside the best cuts of its grain and of finer ones.
+Needs no PyTorch.
+
+The layout and the best cuts are drafted as plans by the same options, so all have schedule and
+memory of their own. Of them only the cut differs:
+
+    layout       where its owner cuts
+    layers       the best cut between layers: what the layout could be in its own words
+    halves       the best one that may also part attention and MLP
+    operators    the best one between any operators
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from itertools import accumulate
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+
+from pipecompile.api.choices import requested_options
+from pipecompile.api.cut_figures import CutFigures, caps_of, parts_of
+from pipecompile.api.draft import Origin, assembled, scheduled
+from pipecompile.api.links import LinksInput, links_for
+from pipecompile.api.partition import best_cut, with_memory_time
+from pipecompile.api.partition_problem import problem_of
+from pipecompile.api.recompute import recompute_planner
+from pipecompile.errors import InfeasibleError, InputError
+from pipecompile.ir.audit import GRAINS, Audit, Grain
+from pipecompile.ir.graph import CostGraph
+from pipecompile.ir.links import FREE, Links
+from pipecompile.ir.plan import Fingerprint, Options, Plan, Provenance
+from pipecompile.ir.serialization import read
+from pipecompile.ir.size import caps_by_rank
+from pipecompile.layouts.assignment import assignment_of, layers_of
+from pipecompile.layouts.grains import Sections, kept_whole, sections_by_node
+from pipecompile.layouts.layer_times import read_layer_times
+from pipecompile.layouts.reading import read_layout
+from pipecompile.layouts.shared_state import shared_tensors
+from pipecompile.partition.objective import lower_bound
+from pipecompile.partition.problem import PartitionProblem
+from pipecompile.partition.result import Partition
+from pipecompile.partition.units import units
+from pipecompile.schedule.selection import placements
+from pipecompile.schedule.stages import most_by_rank
+
+__all__ = ["audit_file", "audit_graph", "is_file_of_costs"]
+
+DEFAULT_COSTS = "measured"  # of the commands: what a file of costs stands in for
+
+
+class _Drafted(NamedTuple):
+    """A plan, and whether it was made within the cap."""
+
+    plan: Plan
+    fits: bool
+
+
+class _Grained(NamedTuple):
+    """The best cut of a grain: its plan, and lower bounds for all cuts of the grain."""
+
+    grain: Grain
+    plan: Plan
+    bound_ns: int
+    step_bound_ns: int
+
+
+def is_file_of_costs(target: str) -> bool:
+    """Return whether TARGET is a file of costs by its name, and not a factory."""
+    return Path(target).suffix in (".json", ".csv")
+
+
+def audit_file(path: str | Path, *, links: LinksInput = None, **choices: Any) -> Audit:
+    """Return the audit of a layout on the costs in a file: a cost graph (JSON, which `profile`
+    writes), or a table of layer times (CSV, see `layouts.layer_times`).
+
+    `choices` are those of `pipecompile.Choices`, `layout` among them. FormatError if the file is
+    neither; InputError as in `audit_graph`.
+    """
+    costs = choices.pop("costs", DEFAULT_COSTS)
+    if costs != DEFAULT_COSTS:
+        raise InputError(f"costs={costs!r}, but {path} has the costs; leave one of them out")
+    requested = requested_options(costs="flops", **choices)
+    if requested.optimizer is None and requested.master_weights:
+        raise InputError("master weights are kept for an optimizer; name one (optimizer)")
+    is_table = Path(path).suffix == ".csv"
+    graph = read_layer_times(path) if is_table else read(path, CostGraph)
+    options = msgspec.structs.replace(requested, costs=f"table:{Path(path).name}")
+    return audit_graph(graph, options, links_for(requested, links))
+
+
+def audit_graph(graph: CostGraph, options: Options, links: Links = FREE) -> Audit:
+    """Return what the layout of `options` costs on a cost graph, beside the best cuts.
+
+    The objective is the heaviest rank, whatever that of the options is. What does not fit the cap
+    is planned without it, which a note says. InputError if there is no layout, or if it does not
+    match the graph; InfeasibleError if it cannot be planned at all.
+    """
+    if options.layout is None or options.layout_format is None:
+        raise InputError("an audit is of a layout; give one (--layout, in Python layout=)")
+    if options.schedule == "forward-only":
+        raise InputError("an audit is of training steps; choose a schedule with backwards")
+    layout = read_layout(options.layout, options.layout_format)
+    options = msgspec.structs.replace(options, objective="max-load")
+    sections, notes = _sections(graph, options.layers)
+    assignment = assignment_of(layout, graph, options.layers)
+    # Plans of any cut: the layout is one of them.
+    free = msgspec.structs.replace(options, layout=None, layout_format=None)
+    hand = _drafted(graph, free, links, assignment)
+    if not hand.fits:
+        notes.append("the layout does not fit the memory cap; it is planned without one")
+    known = [(_grain_of(hand.plan, graph, sections), hand.plan)] if hand.fits else []
+    best = _best_cuts(_graphs(graph, sections), free, links, known, notes)
+    return _audit_of(graph, options, sections, hand.plan, best, notes)
+
+
+def _sections(graph: CostGraph, container: str | None) -> tuple[dict[Grain, Sections], list[str]]:
+    """Return the sections of the nodes by grain, as far as there are some, and what is missing."""
+    sections: dict[Grain, Sections] = {}
+    notes = []
+    for grain in GRAINS[:-1]:
+        try:
+            sections[grain] = sections_by_node(graph, grain, container)
+        except InputError as error:
+            notes.append(f"no cuts of the grain {grain}: {error}")
+    return sections, notes
+
+
+# Plans that are compared
+
+
+def _drafted(
+    graph: CostGraph,
+    options: Options,
+    links: Links,
+    assignment: Mapping[str, int] | None = None,
+) -> _Drafted:
+    """Return the plan for a graph, of the cut `assignment` or of the best one, without the cap if
+    nothing fits it.
+    """
+    if options.memory_bytes is not None:
+        with suppress(InfeasibleError):
+            plan = _plan(graph, options, links, assignment)
+            needed = (rank.total.bound for rank in plan.prediction.memory)
+            caps = caps_by_rank(options.memory_bytes, plan.ranks)
+            if all(size <= cap for size, cap in zip(needed, caps, strict=True)):
+                return _Drafted(plan, True)
+    uncapped = msgspec.structs.replace(options, memory_bytes=None)
+    return _Drafted(_plan(graph, uncapped, links, assignment), options.memory_bytes is None)
+
+
+def _plan(
+    graph: CostGraph, options: Options, links: Links, assignment: Mapping[str, int] | None
+) -> Plan:
+    """Return the plan that `draft` makes, without what only a plan in a file needs: no other
+    objective is tried, and memory is that under any times.
+    """
+    origin = Origin(Fingerprint(graph="", costs=""), Provenance(verified=False), ())
+    plans, refusals = [], []
+    for placement in placements(options):
+        planner = recompute_planner(graph, options, placement, settled=True)
+        try:
+            if assignment is None:
+                problem, best = best_cut(graph, options, links, placement)
+            else:
+                problem = problem_of(graph, options, links, placement)
+                best = Partition.of(problem, assignment, method="layout", bound=0)
+            partition = with_memory_time(planner, problem, best.assignment, best)
+            result = scheduled(planner, links, best.assignment, most_by_rank)
+            plans.append(assembled(planner, links, origin, partition, result))
+        except InfeasibleError as error:
+            refusals.append(error)
+    if not plans:
+        raise refusals[0]
+    return min(plans, key=_worth)
+
+
+# The best cuts
+
+
+def _best_cuts(
+    graphs: Mapping[Grain, CostGraph],
+    options: Options,
+    links: Links,
+    known: Sequence[tuple[Grain, Plan]],
+    notes: list[str],
+) -> list[_Grained]:
+    """Return the best cut of each grain, from coarse to fine, and add to `notes` what has none.
+
+    `known` are plans that fit, each with its grain. A cut of a coarse grain is one of a fine grain
+    too, and what bounds cuts of a fine grain bounds those of a coarse one.
+    """
+    found: list[_Grained] = []
+    plans = list(known)
+    for grain, graph in graphs.items():
+        try:
+            drafted = _drafted(graph, options, links)
+        except InfeasibleError as error:
+            notes.append(f"no cut of the grain {grain}: {error}")
+            continue
+        if drafted.fits:
+            plans.append((grain, drafted.plan))
+        else:
+            notes.append(f"no cut of the grain {grain} was found that fits the memory cap")
+        coarser = [plan for at, plan in plans if GRAINS.index(at) <= GRAINS.index(grain)]
+        best = min([drafted.plan, *coarser], key=_worth)
+        problem = problem_of(graph, options, links)
+        found.append(_Grained(grain, best, drafted.plan.search.bound, _step_bound_ns(problem)))
+    return _with_finer_bounds(found)
+
+
+def _graphs(graph: CostGraph, sections: Mapping[Grain, Sections]) -> dict[Grain, CostGraph]:
+    """Return the graph that each grain cuts, without those that allow no more cuts than a coarser
+    one.
+    """
+    graphs: dict[Grain, CostGraph] = {}
+    most = 0
+    for grain in GRAINS:
+        whole = kept_whole(graph, sections[grain]) if grain in sections else graph
+        if (grain in sections or grain == "operators") and len(units(whole)) > most:
+            graphs[grain], most = whole, len(units(whole))
+    return graphs
+
+
+def _worth(plan: Plan) -> tuple[int, int]:
+    """Return the heaviest rank of a plan, then its step: the less of both, the better."""
+    return plan.search.values["max_load_ns"], plan.prediction.step_ns
+
+
+def _grain_of(plan: Plan, graph: CostGraph, sections: Mapping[Grain, Sections]) -> Grain:
+    """Return the coarsest grain that a cut is of."""
+    stage = plan.assignment
+    for grain, found in sections.items():
+        places = {
+            (section, stage[node.name])
+            for node, section in zip(graph.nodes, found, strict=True)
+            if section is not None
+        }
+        if len(places) == len({section for section, _ in places}):
+            return grain
+    return "operators"
+
+
+def _step_bound_ns(problem: PartitionProblem) -> int:
+    """Return a lower bound of the step of all cuts, under any order of actions."""
+    from_loads = problem.microbatches * lower_bound(problem) if problem.whole_backwards else 0
+    return max(lower_bound(replace(problem, objective="step-time")), from_loads)
+
+
+def _with_finer_bounds(found: Sequence[_Grained]) -> list[_Grained]:
+    """Return the cuts with the best bounds of their own grain and of finer ones."""
+    bounds = list(accumulate((each.bound_ns for each in reversed(found)), max))
+    steps = list(accumulate((each.step_bound_ns for each in reversed(found)), max))
+    return [
+        each._replace(bound_ns=bound_ns, step_bound_ns=step_ns)
+        for each, bound_ns, step_ns in zip(found, bounds[::-1], steps[::-1], strict=True)
+    ]
+
+
+# The result
+
+
+def _audit_of(
+    graph: CostGraph,
+    options: Options,
+    sections: Mapping[Grain, Sections],
+    hand: Plan,
+    best: Sequence[_Grained],
+    notes: Sequence[str],
+) -> Audit:
+    """Return the figures of the layout's plan and of the best cuts."""
+    assert options.layout is not None and options.layout_format is not None
+    figures = CutFigures(graph, options, sections.get("layers"))
+    grain = _grain_of(hand, graph, sections)
+    # Without a cut of its own grain, the layout is bounded by what bounds finer ones.
+    like_hand = [each for each in best if GRAINS.index(each.grain) >= GRAINS.index(grain)]
+    bounds = like_hand[0] if like_hand else _Grained(grain, hand, 0, 0)
+    cuts = [figures.of(hand, None, bounds.bound_ns, bounds.step_bound_ns)]
+    cuts += [figures.of(each.plan, each.grain, each.bound_ns, each.step_bound_ns) for each in best]
+    layers = sections.get("layers")
+    return Audit(
+        layout=options.layout,
+        layout_format=options.layout_format,
+        costs=options.costs,
+        time_unit=graph.time_unit,
+        schedule=hand.schedule.name,
+        k=hand.k,
+        ranks=hand.ranks,
+        microbatches=hand.microbatches,
+        layers="" if layers is None else str(layers_of(graph, options.layers)),
+        parts=tuple(parts_of(graph, sections.get("halves", layers or ()))),
+        cuts=tuple(cuts),
+        caps=caps_of(options, hand.ranks),
+        shared=() if layers is None else tuple(shared_tensors(graph, layers, hand.assignment)),
+        notes=tuple(notes),
+    )

@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 
 from pipecompile.cost_models.device import Device
+from pipecompile.ir.audit import Audit
 from pipecompile.ir.cut import Cut
 from pipecompile.ir.explanation import ExplainedPlan
 from pipecompile.ir.finding import CheckedPlan
@@ -35,6 +36,7 @@ FORMATS: Mapping[str, type[Any]] = {
     "links": Links,
     "device": Device,
     "run": RecordedRun,
+    "audit-result": Audit,
     "check-result": CheckedPlan,
     "diff-result": ComparedPlans,
     "explain-result": ExplainedPlan,

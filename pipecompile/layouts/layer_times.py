@@ -34,7 +34,7 @@ NS_PER_MS = 1_000_000
 HALVES = ("attention", "mlp")
 
 
-class _Part(NamedTuple):
+class _TimedPart(NamedTuple):
     """A row of the table: so many (`number`) parts of these times and sizes, in ns and bytes."""
 
     name: str
@@ -78,7 +78,7 @@ def layer_times(text: str) -> CostGraph:
     )
 
 
-def _parts(text: str) -> Iterator[_Part]:
+def _parts(text: str) -> Iterator[_TimedPart]:
     """Yield the rows of the table."""
     rows = csv.DictReader(line for line in text.splitlines() if not line.startswith("#"))
     header = tuple(name.strip() for name in rows.fieldnames or ())
@@ -99,7 +99,7 @@ def _parts(text: str) -> Iterator[_Part]:
             ) from None
 
 
-def _part(row: dict[str, str]) -> _Part:
+def _part(row: dict[str, str]) -> _TimedPart:
     """Return the part of a row; InputError or ValueError says what is wrong."""
     match = re.fullmatch(r"\s*(E|t|m|L|attention|mlp)\s*(?:\*\s*(\d+))?\s*", row["part"])
     if match is None or match[2] == "0":
@@ -112,10 +112,10 @@ def _part(row: dict[str, str]) -> _Part:
     if min(times) < 0:
         raise InputError("a time is negative")
     sizes = [parse_bytes((row.get(name) or "0").strip()) for name in SIZES]
-    return _Part(match[1], int(match[2] or 1), *times, *sizes)
+    return _TimedPart(match[1], int(match[2] or 1), *times, *sizes)
 
 
-def _modules(parts: Iterator[_Part]) -> Iterator[tuple[str, _Part]]:
+def _modules(parts: Iterator[_TimedPart]) -> Iterator[tuple[str, _TimedPart]]:
     """Yield the path of each module in the order of the forward, with its row."""
     layers, waiting = {"t": 0, "m": 0}, None
     for part in parts:
@@ -143,7 +143,9 @@ def _modules(parts: Iterator[_Part]) -> Iterator[tuple[str, _Part]]:
         )
 
 
-def _layers(container: str, first: int, parts: Sequence[_Part]) -> Iterator[tuple[str, _Part]]:
+def _layers(
+    container: str, first: int, parts: Sequence[_TimedPart]
+) -> Iterator[tuple[str, _TimedPart]]:
     """Yield the modules of layers that are alike, in one part each or in two halves."""
     for number in range(first, first + parts[0].number):
         for part in parts:
@@ -151,7 +153,7 @@ def _layers(container: str, first: int, parts: Sequence[_Part]) -> Iterator[tupl
             yield f"{container}.{number}{half}", part
 
 
-def _node(place: int, module: str, part: _Part) -> Node:
+def _node(place: int, module: str, part: _TimedPart) -> Node:
     """Return the node of a module; what it saves is the storage of its own place."""
     return Node(
         name=module.replace(".", "_"),

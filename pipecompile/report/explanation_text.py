@@ -47,7 +47,7 @@ _HELD_BY = {
 
 
 @dataclass(frozen=True)
-class _Part:
+class _TitledTable:
     """A title, a table whose columns `left` begin at the left, and lines below."""
 
     title: str
@@ -115,13 +115,13 @@ def _advice(explanation: Explanation, plan: str) -> tuple[str, str]:
     return "nothing that was tried makes the step shorter by more than 1 %", ""
 
 
-def _parts(explanation: Explanation) -> Iterator[_Part]:
-    yield _Part(_title(explanation), list(_summary(explanation)))
-    yield _Part("what the heaviest rank runs", rows=list(_modules(explanation)))
-    yield _Part("why it is not lighter", list(_reasons(explanation)))
-    yield _Part("why ranks wait", rows=list(_idle(explanation)), left={0, 2})
+def _parts(explanation: Explanation) -> Iterator[_TitledTable]:
+    yield _TitledTable(_title(explanation), list(_summary(explanation)))
+    yield _TitledTable("what the heaviest rank runs", rows=list(_modules(explanation)))
+    yield _TitledTable("why it is not lighter", list(_reasons(explanation)))
+    yield _TitledTable("why ranks wait", rows=list(_idle(explanation)), left={0, 2})
     if explanation.what_ifs:
-        yield _Part(
+        yield _TitledTable(
             "what would change it", list(_refused(explanation)), list(_changes(explanation))
         )
 

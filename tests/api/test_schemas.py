@@ -59,6 +59,8 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
     planned = printed("plan", model, "-k", "2", *device, "-o", plan)
     printed("plan", model, "-k", "4", *device, "--schedule", "zb-h1", "-o", again)
     printed("profile", model, *device, "--microbatches", "2", "-o", costs)
+    names = [f"%{node['name']}" for node in json.loads(Path(costs).read_text())["nodes"]]
+    layout = json.dumps([names[:2], names[2:]])
     examples = examples_by_schema((DOCS / "formats.md").read_text())
     problem = folder / "problem.json"
     problem.write_text(json.dumps(examples["schedule-problem"]))
@@ -71,6 +73,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
         "links": [examples["links"], planned["links"]],
         "device": [json.loads(encode(device)) for device in named_devices().values()],
         "run": [json.loads(encode(run)), examples["run"]],
+        "audit-result": [printed("audit", costs, "--layout", layout)],
         "check-result": [printed("check", plan, *limits)],
         "diff-result": [printed("diff", plan, path) for path in (again, plan)],
         "explain-result": [printed("explain", again), printed("explain", plan, costs)],

@@ -28,6 +28,7 @@ def _footprint(kept: int, outputs: int) -> Footprint:
         "optimizer_workspace": 0,
         "buffer_copies": 3,
         "gradient_copies": 0,
+        "kv_cache": 0,
     }
     amounts = {name: Amount(expected=size, bound=size) for name, size in sizes.items()}
     return Footprint(

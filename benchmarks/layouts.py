@@ -30,7 +30,7 @@ import torch
 from msgspec.structs import replace
 
 from benchmarks.command_line import chosen_names
-from benchmarks.published_models import TRAVELS, Sizes, published_model
+from benchmarks.published_models import PUBLISHED, TRAVELS, Sizes, published_model
 from pipecompile.api.audit import audit_graph
 from pipecompile.api.choices import requested_options
 from pipecompile.api.profile import costs_of
@@ -39,7 +39,6 @@ from pipecompile.frontend.target import Target
 from pipecompile.ir.audit import Audit, AuditedCut
 from pipecompile.ir.graph import CostGraph, Node
 
-PUBLISHED = Path(__file__).parent / "published_layouts.json"
 RESULT = Path(__file__).parent / "results" / "layouts.json"
 NETWORK = 50_000_000_000  # bytes per second of a GPU: 400 Gbit/s, as nodes of eight H100 have
 GPUS_PER_NODE = 8

@@ -8,14 +8,17 @@ all-reduces of tensor parallelism and the auxiliary losses of routers are left o
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-__all__ = ["TRAVELS", "published_model", "token_loss"]
+__all__ = ["PUBLISHED", "TRAVELS", "llama3_70b_h100", "published_model", "token_loss"]
 
+PUBLISHED = Path(__file__).parent / "published_layouts.json"
 Sizes = Mapping[str, int]
 TRAVELS = ("dispatch", "combine")
 """The names of the modules in experts that stand for an all-to-all."""
@@ -34,6 +37,17 @@ def published_model(sizes: Sizes, *, tp: int, ep: int) -> dict[str, Any]:
     finally:
         torch.set_default_dtype(before)
     return {"model": model, "sample_input": tokens, "targets": targets, "loss_fn": token_loss}
+
+
+def llama3_70b_h100() -> dict[str, Any]:
+    """Return the target of the published layout llama3-70b-h100-fp8, for the command line, with a
+    minibatch of 16 sequences.
+    """
+    published = json.loads(PUBLISHED.read_text())
+    entry = next(each for each in published["layouts"] if each["name"] == "llama3-70b-h100-fp8")
+    target = published_model(published["models"][entry["model"]], tp=entry["tp"], ep=1)
+    batch = target["sample_input"].expand(16, -1)
+    return target | {"sample_input": batch, "targets": batch}
 
 
 def token_loss(logits: Tensor, targets: Tensor) -> Tensor:

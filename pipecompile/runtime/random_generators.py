@@ -1,4 +1,4 @@
-"""The states of a process's random generators, for checkpoints.
+"""The states of a process's random generators, for checkpoints and recomputed losses.
 
 Random nodes of a pipeline draw from streams of their own; these are for what else a run draws, such
 as the order of its data.
@@ -7,12 +7,14 @@ as the order of its data.
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import torch
 
-__all__ = ["generator_states", "restore_generators"]
+__all__ = ["generator_states", "replayed_generators", "restore_generators"]
 
 
 def generator_states(device: torch.device) -> dict[str, Any]:
@@ -35,3 +37,14 @@ def restore_generators(states: dict[str, Any], device: torch.device) -> None:
     torch.set_rng_state(states["torch"])
     if device.type == "cuda" and "cuda" in states:
         torch.cuda.set_rng_state(states["cuda"], device)
+
+
+@contextmanager
+def replayed_generators(states: dict[str, Any], device: torch.device) -> Iterator[None]:
+    """Let the block draw once more what was drawn from these states."""
+    before = generator_states(device)
+    restore_generators(states, device)
+    try:
+        yield
+    finally:
+        restore_generators(before, device)

@@ -170,7 +170,9 @@ def pipecompile(
 
 def _unchanged(loss_fn: object) -> AbstractContextManager[object]:
     """Leave a loss that is a module as it was, whose forward may count or average something."""
-    return restored_state(loss_fn) if isinstance(loss_fn, nn.Module) else nullcontext()
+    if not isinstance(loss_fn, nn.Module) or lacks_values(loss_fn):
+        return nullcontext()
+    return restored_state(loss_fn)
 
 
 def _check_weights(target: Target, weights: str | Path | None) -> None:

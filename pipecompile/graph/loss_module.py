@@ -93,10 +93,9 @@ def versioned_buffers(loss: nn.Module) -> Iterator[None]:
         (module._buffers, name, buffer)
         for module in loss.modules()
         for name, buffer in module._buffers.items()
-        if buffer is not None
+        if buffer is not None and not _repeats_elements(buffer)
     ]
     copies = {id(buffer): buffer.clone() for _, _, buffer in slots}
-    versions = {key: copy._version for key, copy in copies.items()}
     left = dict[int, Tensor | None]()
     try:
         for table, name, buffer in slots:
@@ -107,9 +106,15 @@ def versioned_buffers(loss: nn.Module) -> Iterator[None]:
         for table, name, buffer in slots:
             table[name] = buffer
     for _, name, buffer in slots:
-        copy, now = copies[id(buffer)], left[id(buffer)]
-        if now is not copy or now._version != versions[id(buffer)]:
-            _write(name, buffer, now)
+        # Always: kernels of batch norms write without raising the version of a tensor.
+        _write(name, buffer, left[id(buffer)])
+
+
+def _repeats_elements(buffer: Tensor) -> bool:
+    """Return whether a buffer is expanded, which refuses any write."""
+    return any(
+        size > 1 and not step for size, step in zip(buffer.shape, buffer.stride(), strict=True)
+    )
 
 
 @torch.no_grad()

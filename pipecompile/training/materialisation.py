@@ -58,7 +58,9 @@ def allocate(model: nn.Module, share: LocalShare, device: torch.device) -> None:
         if not share.holds(name):
             continue
         if id(tensor) not in made:
-            made[id(tensor)] = _moved(tensor, device) if has_values(tensor) else _unset(tensor, device)
+            made[id(tensor)] = (
+                _moved(tensor, device) if has_values(tensor) else _unset(tensor, device)
+            )
         _put(model, name, made[id(tensor)])
 
 

@@ -75,7 +75,7 @@ def pipecompile(
     sample_input    One minibatch, which is cut into microbatches: a tensor, a tuple of positional
                     arguments or a mapping of keyword arguments.
     loss_fn         `loss_fn(output, target)` is the scalar to train; without it the model's own
-                    `loss` output is.
+                    `loss` output is. A module is a part of the last stage, with its parameters.
     sample_target   One minibatch of targets; with it the costs include the loss.
     batch_dim       The dimension of inputs that is the batch, such as 1 for (time, batch, …): one
                     for all, or a mapping from names of inputs to the dimension of each, 0 unless

@@ -129,7 +129,7 @@ def unsplit_from(path: str) -> dict[str, Tensor]:
 
 
 def on_meta() -> tuple[list[str], bool]:
-    """What a rank holds of a loss that nobody had in memory, and whether other tensors have none."""
+    """What a rank holds of a loss that nobody had in memory, and whether the rest has none."""
     with torch.device("meta"):
         model, loss_fn = layers(), nn.Sequential(nn.Linear(8, 4)).double()
     loss = Projected(loss_fn)

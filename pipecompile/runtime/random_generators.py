@@ -6,6 +6,7 @@ as the order of its data.
 
 from __future__ import annotations
 
+import pickle
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,7 +15,12 @@ from typing import Any
 import numpy as np
 import torch
 
-__all__ = ["generator_states", "replayed_generators", "restore_generators"]
+__all__ = [
+    "generator_states",
+    "packed_generators",
+    "replayed_generators",
+    "restore_generators",
+]
 
 
 def generator_states(device: torch.device) -> dict[str, Any]:
@@ -39,11 +45,16 @@ def restore_generators(states: dict[str, Any], device: torch.device) -> None:
         torch.cuda.set_rng_state(states["cuda"], device)
 
 
+def packed_generators(device: torch.device) -> bytes:
+    """Return the states as bytes, which take no memory of tensors: what stages hold is counted."""
+    return pickle.dumps(generator_states(device))
+
+
 @contextmanager
-def replayed_generators(states: dict[str, Any], device: torch.device) -> Iterator[None]:
-    """Let the block draw once more what was drawn from these states."""
+def replayed_generators(packed: bytes, device: torch.device) -> Iterator[None]:
+    """Let the block draw once more what was drawn from `packed_generators`."""
     before = generator_states(device)
-    restore_generators(states, device)
+    restore_generators(pickle.loads(packed), device)
     try:
         yield
     finally:

@@ -25,7 +25,7 @@ from pipecompile.graph.batch_statistics import record_forward
 from pipecompile.graph.model_state import swapped_state
 from pipecompile.graph.random_streams import StreamKey, use_stream
 from pipecompile.graph.recomputed_region import has_recomputed_regions
-from pipecompile.runtime.random_generators import generator_states, replayed_generators
+from pipecompile.runtime.random_generators import packed_generators, replayed_generators
 from pipecompile.runtime.split_backward import (
     BackwardPart,
     TiedGradients,
@@ -59,7 +59,7 @@ class SavedForward:
     buffers: tuple[Tensor, ...] = ()
     input_gradients: dict[int, Tensor] = field(default_factory=dict)
     extras: Any = None
-    generators: dict[str, Any] | None = None
+    generators: bytes | None = None
 
 
 class EagerStage:
@@ -123,7 +123,7 @@ class EagerStage:
                 hook = partial(_keep_layout, saved.input_gradients, index, leaf.stride())
                 leaf.register_hook(hook)
         if recompute and self.loss is not None:
-            saved.generators = generator_states(_device_of(inputs))
+            saved.generators = packed_generators(_device_of(inputs))
         # Gradients are on even if the forward will be recomputed: without them PyTorch may choose
         # kernels that round differently.
         with record_forward(stream_key):

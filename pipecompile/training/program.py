@@ -72,11 +72,6 @@ class Program:
         """How the model's output is put together from its output tensors."""
         return self.captured.outputs
 
-    @property
-    def parameters(self) -> list[nn.Parameter]:
-        """The parameters of the model and of the loss, as they are if they are unchanged."""
-        return [parameter for _, parameter in self._named_parameters]
-
     def boundary_shapes(self) -> list[list[BoundaryShape]]:
         """Return the tensors that enter each stage."""
         return [self.inputs, *(list(map(_shape, stage.inputs)) for stage in self.stages[1:])]
@@ -131,6 +126,8 @@ class Program:
         self._outside_values = OutsideValues.of(model)
         # Of the loss only these: it runs as it is, and may change what else it has.
         self._named_parameters = list(joined_modules(model, self._loss).named_parameters())
+        # The parameters of the model and of the loss, as they are if they are unchanged.
+        self.parameters = [parameter for _, parameter in self._named_parameters]
         self._trained_as = list(map(_trained_as, self.parameters))
 
     def check_unchanged(self) -> None:
@@ -166,7 +163,9 @@ class Program:
 
     def _check_loss(self) -> None:
         """Raise InputError if the loss has other parameters."""
-        now = [] if self._loss is None else list(self._loss.parameters())
+        if self._loss is None:
+            return
+        now = list(self._loss.parameters())
         before = self.parameters[len(self._named_parameters) - len(now) :]
         if not all(map(is_, now, before)):
             raise InputError(

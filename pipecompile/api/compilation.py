@@ -75,7 +75,7 @@ def pipecompile(
     sample_input    One minibatch, which is cut into microbatches: a tensor, a tuple of positional
                     arguments or a mapping of keyword arguments.
     loss_fn         `loss_fn(output, target)` is the scalar to train; without it the model's own
-                    `loss` output is.
+                    `loss` output is. A module is a part of the last stage, with its parameters.
     sample_target   One minibatch of targets; with it the costs include the loss.
     batch_dim       The dimension of inputs that is the batch, such as 1 for (time, batch, …): one
                     for all, or a mapping from names of inputs to the dimension of each, 0 unless
@@ -170,7 +170,9 @@ def pipecompile(
 
 def _unchanged(loss_fn: object) -> AbstractContextManager[object]:
     """Leave a loss that is a module as it was, whose forward may count or average something."""
-    return restored_state(loss_fn) if isinstance(loss_fn, nn.Module) else nullcontext()
+    if not isinstance(loss_fn, nn.Module) or lacks_values(loss_fn):
+        return nullcontext()
+    return restored_state(loss_fn)
 
 
 def _check_weights(target: Target, weights: str | Path | None) -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict
 from typing import Any
 
@@ -29,6 +30,8 @@ from pipecompile.frontend.captured_graph import Capture
 from pipecompile.frontend.target import Target
 from pipecompile.frontend.target_capture import Captured
 from pipecompile.frontend.torch_patches import silence_torch
+from pipecompile.graph.loss_module import held_loss
+from pipecompile.graph.model_state import fake_state, swapped_state
 from pipecompile.graph.recomputability import copied_bytes, recompute_limits
 from pipecompile.ir.graph import CostGraph
 from pipecompile.profiling.profile import profile
@@ -246,8 +249,10 @@ def _failure_without_values(
         return None
     # In the order of the outputs, of which one may be there twice.
     outputs = fx.map_arg(output.args[0], lambda node: node.meta["val"])
+    held = held_loss(module)
+    own = nullcontext() if held is None else swapped_state(held, fake_state(held, mode))
     try:
-        with silence_torch(), mode:
+        with silence_torch(), mode, own:
             loss(outputs, [mode.from_tensor(each, static_shapes=True) for each in targets])
     except Exception as error:
         return error
@@ -261,7 +266,9 @@ def _canonical(costs: CostGraph, captured: Capture) -> CostGraph:
     parameters = []
     for parameter in costs.parameters:
         name = first.get(parameter.name, parameter.name)
-        parameters.append(replace(parameter, name=name, aliases=aliases.get(name, ())))
+        # The capture does not know the loss.
+        others = aliases.get(name, parameter.aliases)
+        parameters.append(replace(parameter, name=name, aliases=others))
 
     def canonical(names: Iterable[str]) -> tuple[str, ...]:
         return tuple(sorted({first.get(name, name) for name in names}))

@@ -179,15 +179,15 @@ def reference_for(target: Target, plan: Plan) -> Reference:
     of its own, for each node and microbatch, so the reference is then the model's whole graph under
     these seeds.
     """
-    model = copied_model(target.model)
-    twin = replace(target, model=model, costs=None, autocast=None)
+    twin = replace(_copied(target), costs=None, autocast=None)
+    model = twin.model
     captured = capture_target(twin, plan.options, verify=False)
     if not any(node.meta["random"] for node in captured.module.graph.nodes):
 
         def run_model(key: StreamKey, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             return _forward(plan, key, model, *args, **kwargs)
 
-        return Reference(model, twin.trained_by, run_model, ORIGINAL)
+        return Reference(twin.model_with_loss, twin.trained_by, run_model, ORIGINAL)
     graph = captured.module
     apply_passes(graph.graph, [Seed(), EnterContexts()])
     graph.recompile()
@@ -198,7 +198,16 @@ def reference_for(target: Target, plan: Plan) -> Reference:
             tensors = captured.capture.inputs.flatten(call)
             return captured.capture.outputs.unflatten(_forward(plan, key, graph, *tensors))
 
-    return Reference(model, twin.trained_by, run, UNDER_SEEDS)
+    return Reference(twin.model_with_loss, twin.trained_by, run, UNDER_SEEDS)
+
+
+def _copied(target: Target) -> Target:
+    """Return the target with a copy of the model, and of a loss that is a module."""
+    if not isinstance(target.loss_fn, nn.Module):
+        return replace(target, model=copied_model(target.model))
+    # Together, since they may share constants.
+    model, loss_fn = copied_model(nn.ModuleList([target.model, target.loss_fn]))
+    return replace(target, model=model, loss_fn=loss_fn)
 
 
 def _forward(plan: Plan, key: StreamKey, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -309,7 +318,10 @@ def verify(target: Target, **options: Any) -> tuple[Plan, list[Comparison]]:
     target.check_values("verify")
     target = replace(target, loss_fn=_loss_for(target))
     # Copied before the first step, which updates buffers, and on each rank only its own.
-    untouched = replace(target, model=copied_model(target.model).eval())
+    untouched = _copied(target)
+    for each in (untouched.model, untouched.loss_fn):
+        if isinstance(each, nn.Module):
+            each.eval()
     plan, first = compared(target, **options)
     if first.reference == ORIGINAL or plan.options.is_inference:
         return plan, [first]
@@ -351,7 +363,7 @@ def compared(target: Target, **options: Any) -> tuple[Plan, Comparison]:
     plan, replicas = pipeline.plan, max(1, running_replicas(pipeline.plan.ranks, None))
     wanted = reference.step(target, plan.microbatches, seed=pipeline.seed, replicas=replicas)
     # The step adds to gradients that are there, such as those of the user's last step.
-    for parameter in target.model.parameters():
+    for parameter in target.model_with_loss.parameters():
         parameter.grad = None
     loss, _ = _loss_and_extra(pipeline.step(target.call, target.targets))
     gradients = {name: parameter.grad for name, parameter in reference.model.named_parameters()}

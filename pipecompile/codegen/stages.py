@@ -22,6 +22,7 @@ from pipecompile.codegen.regions import EncodedRuns, Regions, check_regions
 from pipecompile.codegen.stage_passes import STAGE_PASSES
 from pipecompile.graph.autograd_context import current_context
 from pipecompile.graph.layout import dense_order, is_dense, strides_with_gaps
+from pipecompile.graph.loss_module import called_path, held_loss, hold_loss
 from pipecompile.graph.stages import origin_of, relay, stage_of
 from pipecompile.graph.storages import storage_key
 from pipecompile.ir.encodings import Encoding
@@ -157,9 +158,12 @@ def _stage(
     # These passes come last: the bodies of regions have had them already.
     apply_passes(graph, STAGE_PASSES)
     placeholders = graph.find_nodes(op="placeholder")
+    stage = fx.GraphModule(module, graph, class_name=f"Stage{index}")
+    if index == count - 1:
+        hold_loss(stage, held_loss(module))
     return StageModule(
         index=index,
-        module=fx.GraphModule(module, graph, class_name=f"Stage{index}"),
+        module=stage,
         inputs=tuple(map(BoundaryTensor.of, received)),
         outputs=tuple(map(BoundaryTensor.of, sent)),
         gradient_inputs=tuple(node.meta["val"].requires_grad for node in placeholders),
@@ -300,12 +304,12 @@ def _written_buffers(module: fx.GraphModule, nodes: Sequence[fx.Node]) -> tuple[
     """Return the names of the buffers that a forward of `nodes` writes to, each once."""
     written = {storage_key(tensor) for node in nodes for tensor in node.meta["mutates"]}
     names: dict[str, None] = {}
-    # A module that writes is taken to write to all of its buffers.
+    # A module that writes is taken to write to all of its buffers, and so is any loss.
     for node in nodes:
-        target = str(node.target)
-        if node.op == "call_module" and node.meta["mutates"]:
-            for name, _ in module.get_submodule(target).named_buffers():
-                names[f"{target}.{name}"] = None
+        path = called_path(node)
+        if path is not None and (node.meta["mutates"] or node.op == "output"):
+            for name, _ in module.get_submodule(path).named_buffers():
+                names[f"{path}.{name}"] = None
         elif node.op == "get_attr" and storage_key(node.meta["val"]) in written:
-            names[target] = None
+            names[str(node.target)] = None
     return tuple(names)

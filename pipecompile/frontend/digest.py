@@ -15,6 +15,8 @@ from torch import fx
 from torch.fx.node import map_aggregate
 
 from pipecompile.frontend.settings import describe, layout_text, qualified_name
+from pipecompile.graph.loss_module import held_loss
+from pipecompile.graph.model_state import named_state
 from pipecompile.graph.pytrees import tensor_leaves
 
 __all__ = ["digest", "node_digests"]
@@ -27,7 +29,7 @@ def digest(module: fx.GraphModule) -> str:
 
     Of a node it covers the name, what is called, the arguments, and shapes and types of the result.
     Strides are covered for inputs, parameters and buffers only. Those of other tensors follow from
-    them, in a way that depends on the device.
+    them, in a way that depends on the device. Of a loss that the module holds it covers the state.
     """
     return hashlib.sha256("\n".join(_lines(module)).encode()).hexdigest()
 
@@ -36,6 +38,9 @@ def _lines(module: fx.GraphModule) -> Iterator[str]:
     for node in module.graph.nodes:
         call = f"{_called(module, node)} {_argument_text(node.args)} {_argument_text(node.kwargs)}"
         yield f"{node.name} {node.op} {call} {_value_text(node)}"
+    loss = held_loss(module)
+    for name, value in () if loss is None else named_state(loss):
+        yield f"{name} {layout_text(value)} {value.requires_grad}"
 
 
 def node_digests(module: fx.GraphModule) -> dict[str, str]:

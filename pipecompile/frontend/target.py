@@ -17,11 +17,13 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from pipecompile.cost_models.table import CostFunction
 from pipecompile.errors import InputError
+from pipecompile.frontend.loss_module import loss_to_hold
 from pipecompile.frontend.loss_reduction import LossReduction, weighed
 from pipecompile.frontend.microbatch import MicrobatchSizes
 from pipecompile.frontend.signature import Arguments, InputStructure, arguments_of
 from pipecompile.frontend.target_cut import cut_targets
-from pipecompile.graph.model_state import has_values, without_values
+from pipecompile.graph.loss_module import joined_modules
+from pipecompile.graph.model_state import has_values, named_state, without_values
 
 __all__ = ["LossFunction", "Target", "model_loss", "sum_of_squares"]
 
@@ -49,7 +51,7 @@ class Target:
     which operators of forwards and of the loss cast; None leaves it to the code around.
     `target_batch_dims` says along which dimensions targets are cut, see `cut_targets`, and
     `loss_reduction` how losses of microbatches make up one. InputError if that does not go with the
-    loss.
+    loss. A loss that is a module with parameters or buffers is a part of the last stage.
     """
 
     model: nn.Module
@@ -73,6 +75,18 @@ class Target:
                 "taken for a mean over samples; if it is not, say so by "
                 f"loss_fn=lambda output, target: {returned}"
             )
+        # Made at once, since it may refuse the loss.
+        _ = self.loss_module
+
+    @cached_property
+    def loss_module(self) -> nn.Module | None:
+        """The loss, if it has parameters or buffers, which the last stage then holds."""
+        return loss_to_hold(self.model, self.loss_fn)
+
+    @cached_property
+    def model_with_loss(self) -> nn.Module:
+        """The model, with that loss as one module more: all that is trained and saved."""
+        return joined_modules(self.model, self.loss_module)
 
     def cut_targets(self, microbatches: int) -> list[Any]:
         """Return the targets of each of so many equal microbatches."""
@@ -120,7 +134,7 @@ class Target:
         """Whether it can run: neither the model nor the minibatch is on the meta device or of fake
         tensors.
         """
-        state = (*self.model.parameters(), *self.model.buffers())
+        state = [tensor for _, tensor in named_state(self.model_with_loss)]
         minibatch = _tensors(self.call.args, self.call.kwargs, self.targets)
         return all(map(has_values, (*state, *minibatch)))
 

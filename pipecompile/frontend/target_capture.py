@@ -20,6 +20,7 @@ from pipecompile.frontend.row_independence import refuse_dependent_rows
 from pipecompile.frontend.self_check import Proof, check_capture, proven_capture
 from pipecompile.frontend.signature import Arguments
 from pipecompile.frontend.target import Target
+from pipecompile.graph.loss_module import hold_loss
 from pipecompile.graph.model_state import named_state
 from pipecompile.graph.modules import is_within
 from pipecompile.graph.storages import is_irregular, layout_name
@@ -86,6 +87,7 @@ def capture_target(
     # Names are those of nodes as well, which are known only now.
     _refuse_unknown_names(module.graph, options.groups)
     apply_passes(module.graph, [Group(options.groups)])
+    hold_loss(module, target.loss_module)
     return Captured(
         captured,
         module,
@@ -130,6 +132,7 @@ def capture_for_remainder(
     except (CaptureError, UnsupportedError) as error:
         raise InputError(refusal % error) from error
     apply_passes(module.graph, [Group(options.groups)])
+    hold_loss(module, target.loss_module)
     return capture, module
 
 

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import chain
-from operator import is_, methodcaller
+from operator import call, is_, itemgetter
 from typing import Any
 
 import torch
@@ -119,35 +119,48 @@ def _is_setting(name: str) -> bool:
 class AttributeItems:
     """What the modules of a model hold now, to find out cheaply that nothing has changed.
 
-    These are the attributes of all modules and the items of the containers in what
-    `module_settings` returns, one after the other.
+    These are the mode and the settings of each module (see `module_settings`), and the items of the
+    containers in these, one after the other.
     """
 
     def __init__(self, model: nn.Module) -> None:
-        attributes = [vars(module) for module in model.modules()]
+        self._attributes = [vars(module) for module in model.modules()]
+        self._settings = [_getter(attributes) for attributes in self._attributes]
         nested: dict[int, tuple[Any, Any]] = {}
-        for name, value in chain.from_iterable(map(dict.items, attributes)):
-            if _is_setting(name):
-                _collect_containers(value, nested)
-        self._containers = [*attributes, *(container for container, _ in nested.values())]
-        # Of those that are empty, as most tables of hooks are, the length says all.
-        self._filled = [each for each in self._containers if each]
+        for value in self._setting_values():
+            _collect_containers(value, nested)
+        containers = [container for container, _ in nested.values()]
+        # Most are tables of hooks, and empty. Of these it is enough to know that they still are.
+        self._empty = [each for each in containers if not each]
+        self._filled = [each for each in containers if each]
         self._mappings = [each for each in self._filled if isinstance(each, dict)]
-        self._items = self._current()
+        self._lengths, self._items = self._current_lengths(), list(self._current_items())
 
     def are_the_same(self) -> bool:
         """Return whether each item is the same object. If not, it may still be an equal one."""
-        now = self._current()
-        return len(now) == len(self._items) and all(map(is_, now, self._items))
+        if any(self._empty) or self._current_lengths() != self._lengths:
+            return False
+        try:
+            return all(map(is_, self._current_items(), self._items))
+        except KeyError:  # an attribute has another name
+            return False
 
-    def _current(self) -> list[Any]:
-        # Without a loop in Python: a step of a small model takes a millisecond.
-        values = map(methodcaller("values"), self._mappings)
-        return [
-            *map(len, self._containers),
-            *chain.from_iterable(self._filled),
-            *chain.from_iterable(values),
-        ]
+    # Without loops in Python: a step of a small model takes a millisecond.
+
+    def _current_lengths(self) -> list[int]:
+        return [*map(len, self._attributes), *map(len, self._filled)]
+
+    def _current_items(self) -> Iterator[Any]:
+        values = map(dict.values, self._mappings)
+        return chain(self._setting_values(), chain.from_iterable(chain(self._filled, values)))
+
+    def _setting_values(self) -> Iterator[Any]:
+        return chain.from_iterable(map(call, self._settings, self._attributes))
+
+
+def _getter(attributes: Mapping[str, Any]) -> Callable[[Mapping[str, Any]], tuple[Any, ...]]:
+    """Return what gets the mode and the settings out of attributes with these names."""
+    return itemgetter("training", *filter(_is_setting, attributes))
 
 
 @contextlib.contextmanager

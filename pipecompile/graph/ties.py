@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from torch import fx, nn
 
+from pipecompile.graph.loss_module import called_path
 from pipecompile.graph.model_state import named_state
 from pipecompile.graph.stages import stage_of
 
@@ -47,10 +48,12 @@ def ties_of(module: nn.Module, graph: fx.Graph, canonical: Mapping[str, str]) ->
 
 
 def names_of_read_state(module: nn.Module, node: fx.Node) -> list[str]:
-    """Return the names of the parameters and buffers that `node` itself reads."""
+    """Return the names of the parameters and buffers that `node` itself reads; those of the loss
+    are read by the output node.
+    """
     if node.op == "get_attr":
         return [str(node.target)]
-    if node.op != "call_module":
+    path = called_path(node)
+    if path is None:
         return []
-    leaf = module.get_submodule(str(node.target))
-    return [f"{node.target}.{name}" for name, _ in named_state(leaf)]
+    return [f"{path}.{name}" for name, _ in named_state(module.get_submodule(path))]

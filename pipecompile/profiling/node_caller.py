@@ -14,6 +14,7 @@ from torch import Tensor, fx
 
 from pipecompile.cost_models.protocol import NodeCall
 from pipecompile.graph.data_answers import node_conditions
+from pipecompile.graph.loss_module import called_path
 from pipecompile.profiling.operator_configuration import configuration, operator_name
 from pipecompile.profiling.workload import Workload
 
@@ -83,8 +84,11 @@ class NodeCaller(fx.Interpreter):
         return isinstance(leaf, Tensor) and id(leaf) not in self.workload.names
 
     def _read(self, node: fx.Node, leaves: Iterable[Any]) -> Iterator[Tensor]:
-        """Yield the parameters and buffers among the arguments, and those of a called module."""
+        """Yield the parameters and buffers among the arguments, and those of a called module; the
+        output node calls the loss.
+        """
         yield from (leaf for leaf in leaves if id(leaf) in self.workload.names)
-        if node.op == "call_module":
-            module = self.workload.module.get_submodule(str(node.target))
+        path = called_path(node)
+        if path is not None:
+            module = self.workload.module.get_submodule(path)
             yield from (*module.parameters(), *module.buffers())

@@ -48,8 +48,12 @@ def profile(
             if cost_model.allocator == "cuda"
             else nullcontext()
         )
-        with _reproducible_fakes(), FakeTensorMode(allow_non_fake_inputs=True), kernels:
-            fake = workload.faked()
+        with (
+            _reproducible_fakes(),
+            FakeTensorMode(allow_non_fake_inputs=True),
+            kernels,
+            workload.faked() as fake,
+        ):
             observation = observe(fake, workspace_on(cost_model.allocator))
             # Fake tensors belong to this mode, so their costs are found inside it.
             costs = {} if cost_model.real else costs_of_nodes(fake, observation, cost_model)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -12,7 +13,13 @@ import torch
 from torch import Tensor, fx
 from torch.fx.node import map_aggregate
 
-from pipecompile.graph.model_state import named_state, tensor_attributes, without_values
+from pipecompile.graph.loss_module import held_loss, hold_loss
+from pipecompile.graph.model_state import (
+    named_state,
+    swapped_state,
+    tensor_attributes,
+    without_values,
+)
 
 __all__ = ["Loss", "Workload"]
 
@@ -42,8 +49,10 @@ class Workload:
             names.setdefault(id(value), name)
         return names
 
-    def faked(self) -> Workload:
-        """Return the same workload on fake CPU tensors with a storage each.
+    @contextmanager
+    def faked(self) -> Iterator[Workload]:
+        """The same workload on fake CPU tensors with a storage each, which the loss has in the
+        block.
 
         Call it under the FakeTensorMode that is to own them.
         """
@@ -54,14 +63,19 @@ class Workload:
             id(value): without_values(value, "cpu")
             for value in (*state, *tensor_attributes(self.module))
         }
-        return replace(
-            self,
-            module=copy.deepcopy(self.module, memo),
-            # Constants of the graph may name the device of the captured model.
-            graph=_on_cpu(self.graph),
-            inputs=tuple(without_values(value, "cpu") for value in self.inputs),
-            targets=tuple(without_values(value, "cpu") for value in self.targets),
-        )
+        # The loss is called as it is, so it is not copied: it gets the tensors of the copy.
+        loss, fakes = held_loss(self.module), dict(memo)
+        module = copy.deepcopy(self.module, memo)
+        hold_loss(module, loss)
+        with nullcontext() if loss is None else swapped_state(loss, fakes):
+            yield replace(
+                self,
+                module=module,
+                # Constants of the graph may name the device of the captured model.
+                graph=_on_cpu(self.graph),
+                inputs=tuple(without_values(value, "cpu") for value in self.inputs),
+                targets=tuple(without_values(value, "cpu") for value in self.targets),
+            )
 
 
 def _on_cpu(graph: fx.Graph) -> fx.Graph:

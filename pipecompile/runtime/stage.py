@@ -20,25 +20,22 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
 
-from pipecompile.errors import InputError
-from pipecompile.graph.autograd_nodes import autograd_nodes_since
 from pipecompile.graph.batch_statistics import record_forward
 from pipecompile.graph.model_state import swapped_state
 from pipecompile.graph.random_streams import StreamKey, use_stream
 from pipecompile.graph.recomputed_region import has_recomputed_regions
+from pipecompile.runtime.random_generators import packed_generators, replayed_generators
 from pipecompile.runtime.split_backward import (
     BackwardPart,
     TiedGradients,
     input_backward,
     weight_backward,
 )
+from pipecompile.runtime.stage_loss import Loss, StageLoss
 
 __all__ = ["BackwardParts", "EagerStage", "Loss", "SavedForward", "TiedGradients"]
 
-Loss = Callable[[Sequence[Tensor], Any], Any]
-"""From the output tensors and the target of a microbatch to a scalar, or to (scalar, anything)."""
 BackwardParts = list[BackwardPart]
 """What an input backward leaves for the weight backward."""
 
@@ -51,7 +48,8 @@ class SavedForward:
     copies from before such a forward. `input_gradients` are those gradients, by the index of the
     input, that autograd is going to copy into the layout of the input: the stage before must get
     them as they were computed, since the rounding of later sums may depend on the layout.
-    `extras` is what the loss function returned beside the loss, without history.
+    `extras` is what the loss function returned beside the loss, without history. `generators` are
+    the states that it draws from, if it will be recomputed.
     """
 
     stream_key: StreamKey
@@ -61,13 +59,15 @@ class SavedForward:
     buffers: tuple[Tensor, ...] = ()
     input_gradients: dict[int, Tensor] = field(default_factory=dict)
     extras: Any = None
+    generators: bytes | None = None
 
 
 class EagerStage:
     """A stage that is run by eager autograd.
 
     `gradient_inputs` says for each input whether its gradient is sent back. The last stage has a
-    `loss`, and its only output is that loss. `buffers` are those that a forward writes to; `random`
+    `loss`, which may call a `loss_module` that is a part of the stage, and its only output is that
+    loss. `buffers` are those that a forward writes to; `random`
     says whether it draws random numbers. `precision` enters what forwards run under, and backwards
     do not.
 
@@ -86,6 +86,7 @@ class EagerStage:
         *,
         gradient_inputs: Sequence[bool],
         loss: Loss | None = None,
+        loss_module: nn.Module | None = None,
         buffers: Sequence[Tensor] = (),
         random: bool = False,
         tied_to_earlier: Sequence[nn.Parameter] = (),
@@ -93,14 +94,13 @@ class EagerStage:
         precision: Callable[[], AbstractContextManager[Any]] = nullcontext,
     ) -> None:
         self.module = module
-        self.loss = loss
+        self.loss = None if loss is None else StageLoss(loss, loss_module)
         self._precision = precision
         self._gradient_inputs = tuple(gradient_inputs)
         self._buffers = tuple(buffers)
         self._random = random
         self.tied_to_earlier = frozenset(tied_to_earlier)
         self.tied_to_later = frozenset(tied_to_later)
-        self._knows_loss = False
         self._has_regions = has_recomputed_regions(module)
 
     def forward(
@@ -122,6 +122,8 @@ class EagerStage:
             if leaf.requires_grad:
                 hook = partial(_keep_layout, saved.input_gradients, index, leaf.stride())
                 leaf.register_hook(hook)
+        if recompute and self.loss is not None:
+            saved.generators = packed_generators(_device_of(inputs))
         # Gradients are on even if the forward will be recomputed: without them PyTorch may choose
         # kernels that round differently.
         with record_forward(stream_key):
@@ -139,7 +141,9 @@ class EagerStage:
         # It runs on copies of the buffers: a second run must not update them a second time, nor
         # write to what the backward will read.
         copies = {id(own): before for own, before in zip(self._buffers, saved.buffers, strict=True)}
-        with swapped_state(self.module, copies):
+        states, device = saved.generators, _device_of(saved.inputs)
+        draws = nullcontext() if states is None else replayed_generators(states, device)
+        with swapped_state(self.module, copies), draws:
             saved.outputs = self._run(saved)
 
     def evaluate(self, inputs: Sequence[Tensor], stream_key: StreamKey) -> tuple[Tensor, ...]:
@@ -154,7 +158,7 @@ class EagerStage:
         assert self.loss is not None, "only the last stage has a loss"
         with torch.no_grad(), self._precision():
             outputs = self._outputs(inputs, stream_key)
-            loss, extras = _loss_and_extras(self.loss(outputs, target))
+            loss, extras = self.loss.evaluate(outputs, target)
         return (loss.clone(),), extras
 
     def backward(
@@ -227,16 +231,7 @@ class EagerStage:
     def _outputs_or_loss(self, saved: SavedForward) -> tuple[Tensor, ...]:
         outputs = self._outputs(saved.inputs, saved.stream_key)
         if self.loss is not None:
-            before = torch._C._autograd._get_sequence_nr()
-            loss, saved.extras = _loss_and_extras(self.loss(outputs, saved.target))
-            if not self._knows_loss:
-                _refuse_trained_by_loss(loss, before, outputs)
-                self._knows_loss = True
-            if torch.is_grad_enabled() and not loss.requires_grad:
-                raise InputError(
-                    "the loss carries no gradient: no trainable parameter leads to it, or loss_fn "
-                    "lost it (detach, argmax, item); train something that leads to the loss"
-                )
+            loss, saved.extras = self.loss(outputs, saved.target)
             return (loss,)
         # An output may be an input itself. Autograd copies the gradient of a root that is a leaf,
         # but passes it through a view as it is.
@@ -265,44 +260,6 @@ class EagerStage:
         return [value for value, _ in pairs], [gradient for _, gradient in pairs]
 
 
-def _loss_and_extras(returned: Any) -> tuple[Tensor, Any]:
-    """Return the loss and what came with it, without history; InputError without a scalar."""
-    if isinstance(returned, tuple) and len(returned) == 2:
-        loss, extras = returned
-        return _checked_scalar(loss), tree_map_only(Tensor, Tensor.detach, extras)
-    return _checked_scalar(returned), None
-
-
-def _refuse_trained_by_loss(loss: Tensor, number: int, outputs: Sequence[Tensor]) -> None:
-    """Raise InputError if a loss that was computed since autograd's sequence number `number` trains
-    anything beside the outputs: it is on no stage, and nobody would sum or save it.
-    """
-    roots = [] if loss.grad_fn is None else [loss.grad_fn]
-    for node in autograd_nodes_since(number, roots):
-        variable = getattr(node, "variable", None)  # of a node that accumulates a gradient
-        if variable is not None and all(variable is not output for output in outputs):
-            raise InputError(
-                f"loss_fn trains a tensor of shape {tuple(variable.shape)} that is no output of "
-                "the model: a layer of its own, or a penalty on parameters. No stage has it; "
-                "compute that in the model's forward and return it, or freeze it"
-            )
-
-
-def _checked_scalar(loss: Any) -> Tensor:
-    """Return `loss`, or raise InputError if it is not a scalar tensor."""
-    if isinstance(loss, Tensor) and not loss.dim() and not loss.is_complex():
-        return loss
-    returned = f"a {type(loss).__name__}"
-    if isinstance(loss, Tensor) and not loss.dim():
-        returned = f"a tensor of type {loss.dtype}"
-    elif isinstance(loss, Tensor):
-        returned = f"a tensor of shape {tuple(loss.shape)}"
-    raise InputError(
-        f"the loss function returned {returned}, but it must be a real scalar tensor, such as its "
-        "mean, or a tuple of that and of what else you want"
-    )
-
-
 @contextmanager
 def _redirected_gradients(
     parameters: Collection[nn.Parameter], gradients: TiedGradients
@@ -318,6 +275,10 @@ def _redirected_gradients(
             if parameter.grad is not None:
                 gradients[parameter] = parameter.grad
             parameter.grad = gradient
+
+
+def _device_of(tensors: Sequence[Tensor]) -> torch.device:
+    return tensors[0].device if tensors else torch.device("cpu")
 
 
 def _cuda_devices(tensors: Sequence[Tensor]) -> tuple[int, ...]:

@@ -27,7 +27,7 @@ def local_stages(program: Program, target: Target) -> list[EagerStage]:
     """
     tied_to_earlier: list[list[nn.Parameter]] = [[] for _ in program.stages]
     tied_to_later: list[list[nn.Parameter]] = [[] for _ in program.stages]
-    for name, parameter in tied_parameters(program, target.model).items():
+    for name, parameter in tied_parameters(program, target.model_with_loss).items():
         for earlier, later in pairwise(program.ties[name].stages):
             tied_to_later[earlier].append(parameter)
             tied_to_earlier[later].append(parameter)
@@ -65,6 +65,7 @@ def _stage(
         stage.module,
         gradient_inputs=stage.gradient_inputs,
         loss=partial(_loss, program, target) if is_last else None,
+        loss_module=target.loss_module if is_last else None,
         buffers=stage.buffers,
         random=stage.random,
         tied_to_earlier=tied_to_earlier,

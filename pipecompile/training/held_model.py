@@ -21,11 +21,16 @@ __all__ = ["HeldModel"]
 class HeldModel:
     """Parameters and buffers of the stages on this process; what a `Pipeline` is for an optimizer
     and for files.
+
+    `model` has those of the loss too, whose state has the names `loss_names`.
     """
 
-    def __init__(self, model: nn.Module, share: LocalShare) -> None:
+    def __init__(
+        self, model: nn.Module, share: LocalShare, loss_names: frozenset[str] = frozenset()
+    ) -> None:
         self._model = model
         self._share = share
+        self._loss_names = loss_names
 
     def drain(self) -> None:
         """Let what is in flight go back, where there is something: weights change until then."""
@@ -59,11 +64,13 @@ class HeldModel:
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Load a checkpoint of the original model; InputError names what is missing, unknown or of
-        another shape.
+        another shape. One that has nothing of the loss leaves the loss as it is.
         """
         self.drain()
         model = self._model
         own, known = self.state_dict(), model.state_dict().keys()
+        if self._loss_names.isdisjoint(state):
+            own = {name: value for name, value in own.items() if name not in self._loss_names}
         _refuse("are missing from", own.keys() - state.keys())
         _refuse("are not in the model, but in", state.keys() - known)
         _refuse(

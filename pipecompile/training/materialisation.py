@@ -58,7 +58,9 @@ def allocate(model: nn.Module, share: LocalShare, device: torch.device) -> None:
         if not share.holds(name):
             continue
         if id(tensor) not in made:
-            made[id(tensor)] = tensor.to(device) if has_values(tensor) else _unset(tensor, device)
+            made[id(tensor)] = (
+                _moved(tensor, device) if has_values(tensor) else _unset(tensor, device)
+            )
         _put(model, name, made[id(tensor)])
 
 
@@ -96,6 +98,13 @@ def check_all_set(model: nn.Module, share: LocalShare) -> None:
             " give a file that has it (weights=), a module with `reset_parameters`, or build the "
             "model with this buffer in memory"
         )
+
+
+def _moved(tensor: Tensor, device: torch.device) -> Tensor:
+    moved = tensor.detach().to(device)
+    if isinstance(tensor, nn.Parameter):  # as those of a loss that was not built on the meta device
+        return nn.Parameter(moved, requires_grad=tensor.requires_grad)
+    return moved
 
 
 def _unset(tensor: Tensor, device: torch.device) -> Tensor:

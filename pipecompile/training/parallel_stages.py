@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 from pipecompile.errors import InputError
+from pipecompile.graph.loss_module import LOSS, held_loss
 from pipecompile.graph.model_state import named_state
 from pipecompile.graph.recomputed_region import has_recomputed_regions
 from pipecompile.passes.contract import apply_passes
@@ -152,12 +153,18 @@ def _check_hooks(stage: fx.GraphModule, index: int) -> None:
     # Paths that the graph calls, or whose parameters it reads.
     called = {str(node.target) for node in stage.graph.nodes if node.op != "call_function"}
     for path, module in stage.named_modules():
-        if path and path not in called and any(vars(module)[hooks] for hooks in _HOOKS):
+        if not path or path in called or not any(vars(module)[hooks] for hooks in _HOOKS):
+            continue
+        if path.partition(".")[0] == LOSS and held_loss(stage) is not None:
             raise InputError(
-                f"parallelize has put hooks on {path!r} of stage {index}, which would never run: a "
-                f"stage is one graph that calls only modules of torch.nn; choose such ones, for "
-                f"example from {sorted(called)[:3]}"
+                f"parallelize has put hooks on {path!r}, but the loss is called with whole outputs "
+                "and must return a whole loss; divide the modules of the model, and leave the loss"
             )
+        raise InputError(
+            f"parallelize has put hooks on {path!r} of stage {index}, which would never run: a "
+            f"stage is one graph that calls only modules of torch.nn; choose such ones, for "
+            f"example from {sorted(called)[:3]}"
+        )
 
 
 def _replacements(

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Self, overload
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 from torch.amp.grad_scaler import GradScaler
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim.lr_scheduler import LRScheduler
@@ -17,6 +17,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from pipecompile.frontend.microbatch import MicrobatchSizes
 from pipecompile.frontend.target import Target
 from pipecompile.frontend.target_capture import Captured
+from pipecompile.graph.loss_module import state_names
 from pipecompile.ir.plan import Plan
 from pipecompile.ir.schedule import Timeline
 from pipecompile.runtime.action_recorder import ActionRecorder
@@ -87,18 +88,19 @@ class Pipeline(HeldModel):
         # Random nodes draw from it too: set it when training resumes from a checkpoint.
         self.steps = 0
         self._evaluations = 0
-        super().__init__(target.model, LocalShare(plan, RankPlace.of(plan.ranks, mesh)))
+        share = LocalShare(plan, RankPlace.of(plan.ranks, mesh))
+        super().__init__(target.model_with_loss, share, state_names(target.loss_module))
         refuse_parallelize(parallelize, self._share)
         check_links(plan, self._share.place)
         warn_of_other_replicas(plan, self._share.place)
         self._target = target
-        warn_of_averages(plan, target.model, self._share.place)
+        warn_of_averages(plan, self._model, self._share.place)
         self._programs = Programs(plan, captured, target, self._share, self_check=self_check)
         if self._share.is_distributed:
             planned = self._programs.planned
             written = [buffer for stage in planned.stages for buffer in stage.buffers]
-            refuse_shared_memory(plan, target.model, planned.ties, written)
-        was_on_meta = lacks_values(target.model)
+            refuse_shared_memory(plan, self._model, planned.ties, written)
+        was_on_meta = lacks_values(self._model)
         if was_on_meta:
             self._allocate()
         planned = self._programs.planned
@@ -167,7 +169,7 @@ class Pipeline(HeldModel):
         """
         training = self._training
         return Checkpoint(
-            self._target.model,
+            self._model,
             self._share,
             self,
             optimizers=training.optimizers if optimizer is None else [optimizer],
@@ -347,7 +349,8 @@ class Pipeline(HeldModel):
         *,
         max_norm: float | None = None,
     ) -> Any:
-        """Put all modules into train mode, or into eval mode; or train on many minibatches:
+        """Put all modules, also a loss that is one, into train mode or into eval mode; or train on
+        many minibatches:
 
             for loss in pipeline.train(batches, lambda parameters: SGD(parameters, lr=0.1)):
 
@@ -364,6 +367,8 @@ class Pipeline(HeldModel):
         if optimizer is None:
             self.drain()
             self._target.model.train(mode)
+            if isinstance(self._target.loss_fn, nn.Module):
+                self._target.loss_fn.train(mode)
             return self
         begin = partial(self._training.begin, step=self.step, clip=self.clip_grad_norm_)
         return begin(mode, optimizer, scheduler, max_norm)
@@ -382,7 +387,7 @@ class Pipeline(HeldModel):
 
     def _allocate(self) -> None:
         """Give the stages of this rank memory, and let modules set what they can."""
-        allocate(self._target.model, self._share, self._share.device_for_meta)
+        allocate(self._model, self._share, self._share.device_for_meta)
         planned = self._programs.planned
         self._programs.bind(planned)
         planned.remember()
@@ -390,12 +395,12 @@ class Pipeline(HeldModel):
     def _set_values(self, weights: str | Path | None) -> None:
         """Read the values from `weights`, or let modules set them; InputError if some are left."""
         if weights is None:
-            initialise(self._target.model, self._share, self.seed)
+            initialise(self._model, self._share, self.seed)
         elif (Path(weights) / ".metadata").is_file():  # torch.distributed.checkpoint's own
             self.checkpoint().load(weights)
         else:
             self.load_safetensors(weights)
-        check_all_set(self._target.model, self._share)
+        check_all_set(self._model, self._share)
         if self._share.is_distributed:
             self._runner.equalise()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from operator import attrgetter, is_
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from pipecompile.frontend.outside_values import OutsideValues
 from pipecompile.frontend.signature import OutputStructure
 from pipecompile.graph.attributes import AttributeItems, is_same_value, module_settings
 from pipecompile.graph.autograd_context import current_context
+from pipecompile.graph.loss_module import held_loss, joined_modules
 from pipecompile.graph.ties import Tie, ties_of
 from pipecompile.ir.plan import BatchNormUpdate
 from pipecompile.passes.contract import apply_passes
@@ -46,6 +48,7 @@ class Program:
         device: torch.device,
     ) -> None:
         self.captured = captured
+        self._loss = held_loss(module)
         self._context = current_context()
         self.remember()
         self.modes = modes_of(self.named_modules)
@@ -68,11 +71,6 @@ class Program:
     def outputs(self) -> OutputStructure:
         """How the model's output is put together from its output tensors."""
         return self.captured.outputs
-
-    @property
-    def parameters(self) -> list[nn.Parameter]:
-        """The model's parameters, as they are if it is unchanged."""
-        return [parameter for _, parameter in self._named_parameters]
 
     def boundary_shapes(self) -> list[list[BoundaryShape]]:
         """Return the tensors that enter each stage."""
@@ -126,8 +124,11 @@ class Program:
         self._items = AttributeItems(model)
         self._settings = dict(_settings(self.captured))
         self._outside_values = OutsideValues.of(model)
-        self._named_parameters = list(model.named_parameters())
-        self._trained_as = [_trained_as(parameter) for _, parameter in self._named_parameters]
+        # Of the loss only these: it runs as it is, and may change what else it has.
+        self._named_parameters = list(joined_modules(model, self._loss).named_parameters())
+        # The parameters of the model and of the loss, as they are if they are unchanged.
+        self.parameters = [parameter for _, parameter in self._named_parameters]
+        self._trained_as = list(map(_trained_as, self.parameters))
 
     def check_unchanged(self) -> None:
         """Raise InputError if the model, or the autocast around it, is not as it was when the graph
@@ -149,18 +150,37 @@ class Program:
         # Objects are compared first, in one pass, since a small step takes only a millisecond.
         if not self._items.are_the_same():
             self._check_settings()
+            # They are equal, and the next steps compare the objects that are there now.
+            self._items = AttributeItems(self.captured.model)
         if changed := self._outside_values.changed():
             raise InputError(
                 f"{changed} has changed since the model was compiled, and the graph has its old "
                 "value; compile the model again, or keep what changes in a buffer"
             )
+        if list(map(_trained_as, self.parameters)) != self._trained_as:
+            self._refuse_changed_parameter()
+        self._check_loss()
+
+    def _check_loss(self) -> None:
+        """Raise InputError if the loss has other parameters."""
+        if self._loss is None:
+            return
+        now = list(self._loss.parameters())
+        before = self.parameters[len(self._named_parameters) - len(now) :]
+        if not all(map(is_, now, before)):
+            raise InputError(
+                "loss_fn has other parameters than when the model was compiled; compile it again"
+            )
+
+    def _refuse_changed_parameter(self) -> None:
         pairs = zip(self._named_parameters, self._trained_as, strict=True)
-        for (name, parameter), (flag, dtype) in pairs:
-            if _trained_as(parameter) != (flag, dtype):
-                what = "requires_grad" if parameter.requires_grad != flag else "the type"
-                raise InputError(
-                    f"{what} of {name} changed since the model was compiled; compile it again"
-                )
+        name, now, before = next(
+            (name, _trained_as(parameter), before)
+            for (name, parameter), before in pairs
+            if _trained_as(parameter) != before
+        )
+        what = "requires_grad" if now[0] != before[0] else "the type"
+        raise InputError(f"{what} of {name} changed since the model was compiled; compile it again")
 
     def refuse_hooks(self) -> None:
         """Raise InputError for hooks on parameters that would run too often, or on parts of a sum.
@@ -233,8 +253,7 @@ class Program:
                 part.training = flag
 
 
-def _trained_as(parameter: nn.Parameter) -> tuple[bool, torch.dtype]:
-    return parameter.requires_grad, parameter.dtype
+_trained_as = attrgetter("requires_grad", "dtype")
 
 
 def modes_of(named_modules: Iterable[tuple[str, nn.Module]]) -> frozenset[str]:

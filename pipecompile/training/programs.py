@@ -138,7 +138,7 @@ class Programs:
         was captured may lie on another device, or on the meta device.
         """
         for index in self._share.stages:
-            bind(program.stages[index].module, self._model)
+            bind(program.stages[index].module, self._targets[0].model_with_loss)
 
     def _cut_like_the_plan(self, capture: Capture, module: fx.GraphModule) -> Program:
         plan, graph = self._plan, self._planned_graph

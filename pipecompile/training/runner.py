@@ -102,7 +102,7 @@ class Runner:
 
         Return the context in which the model's modules are as they were built.
         """
-        planned, model = self._planned, self._target.model
+        planned, model = self._planned, self._target.model_with_loss
         with world.failing_together():
             expected = self._trial(lambda _: nullcontext())
             self._parallel = ParallelStages(parallelize, planned, self._share, model, self.watch)
@@ -298,7 +298,7 @@ class Runner:
         """Move the stages to this rank's device. Buffers become other objects there, which the
         model then gets.
         """
-        model = self._target.model
+        model = self._target.model_with_loss
         own = {name for name, _ in model.named_buffers(remove_duplicate=False)}
         for stage in self.stages:
             stage.to(self.device)
@@ -311,7 +311,7 @@ class Runner:
 
     @cached_property
     def _tied(self) -> dict[str, nn.Parameter]:
-        return tied_parameters(self._planned, self._target.model)
+        return tied_parameters(self._planned, self._target.model_with_loss)
 
     @cached_property
     def _tie_groups(self) -> dict[str, dist.ProcessGroup]:
@@ -341,7 +341,7 @@ class Runner:
         """Set all parameters and buffers to those of the first replica."""
         place = self._share.place
         if place.stage_group is not None:
-            for _, value in self._share.named_state(self._target.model):
+            for _, value in self._share.named_state(self._target.model_with_loss):
                 source = place.pipelines[0][place.rank]
                 dist.broadcast(value.data, src=source, group=place.stage_group)
 
@@ -369,7 +369,7 @@ class Runner:
         }
         # Also those that only planned stages read: ranks sum them in every mode.
         summed = dict.fromkeys(parameter for parameter, _ in self._ties)
-        tied = {*tied_parameters(program, self._target.model).values(), *summed}
+        tied = {*tied_parameters(program, self._target.model_with_loss).values(), *summed}
         own = {
             index: [parameter for parameter in each if parameter not in tied]
             for index, each in parameters.items()

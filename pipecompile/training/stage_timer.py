@@ -23,6 +23,7 @@ from pipecompile.cost_models.device_transfer import moved_to
 from pipecompile.errors import InputError, PipecompileError
 from pipecompile.frontend.target import Target, model_loss
 from pipecompile.frontend.target_capture import Captured
+from pipecompile.graph.loss_module import hold_loss
 from pipecompile.graph.model_state import named_state
 from pipecompile.graph.random_streams import StreamKey
 from pipecompile.ir.plan import Plan
@@ -35,6 +36,7 @@ from pipecompile.profiling.stage_correction import DoesNotFitError
 from pipecompile.runtime import world
 from pipecompile.runtime.gradients import fresh_gradients
 from pipecompile.runtime.stage import EagerStage, Loss
+from pipecompile.runtime.stage_loss import StageLoss
 from pipecompile.runtime.stage_times import (
     StageWorkload,
     measure_stages,
@@ -135,7 +137,7 @@ class StageTimer:
             start = time.perf_counter_ns()
             self.target.cut_targets(plan.microbatches)
             self.target.microbatches(plan.microbatches)
-            with program.mode(), fresh_gradients(self.target.model.parameters()):
+            with program.mode(), fresh_gradients(program.parameters):
                 pass
             times.append(time.perf_counter_ns() - start)
         return round(median(times))
@@ -157,7 +159,8 @@ class StageTimer:
                 outputs = run.evaluate(values, StreamKey(0, 0, 0))
             if stage.index in mine:
                 is_last = stage.index == plan.k - 1
-                run.loss = self._loss(program, outputs) if is_last else None
+                loss = self._loss(program, outputs) if is_last else None
+                run.loss = None if loss is None else StageLoss(loss, self.target.loss_module)
                 # Copies, since a stage may write to its inputs.
                 inputs = [
                     tuple(value.clone() for value in values) for _ in range(plan.microbatches)
@@ -178,6 +181,7 @@ class StageTimer:
         """Return the plan's stages, cut out of a copy of the graph, because cutting rewrites it."""
         module = self.captured.capture.instantiate(self.captured.sample)
         apply_passes(module.graph, [Group(plan.options.groups)])
+        hold_loss(module, self.target.loss_module)
         return Program(
             self.captured.capture,
             module,

@@ -30,6 +30,7 @@ from pipecompile.passes.group import Group
 from pipecompile.profiling.profile import profile
 from pipecompile.recompute.encoding_offers import encoding_offers
 from pipecompile.runtime.stage import EagerStage
+from pipecompile.runtime.stage_loss import StageLoss
 from tests.codegen.test_footprint import expected, loss_of
 
 Runs = dict[int, list[tuple[Sequence[str], tuple[Encoding, ...]]]]
@@ -131,7 +132,7 @@ class Case:
         eager = [
             EagerStage(s.module, gradient_inputs=s.gradient_inputs, random=s.random) for s in stages
         ]
-        eager[-1].loss = loss_of
+        eager[-1].loss = StageLoss(loss_of)
         self.model.zero_grad()
         sent: list[object] = []
         for microbatch in range(2):

@@ -34,6 +34,7 @@ from pipecompile.passes.group import Group
 from pipecompile.profiling.profile import profile
 from pipecompile.runtime.rank_step import own_storage
 from pipecompile.runtime.stage import BackwardParts, EagerStage, SavedForward
+from pipecompile.runtime.stage_loss import StageLoss
 from tests.sweeps import sweep
 
 VALUE = 16 * 24 * 32 * 4  # bytes
@@ -766,7 +767,7 @@ def stages_of(
         module, {name: index for index, names in enumerate(cut) for name in names}, regions
     )
     runs = [EagerStage(stage.module, gradient_inputs=stage.gradient_inputs) for stage in stages]
-    runs[-1].loss = loss_of
+    runs[-1].loss = StageLoss(loss_of)
     for stage in runs:
         stage.module.zero_grad()
     return runs

@@ -25,8 +25,8 @@ MODELS = runpy.run_path(str(Path(__file__).parents[2] / "examples" / "models.py"
 
 def observed(graph_module: fx.GraphModule, *inputs: Tensor) -> StepObservation:
     workload = Workload(graph_module, graph_module.graph, inputs, loss=None, targets=())
-    with FakeTensorMode(allow_non_fake_inputs=True):
-        return observe(workload.faked(), workspace_on("cpu"))
+    with FakeTensorMode(allow_non_fake_inputs=True), workload.faked() as fake:
+        return observe(fake, workspace_on("cpu"))
 
 
 def predicted_bytes(graph_module: fx.GraphModule, inputs: Iterable[Tensor]) -> list[int]:

@@ -16,7 +16,6 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 
 from torch import Tensor, nn
 
-from pipecompile.graph.model_state import swapped_state
 from pipecompile.ir.schedule import TRANSFERS, Action, Kind
 from pipecompile.runtime.messages import Messages
 from pipecompile.runtime.rank_step import ActionObserver, Minibatch, RankStep, StepResult
@@ -102,7 +101,7 @@ class MinibatchesInFlight:
         if is_backward:
             self._updates.continue_sums(stage, version, leaves)
         by_identity = {id(parameter): leaf for parameter, leaf in leaves.items()}
-        with swapped_state(self._stages[stage].module, by_identity):
+        with self._stages[stage].swapped(by_identity):
             step.perform(own)
         if is_backward:
             self._updates.keep_sums(stage, version, leaves)

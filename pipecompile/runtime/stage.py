@@ -13,7 +13,7 @@ timing of stages (stage_times.py) use the same stages.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -135,6 +135,18 @@ class EagerStage:
         # The loss is copied, because its storage may be much larger than one number: that of
         # mse_loss has room for every element of its input.
         return tuple(value.clone() for value in detached), saved
+
+    @contextmanager
+    def swapped(self, replacement: dict[int, Tensor]) -> Iterator[None]:
+        """Replace parameters by `replacement[id(parameter)]` in the block, those of the loss too.
+
+        The stage's module has tables of its own, and the loss that is called is the user's module.
+        """
+        modules = [self.module, *([] if self.loss is None else self.loss.modules)]
+        with ExitStack() as stack:
+            for module in modules:
+                stack.enter_context(swapped_state(module, replacement))
+            yield
 
     def recompute(self, saved: SavedForward) -> None:
         """Run the forward once more, with the random numbers and buffers of the first time."""

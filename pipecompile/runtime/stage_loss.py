@@ -32,6 +32,11 @@ class StageLoss:
     module: nn.Module | None = None
     _is_known: bool = field(default=False, init=False)
 
+    @property
+    def modules(self) -> list[nn.Module]:
+        """The module, if there is one."""
+        return [] if self.module is None else [self.module]
+
     def __call__(self, outputs: Sequence[Tensor], target: Any) -> tuple[Tensor, Any]:
         """Return the loss of a microbatch, and what came with it, without history.
 

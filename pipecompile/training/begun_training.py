@@ -54,7 +54,7 @@ class BegunTraining:
         refuse_without_gradients(schedule)
         if schedule.weight_versions != "synchronous":
             parts.runner.refuse_in_flight(max_norm)
-        owned = owned_parameters(parts.programs.planned, parts.target.model, parts.share)
+        owned = owned_parameters(parts.programs.planned, parts.target.model_with_loss, parts.share)
         made = self._optimizers = StageOptimizers.made_by(optimizer, scheduler, owned)
         if schedule.weight_versions == "synchronous":
             own_clip = None if max_norm is None else partial(clip, max_norm)

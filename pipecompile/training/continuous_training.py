@@ -83,7 +83,7 @@ class ContinuousTraining(Iterator[Any]):
         self._size = PipelineSize(parts.plan.ranks, parts.plan.microbatches)
         self._program = parts.programs.current(0)
         self._max_norm = max_norm
-        owned = owned_parameters(self._program, parts.target.model, parts.share)
+        owned = owned_parameters(self._program, parts.target.model_with_loss, parts.share)
         self.weights = {owner: self._weights(owner, each) for owner, each in owned.items()}
         self._flow: _MinibatchFlow | None = None
         self._done = self._read = 0  # minibatches since training began

@@ -220,7 +220,7 @@ def refuse_in_flight(
     ):
         if is_given:
             raise InputError(f"under schedule {name!r} {reason}")
-    _refuse_hooks_and_views(target.model, name)
+    _refuse_hooks_and_views(target.model_with_loss, name)
 
 
 def _refuse_hooks_and_views(model: nn.Module, schedule: str) -> None:

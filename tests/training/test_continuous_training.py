@@ -124,6 +124,18 @@ def assert_same(left: dict[str, Tensor], right: dict[str, Tensor]) -> None:
     assert all(torch.equal(left[name], right[name]) for name in left)
 
 
+def weight_changes(pipeline: Pipeline) -> list[list[int]]:
+    """For each parameter the storages of its size that a run makes (1) and frees (-1), in order."""
+
+    def run() -> None:
+        for parameter in pipeline.parameters():
+            parameter.data = parameter.data.clone()  # else what was there before is not counted
+        list(pipeline.train(chain_batches(), sgd))
+
+    allocated, sizes = allocations(run), [p.nbytes for p in pipeline.parameters()]
+    return [[each // size for each in allocated if abs(each) == size] for size in sizes]
+
+
 @pytest.mark.parametrize(
     ("schedule", "copies", "gradients"),
     [
@@ -142,17 +154,13 @@ def test_copies_of_weights_are_those_of_the_papers(
     sizes = [p.nbytes for p in pipeline.parameters()]
     planned = [rank.parameters.expected for rank in pipeline.plan.prediction.memory]
     assert planned == [size * count for size, count in zip(sizes, copies, strict=True)]
-
-    def run() -> None:
-        for parameter in pipeline.parameters():
-            parameter.data = parameter.data.clone()  # else what was there before is not counted
-        list(pipeline.train(chain_batches(), sgd))
-
-    allocated = allocations(run)
-    for size, count in zip(sizes, copies, strict=True):
-        # Gradients are as large as weights.
-        alive = highest([each // size for each in allocated if abs(each) == size])
-        assert alive - gradients == count
+    # What is there after the run: all versions, and gradients where steps leave them.
+    left = copies if schedule in RULES else [2] * 4
+    # The profiler loses events on a busy machine.
+    tries = (weight_changes(chain_of(schedule)) for _ in range(4))
+    made = next(each for each in tries if [sum(changes) for changes in each] == left)
+    # Gradients are as large as weights.
+    assert [highest(changes) - gradients for changes in made] == copies
 
 
 @pytest.mark.parametrize("schedule", RULES)
@@ -320,3 +328,36 @@ def test_what_cannot_be_right_in_flight_is_refused() -> None:
         chain_of("pipedream", batch_norm="minibatch").train(batches, sgd)
     with pytest.raises(InputError, match="at least 3 microbatches on 4 ranks"):
         chain_of("pipedream-2bw", 2)
+
+
+class Scaled(nn.Module):
+    """Outputs times a trained number, and their distance; with a target it is a loss."""
+
+    def __init__(self, inner: nn.Module | None = None) -> None:
+        super().__init__()
+        self.inner = inner or nn.Identity()
+        self.scale = nn.Parameter(torch.tensor([1.5], dtype=torch.float64))
+
+    def forward(self, values: Tensor, target: Tensor | None = None) -> Tensor:
+        scaled = self.inner(values) * self.scale
+        return scaled if target is None else (scaled - target).square().mean()
+
+
+@pytest.mark.parametrize("schedule", RULES)
+def test_what_a_loss_trains_is_trained_as_in_the_model(schedule: str) -> None:
+    torch.manual_seed(0)
+    layers = [nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3)]
+    model = nn.Sequential(*layers).double()
+    data = [(torch.randn(8, 4).double(), torch.randn(8, 3).double()) for _ in range(8)]
+    scales = []
+    for net, loss in (
+        (copy.deepcopy(model), Scaled()),
+        (Scaled(copy.deepcopy(model)), lambda output, wanted: (output - wanted).square().mean()),
+    ):
+        target = Target.of({"model": net, "sample_input": data[0][0], "loss_fn": loss}, "net")
+        pipeline = pipeline_of(target, 3, schedule, 4, sample_target=data[0][1])
+        for _ in pipeline.train(data, lambda parameters: torch.optim.AdamW(parameters, lr=0.05)):
+            pass
+        named = dict(pipeline.named_parameters())
+        scales.append(next(named[name].item() for name in named if name.endswith("scale")))
+    assert scales[0] == scales[1] != 1.5

@@ -156,7 +156,7 @@ REFUSALS: dict[str, tuple[type[PipecompileError], int, list[str], dict[str, Any]
         2,
         ["--pin", "nowhere=1"],
         {"pin": {"nowhere": 1}},
-        r"pin nowhere=1: the graph has no such",
+        r"unknown node to pin 'nowhere'",
     ),
     "pin stage": (
         InputError,

@@ -110,7 +110,8 @@ def compared(graph: CostGraph, schedule: str, share: float) -> str:
     within regions, which are not among these choices, may let more stages fit.
     """
     loose = options_of(schedule, 10**9, "none")
-    cuts = list(all_cuts(problem_of(graph, loose, FREE)))
+    capless = problem_of(graph, loose, FREE)
+    cuts = list(all_cuts(capless))
     assume(cuts)
     sizes = [
         held(
@@ -120,10 +121,10 @@ def compared(graph: CostGraph, schedule: str, share: float) -> str:
         for stage in range(2)
     ]
     options = options_of(schedule, int(min(sizes) + share * (max(sizes) - min(sizes))))
-    problem = problem_of(graph, options, FREE)
-    expected = best(graph, options, problem)
+    expected = best(graph, options, capless)
     try:
-        result = solve(problem).search
+        # Without a search, if the cap is below what an empty rank takes.
+        result = solve(problem_of(graph, options, FREE)).search
     except InfeasibleError:
         assert expected is None
         return "refused"
@@ -135,7 +136,7 @@ def compared(graph: CostGraph, schedule: str, share: float) -> str:
     return "equal"
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(cost_graphs(6), st.sampled_from(["1f1b", "gpipe"]), st.floats(0, 1))
 def test_the_best_of_all_cuts_with_all_regions_is_found(
     graph: CostGraph, schedule: str, share: float

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import settings
 
 # `make test` draws some examples for each property, `make bench` all.
-settings.register_profile("some", settings.get_profile("ci"), max_examples=30)
+settings.register_profile("some", settings.get_profile("ci"), max_examples=20)
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -46,7 +46,7 @@ def fresh(*arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.mark.one_case_in(2)
+@pytest.mark.sweep
 def test_a_second_plan_is_the_same_bytes_in_another_process(plan_file: str, tmp_path: Path) -> None:
     again = tmp_path / "again.json"
     result = fresh(

@@ -13,6 +13,7 @@ from tests.distributed.workers import Workers
 EXACT = 1e-12
 
 
+@pytest.mark.one_case_in(2)
 @pytest.mark.parametrize(
     ("ranks", "replicas", "options"),
     [(2, 1, {"schedule": "1f1b", "recompute": "stage"}), (2, 2, {"schedule": "zb-h1"})],

@@ -216,6 +216,7 @@ def test_ranks_that_begin_different_steps_are_told(workers: Workers, tmp_path: P
         assert text.startswith("InputError: ranks must step alike, but the number of samples is ")
 
 
+@pytest.mark.one_case_in(2)
 @pytest.mark.parametrize(
     ("what", "words"),
     [
@@ -236,6 +237,7 @@ def test_what_one_rank_refuses_the_others_refuse_too(
         assert same == loss
 
 
+@pytest.mark.one_case_in(2)
 @pytest.mark.parametrize(
     ("what", "sharded", "words"),
     [

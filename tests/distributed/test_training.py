@@ -101,6 +101,7 @@ def test_a_tie_of_another_mode_is_summed_once(workers: Workers, tmp_path: Path) 
     assert max(workers.run(4, jobs.tied_in_another_mode, folder=str(tmp_path))) <= EXACT
 
 
+@pytest.mark.one_case_in(3)
 @pytest.mark.parametrize("number", [1, 2, 3, 6])
 @pytest.mark.parametrize(("ranks", "replicas"), [(2, 1), (2, 2)])
 def test_a_batch_may_be_refused_in_any_step_and_the_run_goes_on(
@@ -115,6 +116,7 @@ def test_a_batch_may_be_refused_in_any_step_and_the_run_goes_on(
     assert {steps for _, steps in results} == {number + 7}
 
 
+@pytest.mark.one_case_in(2)
 @pytest.mark.parametrize(("ranks", "replicas"), [(2, 1), (2, 2)])
 def test_ranks_agree_through_the_host_whatever_the_backend(
     workers: Workers, tmp_path: Path, ranks: int, replicas: int

@@ -173,9 +173,19 @@ def _searched_problem(plan: Plan, problem: PlacedProblem) -> PlacedProblem:
 
 
 def _excess(plan: Plan) -> Callable[[Schedule], Sequence[int]]:
-    return lambda schedule: excess_bytes(
-        plan.stages, schedule, plan.options.caps(plan.ranks), plan.allocator
-    )
+    """Return what says by how many bytes each rank exceeds its cap under an order.
+
+    The plan's prediction says it for its own order: `_contradictions` computes that once more.
+    """
+    caps = plan.options.caps(plan.ranks)
+
+    def excess(schedule: Schedule) -> Sequence[int]:
+        if caps is None or schedule.compute != plan.schedule.compute:
+            return excess_bytes(plan.stages, schedule, caps, plan.allocator)
+        memory = plan.prediction.memory
+        return [max(0, rank.total.bound - cap) for rank, cap in zip(memory, caps, strict=True)]
+
+    return excess
 
 
 def _has_true_comparison(plan: Plan, ordering: Ordering, problem: PlacedProblem) -> bool:

@@ -49,11 +49,32 @@ def test_audit_as_text_with_a_page(table: str, tmp_path: Path) -> None:
         "best inside layers",
     ]
     assert "rank 1 is the heaviest: 4 t + 1 L" in lines
-    assert any(line.startswith("memory: rank 1 runs out first: up to") for line in lines)
+    assert any(line.startswith("memory: rank 1 would run out first: up to") for line in lines)
     assert lines[-1].startswith("best inside layers (megatron-hybrid): *-*-")
     read = Page()
     read.feed(page.read_text())
     assert read.open == [] and "script" not in read.seen
+
+
+def test_a_layout_over_its_cap_is_not_called_better_than_cuts_that_fit(table: str) -> None:
+    caps = ("--memory", "6GB,16GB", "--recompute", "auto")
+    result = invoke(table, "--layout", "Et*4|t*4L", *caps)
+    assert result.exit_code == 0, result.output
+    assert "the best cut between layers that fits has a heaviest rank" in result.stdout
+    assert "-" not in result.stdout.split("that fits has a heaviest rank")[1].split("%")[0]
+    assert "lighter heaviest rank than the layout" not in result.stdout
+    layout = next(line for line in result.stdout.splitlines() if line.startswith("layout"))
+    assert "proven" not in layout
+    assert "best between layers (megatron): Et" in result.stdout
+
+
+def test_a_cut_as_heavy_with_a_shorter_step_is_given(tmp_path: Path) -> None:
+    path = tmp_path / "times.csv"
+    path.write_text("part,forward_ms,backward_ms\nE,0.1,0.2\nt*6,1,2\nL,0.6,1.1\n")
+    order = ("--schedule", "interleaved-1f1b", "--stages-per-rank", "2", "--microbatches", "4")
+    result = invoke(str(path), "--layout", "Et|t|tt|ttL", *order)
+    assert "the layout (proven); one as heavy has a step " in result.stdout
+    assert "best between layers (megatron): " in result.stdout
 
 
 def test_audit_as_json_and_for_github(table: str) -> None:

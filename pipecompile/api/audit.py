@@ -29,7 +29,7 @@ from pipecompile.api.partition import best_cut, with_memory_time
 from pipecompile.api.partition_problem import problem_of
 from pipecompile.api.recompute import recompute_planner
 from pipecompile.errors import InfeasibleError, InputError
-from pipecompile.ir.audit import GRAINS, Audit, Grain
+from pipecompile.ir.audit import GRAINS, WHERE, Audit, Grain
 from pipecompile.ir.graph import CostGraph
 from pipecompile.ir.links import FREE, Links
 from pipecompile.ir.plan import Fingerprint, Options, Plan, Provenance
@@ -125,7 +125,7 @@ def _sections(graph: CostGraph, container: str | None) -> tuple[dict[Grain, Sect
         try:
             sections[grain] = sections_by_node(graph, grain, container)
         except InputError as error:
-            notes.append(f"no cuts of the grain {grain}: {error}")
+            notes.append(f"no cuts {WHERE[grain]}: {error}")
     return sections, notes
 
 
@@ -199,12 +199,12 @@ def _best_cuts(
         try:
             drafted = _drafted(graph, options, links)
         except InfeasibleError as error:
-            notes.append(f"no cut of the grain {grain}: {error}")
+            notes.append(f"no cut {WHERE[grain]}: {error}")
             continue
         if drafted.fits:
             plans.append((grain, drafted.plan))
         else:
-            notes.append(f"no cut of the grain {grain} was found that fits the memory cap")
+            notes.append(f"no cut {WHERE[grain]} was found that fits the memory cap")
         coarser = [plan for at, plan in plans if GRAINS.index(at) <= GRAINS.index(grain)]
         best = min([drafted.plan, *coarser], key=_worth)
         problem = problem_of(graph, options, links)

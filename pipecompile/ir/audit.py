@@ -7,11 +7,17 @@ from typing import Literal, get_args
 from pipecompile.ir.graph import TimeUnit
 from pipecompile.ir.serialization import NonNegative, Positive, Value
 
-__all__ = ["GRAINS", "Audit", "AuditedCut", "AuditedPart", "Grain", "SharedTensor"]
+__all__ = ["GRAINS", "WHERE", "Audit", "AuditedCut", "AuditedPart", "Grain", "SharedTensor"]
 
 Grain = Literal["layers", "halves", "operators"]
 """What cuts keep whole: layers, attention and MLP as the halves of layers, or single operators."""
 GRAINS: tuple[Grain, ...] = get_args(Grain)
+WHERE: dict[Grain, str] = {
+    "layers": "between layers",
+    "halves": "inside layers",
+    "operators": "between operators",
+}
+"""Where the cuts of a grain lie, in words."""
 
 
 class AuditedPart(Value, frozen=True, kw_only=True):
@@ -117,6 +123,11 @@ class Audit(Value, frozen=True, kw_only=True):
     def best(self) -> tuple[AuditedCut, ...]:
         """The best cuts by grain."""
         return self.cuts[1:]
+
+    def fits(self, cut: AuditedCut) -> bool:
+        """Whether each rank of a cut is within its cap; True without caps."""
+        caps = cut.memory if self.caps is None else self.caps
+        return all(size <= cap for size, cap in zip(cut.memory, caps, strict=True))
 
     @property
     def first_full_rank(self) -> int:

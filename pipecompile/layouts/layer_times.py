@@ -19,7 +19,9 @@ from __future__ import annotations
 import csv
 import re
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from itertools import pairwise
+from math import inf
 from pathlib import Path
 from typing import NamedTuple
 
@@ -48,7 +50,7 @@ class _TimedPart(NamedTuple):
 def read_layer_times(path: str | Path) -> CostGraph:
     """Return the cost graph of the table in a file; FormatError if it is no such table."""
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        text = Path(path).read_text(encoding="utf-8-sig")  # spreadsheets write a mark
     except (OSError, UnicodeDecodeError) as error:
         raise FormatError(f"{path}: cannot be read ({error})") from error
     try:
@@ -91,12 +93,15 @@ def _parts(text: str) -> Iterator[_TimedPart]:
         )
     rows.fieldnames = header
     for number, row in enumerate(rows, start=2):
+        values = [row[name] or "" for name in header]
         try:
-            yield _part(row)
-        except (InputError, ValueError, TypeError, AttributeError) as error:
-            raise InputError(
-                f"line {number} of the table is {','.join(str(v) for v in row.values())!r}: {error}"
-            ) from None
+            # The reader keeps what is beyond the header by None, and has None for what is missing.
+            if None in row:
+                raise InputError(f"it has more values than the header, {len(header)}")
+            yield _part(dict(zip(header, values, strict=True)))
+        except InputError as error:
+            text = ",".join([*values, *row.get(None, ())])
+            raise InputError(f"line {number} of the table is {text!r}: {error}") from None
 
 
 def _part(row: dict[str, str]) -> _TimedPart:
@@ -108,11 +113,18 @@ def _part(row: dict[str, str]) -> _TimedPart:
         )
     if match[1] in "EL" and match[2] is not None:
         raise InputError(f"{row['part']!r}: there is one {match[1]}")
-    times = [round(float(row[name]) * NS_PER_MS) for name in TIMES]
-    if min(times) < 0:
-        raise InputError("a time is negative")
-    sizes = [parse_bytes((row.get(name) or "0").strip()) for name in SIZES]
+    times = [_time_ns(name, row[name]) for name in TIMES]
+    sizes = [parse_bytes(row.get(name, "").strip() or "0") for name in SIZES]
     return _TimedPart(match[1], int(match[2] or 1), *times, *sizes)
+
+
+def _time_ns(name: str, text: str) -> int:
+    """Return a time in ns; InputError if it is no time."""
+    with suppress(ValueError):
+        time = float(text)
+        if 0 <= time < inf:
+            return round(time * NS_PER_MS)
+    raise InputError(f"{name} is {text!r}; write a time in ms, 0 or more")
 
 
 def _modules(parts: Iterator[_TimedPart]) -> Iterator[tuple[str, _TimedPart]]:

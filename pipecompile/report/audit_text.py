@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from pipecompile.ir.audit import Audit, AuditedCut, AuditedPart, SharedTensor
+from pipecompile.ir.audit import WHERE, Audit, AuditedCut, AuditedPart, SharedTensor
 from pipecompile.ir.duration import time_text
 from pipecompile.ir.plurals import counted
 from pipecompile.ir.size import size_text
@@ -24,12 +24,6 @@ __all__ = [
 ]
 
 MOST_SHARED = 5  # tensors that are listed
-_CUTS = {
-    None: "layout",
-    "layers": "best between layers",
-    "halves": "best inside layers",
-    "operators": "best between operators",
-}
 _PARTS = {
     "E": "E embedding",
     "t": "t layer",
@@ -92,7 +86,7 @@ def audit_rows(audit: Audit) -> list[list[str]]:
                 cut_name(cut),
                 f"{time_text(cut.heaviest_ns, audit.time_unit)} (rank {cut.heaviest_rank})",
                 f"{cut.imbalance:.3f}",
-                "proven" if cut.proven else time_text(cut.bound_ns, audit.time_unit),
+                "proven" if _is_proven(audit, cut) else time_text(cut.bound_ns, audit.time_unit),
                 time_text(cut.step_ns, audit.time_unit),
                 time_text(cut.step_bound_ns, audit.time_unit),
                 f"{cut.bubble:.1%}",
@@ -104,7 +98,13 @@ def audit_rows(audit: Audit) -> list[list[str]]:
 
 def cut_name(cut: AuditedCut) -> str:
     """Return what a cut is called: layout, best between layers, …"""
-    return _CUTS[cut.grain]
+    return "layout" if cut.grain is None else f"best {WHERE[cut.grain]}"
+
+
+def _is_proven(audit: Audit, cut: AuditedCut) -> bool:
+    """Return whether no cut is lighter; a layout over its cap has no bound by cuts that fit."""
+    bounds_it = audit.fits(cut) or not any(map(audit.fits, audit.best))
+    return cut.proven and (bounds_it or cut.grain is not None)
 
 
 def _fullest_text(cut: AuditedCut) -> str:
@@ -135,8 +135,15 @@ def _over_best(audit: Audit) -> Iterator[str]:
     hand = audit.hand
     for cut in audit.best:
         what = cut_name(cut).removeprefix("best ")
+        if cut.heaviest_ns > hand.heaviest_ns:
+            # Only a layout over its cap is lighter than the best cut: that one recomputes.
+            more = _over(cut.heaviest_ns, hand.heaviest_ns)
+            yield f"the best cut {what} that fits has a heaviest rank {more} over the layout's"
+            continue
         if hand.heaviest_ns == cut.bound_ns:
-            yield f"no cut {what} has a lighter heaviest rank than the layout (proven)"
+            text = f"no cut {what} has a lighter heaviest rank than the layout (proven)"
+            less = 1 - cut.step_ns / max(hand.step_ns, 1)
+            yield text + (f"; one as heavy has a step {less:.1%} shorter" if less >= 0.001 else "")
             continue
         over, most = (_over(hand.heaviest_ns, ns) for ns in (cut.heaviest_ns, cut.bound_ns))
         limit = "" if cut.proven else f", and {most} over what any such cut can reach"
@@ -157,7 +164,8 @@ def _memory_text(audit: Audit) -> str:
     left = audit.caps[rank] - hand.memory[rank]
     room = f"{size_text(left)} left" if left >= 0 else f"{size_text(-left)} too much"
     cap = size_text(audit.caps[rank])
-    return f"memory: rank {rank} runs out first: up to {held} of {cap}, {room}; {least}"
+    would = "runs" if left < 0 else "would run"
+    return f"memory: rank {rank} {would} out first: up to {held} of {cap}, {room}; {least}"
 
 
 def shared_text(tensor: SharedTensor) -> str:
@@ -195,14 +203,19 @@ def _part_ns(part: AuditedPart) -> int:
 
 
 def _to_paste(audit: Audit) -> Sequence[tuple[str, str]]:
-    """Return the best cuts that are lighter than the one before, or how to get what no format of
-    layers says.
+    """Return the best cuts that are better than those before, or how to get what no format of
+    layers says: such as fit, where those before do not, are lighter, or have a shorter step.
     """
-    found, heaviest = [], audit.hand.heaviest_ns
+    found, worth = [], _worth(audit, audit.hand)
     for cut in audit.best:
-        if cut.heaviest_ns < heaviest:
+        if _worth(audit, cut) < worth:
             plan = f"plan -k {audit.k} --objective max-load, then export --to json"
             form = cut.form or "as a plan"
             found.append((f"{cut_name(cut)} ({form})", cut.text or plan))
-        heaviest = min(heaviest, cut.heaviest_ns)
+        worth = min(worth, _worth(audit, cut))
     return found
+
+
+def _worth(audit: Audit, cut: AuditedCut) -> tuple[bool, int, int]:
+    """Return what makes a cut worse than another one: the less, the better."""
+    return not audit.fits(cut), cut.heaviest_ns, cut.step_ns

@@ -37,6 +37,7 @@ _CAUSES = {
     "memory": "the next forward would not fit the cap",
     "imbalance": "other ranks have more to do",
 }
+_NO_REASON = "no option of the plan holds it; with TARGET, what would change it is solved again"
 _HELD_BY = {
     "node": "",
     "group": "they are in a group that was asked for",
@@ -118,7 +119,7 @@ def _advice(explanation: Explanation, plan: str) -> tuple[str, str]:
 def _parts(explanation: Explanation) -> Iterator[_TitledTable]:
     yield _TitledTable(_title(explanation), list(_summary(explanation)))
     yield _TitledTable("what the heaviest rank runs", rows=list(_modules(explanation)))
-    yield _TitledTable("why it is not lighter", list(_reasons(explanation)))
+    yield _TitledTable("why it is not lighter", list(_reasons(explanation)) or [_NO_REASON])
     yield _TitledTable("why ranks wait", rows=list(_idle(explanation)), left={0, 2})
     if explanation.what_ifs:
         yield _TitledTable(
@@ -150,17 +151,22 @@ def _summary(explanation: Explanation) -> Iterator[str]:
     if heaviest.extra_ns:
         extra = time_with_unit(heaviest.extra_ns, unit)
         yield f"of that, recompute and encodings take {extra}, so that it fits its memory"
-    value = objective_text(explanation.objective, explanation.before.value, unit)
-    bound = objective_text(explanation.objective, explanation.bound, unit)
-    proof = "proven" if explanation.proven else "not proven"
-    yield (
-        f"cut: {explanation.objective} {value}, bound {bound}, gap {gap_text(explanation.gap)}, "
-        f"{proof}"
-    )
+    yield f"cut: {explanation.objective} {_value_text(explanation)}"
     tightest = explanation.tightest
     held = f"{size_text(tightest.expected)} expected, {size_text(tightest.bound)} at most"
     room = "no cap" if tightest.cap is None else _room(tightest.cap, tightest.bound)
     yield f"memory: rank {tightest.rank} is the tightest, {held}; {room}"
+
+
+def _value_text(explanation: Explanation) -> str:
+    """Return the value of the cut with its bound; that of a layout's cut bounds no other cut."""
+    unit = explanation.time_unit
+    value = objective_text(explanation.objective, explanation.before.value, unit)
+    if any(constraint.kind == "layout" for constraint in explanation.constraints):
+        return f"{value}, of the layout's cut"
+    bound = objective_text(explanation.objective, explanation.bound, unit)
+    proof = "proven" if explanation.proven else "not proven"
+    return f"{value}, bound {bound}, gap {gap_text(explanation.gap)}, {proof}"
 
 
 def _room(cap: int, bound: int) -> str:
@@ -337,9 +343,9 @@ def _figures(outcome: Outcome, change: str, unit: TimeUnit) -> list[str]:
 def _refused(explanation: Explanation) -> Iterator[str]:
     """Yield by how much the next-best cut is worse, and why there is no plan with some changes."""
     for what_if in explanation.what_ifs:
-        change = _fitted(what_if.change)
+        change = what_if.change  # whole: lines wrap
         if what_if.after is None:
-            yield f"{change}: {what_if.reason}"
+            yield f"{_fitted(change)}: {what_if.reason}"
         elif what_if.kind == "next cut":
             loss = what_if.after.value / max(explanation.before.value, 1) - 1
             more = f"{gap_text(loss)} more" if loss > 0 else "no more"

@@ -79,7 +79,7 @@ def test_parts_are_counted_with_those_that_take_as_long() -> None:
     parts = [(p.name, p.count, p.forward_ns, p.backward_ns) for p in audit.parts]
     ms = 10**6
     assert parts == [("E", 1, 0, ms), ("t", 1, ms, ms), ("t", 3, ms, 2 * ms), ("L", 1, 0, 2 * ms)]
-    assert "no cuts of the grain halves" in audit.notes[0]
+    assert "no cuts inside layers" in audit.notes[0]
 
 
 def test_a_graph_of_operators_is_cut_at_every_grain() -> None:

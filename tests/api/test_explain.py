@@ -233,6 +233,16 @@ def test_a_layout_fixes_the_cut() -> None:
     assert (found.before.load_ns, free.load_ns) == (30, 20)
     # Where the layout's cut might go is shown as if it were free to.
     assert [move.obstacle for move in found.moves] == [""]
+    # Its cut was not searched: nothing about it is proven.
+    text = explanation_text(found)
+    assert ", of the layout's cut" in text and "proven" not in text
+
+
+def test_a_plan_that_no_option_holds_says_so() -> None:
+    found = explain(planned(chain([10, 10, 10, 11]), k=2))
+    assert found.constraints == found.moves == ()
+    title = "why it is not lighter\n  no option of the plan holds it; with TARGET"
+    assert title in explanation_text(found)
 
 
 def test_the_time_limit_ends_what_is_tried() -> None:

@@ -58,9 +58,11 @@ WRONG = [
     ("", "has the columns none"),
     ("part,forward_ms,backward_ms\nx*2,1,2", r"line 2 of the table .*'x\*2' is no part"),
     ("part,forward_ms,backward_ms\nt*0,1,2", r"'t\*0' is no part"),
-    ("part,forward_ms,backward_ms\nt,one,2", "line 2 .*could not convert"),
-    ("part,forward_ms,backward_ms\nt,1", "line 2"),
-    ("part,forward_ms,backward_ms\nt,-1,2", "a time is negative"),
+    ("part,forward_ms,backward_ms\nt,one,2", "line 2 .*forward_ms is 'one'; write a time in ms"),
+    ("part,forward_ms,backward_ms\nt,1", "line 2 .*backward_ms is ''; write a time"),
+    ("part,forward_ms,backward_ms\nt,-1,2", "forward_ms is '-1'; write a time"),
+    ("part,forward_ms,backward_ms\nt,1,inf", "backward_ms is 'inf'; write a time"),
+    ("part,forward_ms,backward_ms\nt,1,2,3GB", "'t,1,2,3GB': it has more values than the header"),
     ("part,forward_ms,backward_ms\nL*2,1,2", r"'L\*2': there is one L"),
     ("part,forward_ms,backward_ms\nE,1,2", "the table has no layer"),
     ("part,forward_ms,backward_ms\nmlp,1,2", "mlp needs attention before it"),
@@ -83,4 +85,6 @@ def test_a_file_is_named_in_its_error(tmp_path: Path) -> None:
     with pytest.raises(FormatError, match=r"times.csv: the table of layer times has the columns"):
         read_layer_times(path)
     path.write_text(TABLE)
+    assert read_layer_times(path) == layer_times(TABLE)
+    path.write_text(TABLE, encoding="utf-8-sig")
     assert read_layer_times(path) == layer_times(TABLE)

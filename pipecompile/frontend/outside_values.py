@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import dis
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache, partial
 from types import (
@@ -191,12 +191,13 @@ def _is_owner(value: Any) -> bool:
 
 def _own_class_of(module: nn.Module) -> type:
     """Return the class of a module; the one inside, if torch made a class around it."""
-    return _own_class(type(module))
+    kind: Any = type(module)
+    return _own_class(kind)
 
 
 @cache
 def _own_class(kind: type) -> type:
-    own = (base for base in kind.__mro__ if not _is_foreign(base.__module__))
+    own: Iterator[type] = (base for base in kind.__mro__ if not _is_foreign(base.__module__))
     # Modules of torch itself run as they are.
     return next(own, nn.Module)
 

@@ -1,7 +1,7 @@
-"""Values outside of a model's modules that its forward reads: globals, attributes of classes and of
-objects.
+"""What a forward reads and calls besides what its modules hold: globals, attributes of classes and
+of objects, functions and methods, the classes of modules.
 
-A graph has these values in it as they were at the capture. They are found by name, without running
+A graph has these in it as they were at the capture. They are found by name, without running
 anything, in the code of the forward and of all that it may call:
 
     def forward(self, x):
@@ -18,10 +18,17 @@ from __future__ import annotations
 
 import dis
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache, partial
-from types import CellType, CodeType, FunctionType, MethodType, ModuleType
+from types import (
+    BuiltinFunctionType,
+    CellType,
+    CodeType,
+    FunctionType,
+    MethodType,
+    ModuleType,
+)
 from typing import Any
 
 from torch import Tensor, nn
@@ -35,6 +42,8 @@ FOREIGN = frozenset({"torch", "numpy"})
 MOST_ITEMS = 64
 """Of a larger container only the identity is compared."""
 COMPARED = (*PLAIN, *CONTAINERS, tuple, Tensor)
+CODE = (FunctionType, BuiltinFunctionType, MethodType, staticmethod, classmethod, property, partial)
+"""Of what runs only the identity is compared."""
 GONE = object()
 
 Read = Callable[[], Any]
@@ -63,14 +72,20 @@ class OutsideValues:
     """The values that the forward of a model may read, besides what its modules hold themselves."""
 
     values: tuple[_OutsideValue, ...]
+    code: tuple[tuple[str, Read, Any], ...]
 
     @staticmethod
     def of(model: nn.Module) -> OutsideValues:
         """Return the values as they are now."""
-        return OutsideValues(tuple(_NameSearch(model).values))
+        search = _NameSearch(model)
+        return OutsideValues(tuple(search.values), tuple(search.code))
 
     def changed(self) -> str | None:
         """Return where there is something else now; None if all is the same."""
+        # There are many functions, so they are compared without a call of ours for each.
+        for where, read, value in self.code:
+            if read() is not value:
+                return where
         return next((each.where for each in self.values if not each.is_the_same), None)
 
 
@@ -83,10 +98,13 @@ class _NameSearch:
 
     def __init__(self, model: nn.Module) -> None:
         self.values: list[_OutsideValue] = []
+        self.code: list[tuple[str, Read, Any]] = []
         self._seen: set[tuple[int, frozenset[str]]] = set()
         self._class_names: dict[tuple[type, frozenset[str]], frozenset[str]] = {}
         for path, module in model.named_modules():
             names = self._look_in_class(type(module), frozenset({"forward"}))
+            where = f"the class of {path}" if path else "the class of the model"
+            self.code.append((where, partial(_own_class_of, module), _own_class_of(module)))
             # The attributes themselves are compared by the modules' owner.
             for name in names & vars(module).keys():
                 self._follow(f"{path}.{name}".lstrip("."), vars(module)[name], names)
@@ -98,6 +116,8 @@ class _NameSearch:
         value = read()
         if isinstance(value, COMPARED):
             self.values.append(_OutsideValue(where, read, value, deep_copy(value)))
+        elif isinstance(value, CODE):
+            self.code.append((where, read, value))
         self._follow(where, value, names)
 
     def _look_among(self, where: str, items: Mapping[str, Any], names: frozenset[str]) -> None:
@@ -167,6 +187,19 @@ def _is_owner(value: Any) -> bool:
         and not is_other
         and type(value).__module__.partition(".")[0] not in FOREIGN
     )
+
+
+def _own_class_of(module: nn.Module) -> type:
+    """Return the class of a module; the one inside, if torch made a class around it."""
+    kind: Any = type(module)
+    return _own_class(kind)
+
+
+@cache
+def _own_class(kind: type) -> type:
+    own: Iterator[type] = (base for base in kind.__mro__ if not _is_foreign(base.__module__))
+    # Modules of torch itself run as they are.
+    return next(own, nn.Module)
 
 
 def _is_foreign(module: str | None) -> bool:

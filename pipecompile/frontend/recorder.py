@@ -148,6 +148,9 @@ class ForwardRecorder(TorchFunctionMode):
     @contextlib.contextmanager
     def run(self) -> Iterator[None]:
         """Record the forward in the block, under all patches of torch that it needs."""
+        leaves = [tensor for tensor in self._state.values() if tensor.is_leaf]
+        for tensor in leaves:  # a fake of a parameter comes with its gradient
+            tensor.grad = None
         # The tracker is entered after the fake mode, so that it sees each operator first.
         with (
             require_torch_randomness(),
@@ -168,6 +171,11 @@ class ForwardRecorder(TorchFunctionMode):
             raise CaptureError(
                 f"the forward replaces {', '.join(lost)} by a new tensor, which no stage could "
                 "see; update it in place, for example with copy_"
+            )
+        if any(tensor.grad is not None for tensor in leaves):
+            raise CaptureError(
+                "the forward gives parameters gradients itself, with backward() or an assignment "
+                "to grad, which a stage would lose; return that loss, and let loss_fn add it"
             )
 
     @property
@@ -253,6 +261,12 @@ class ForwardRecorder(TorchFunctionMode):
         """Run a getter of a tensor; record it if its value is a tensor of the forward, as `x.T`."""
         result = func(*args)
         name = func.__self__.__name__
+        if name == "grad" and args[0].is_leaf and args[0].requires_grad:
+            raise CaptureError(
+                f"{self.recording.where()}: the forward reads the gradient of a parameter, which "
+                "is another one at each microbatch; keep what it needs of it in a buffer that is "
+                "written between steps"
+            )
         if isinstance(result, Tensor) and name not in AUTOGRAD_ATTRIBUTES:
             arguments = (self.recording.argument(args[0]), name)
             node = self.recording.create("call_function", getattr, arguments, {})

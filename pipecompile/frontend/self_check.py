@@ -105,6 +105,11 @@ def proven_capture(
             raise failures[0] from None
         except (DifferenceError, UnsupportedError) as error:
             failures.append(error)
+        except CaptureError as error:
+            # A graph was there and differed, which says more than why another could not be made.
+            if failures and isinstance(failures[0], DifferenceError):
+                raise failures[0] from error
+            raise
 
 
 def _check_at(capture: Capture, module: fx.GraphModule, call: Arguments) -> int:

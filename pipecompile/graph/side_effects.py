@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from torch._prims_common import suggest_memory_format
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = ["SideEffectTracker"]
+__all__ = ["SideEffectTracker", "versions_of_lists"]
 
 RUNNING_STATISTICS = ("running_mean", "running_var")
 HALF_TYPES = (torch.bfloat16, torch.float16)
@@ -28,7 +29,8 @@ class SideEffectTracker(TorchDispatchMode):
     all other writes. `cast_parameters` are the trainable float32 parameters that were cast to a
     half type, by autocast or by a call.
 
-    On fake tensors the mode also corrects the strides of batch normalisation's results.
+    On fake tensors the mode also corrects the strides of batch normalisation's results, and raises
+    the versions of tensors that an operator on lists, as `_foreach_mul_`, writes to.
     """
 
     def __init__(self) -> None:
@@ -49,7 +51,8 @@ class SideEffectTracker(TorchDispatchMode):
             self.is_random = self.is_random or dropout != 0.0
         if _is_cast_to_half(func, args, kwargs):
             self.cast_parameters.append(args[0])
-        result = func(*args, **kwargs)
+        with versions_of_lists(func, args, kwargs):
+            result = func(*args, **kwargs)
         if _is_batch_norm(func):
             self.running_statistics.extend(
                 _updated_statistics(_arguments_by_name(func, args, kwargs))
@@ -83,6 +86,33 @@ def _arguments_by_name(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -
     }
     positional = dict(zip((argument.name for argument in schema), args, strict=False))
     return {**defaults, **positional, **kwargs}
+
+
+@contextmanager
+def versions_of_lists(
+    func: Any, args: Sequence[Any], kwargs: dict[str, Any] | None = None
+) -> Iterator[None]:
+    """Raise the versions of tensors in lists that the operator, which runs in the block, writes to.
+
+    The kernels of `_foreach_mul_` and its kind do it themselves, their fakes do not.
+    """
+    written = [(tensor, tensor._version) for tensor in _written_lists(func, args, kwargs or {})]
+    yield
+    unnoted = [tensor for tensor, version in written if tensor._version == version]
+    torch.autograd.graph.increment_version(unnoted)
+
+
+def _written_lists(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Tensor]:
+    """Return the tensors in lists that a call writes to, by the operator's schema."""
+    if not func._schema.is_mutable:
+        return []
+    lists = [
+        argument.name
+        for argument in func._schema.arguments
+        if argument.is_write and isinstance(argument.type, torch.ListType)
+    ]
+    given = _arguments_by_name(func, args, kwargs) if lists else {}
+    return [tensor for name in lists for tensor in given[name]]
 
 
 def _with_cpu_strides(result: Tensor, source: Tensor) -> Tensor:

@@ -29,6 +29,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipecompile.graph.pytrees import tensor_leaves
+from pipecompile.graph.side_effects import versions_of_lists
 from pipecompile.profiling.kernel_workspace import Workspace, hidden_bytes
 
 __all__ = ["StorageLiveRange", "StorageTracker"]
@@ -145,7 +146,8 @@ class StorageTracker(TorchDispatchMode):
         # Checked before the operator runs, which then holds the summand too.
         summand = self._summand(func, args)
         becomes_sum = summand is not None and self._becomes_sum(args[0])
-        result = func(*args, **(kwargs or {}))
+        with versions_of_lists(func, args, kwargs):
+            result = func(*args, **(kwargs or {}))
         if summand is not None:
             address = args[0].untyped_storage()._cdata
             self._add_sum(address, summand, result.untyped_storage(), becomes_sum)

@@ -187,6 +187,65 @@ def test_a_step_refuses_what_changed_since_the_compile(
         pipeline.step(x, x)
 
 
+def cubed(x: Tensor) -> Tensor:
+    return x**3
+
+
+ACTIVATION = torch.tanh
+
+
+class OfCode(Base):
+    """Calls functions that are found in several ways."""
+
+    activation = staticmethod(torch.sin)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.method(cubed(ACTIVATION(self.activation(self.linear(x)))))
+
+    def method(self, x: Tensor) -> Tensor:
+        return x * self.twice
+
+    @property
+    def twice(self) -> int:
+        return 2
+
+
+class OtherCode(OfCode):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x)
+
+
+CODE_CHANGES: dict[str, Change] = {
+    "OfCode.method": lambda patch, _: patch.setattr(OfCode, "method", lambda _, x: x),
+    "OfCode.forward": lambda patch, _: patch.setattr(OfCode, "forward", OtherCode.forward),
+    "OfCode.activation": lambda patch, _: patch.setattr(OfCode, "activation", torch.cos),
+    "OfCode.twice": lambda patch, _: patch.setattr(OfCode, "twice", property(lambda _: 3)),
+    "cubed": lambda patch, _: patch.setitem(globals(), "cubed", torch.square),
+    "ACTIVATION": lambda patch, _: patch.setitem(globals(), "ACTIVATION", torch.sigmoid),
+    "the class of 0": lambda patch, m: patch.setattr(m, "__class__", OtherCode),
+}
+
+
+@pytest.mark.parametrize("where", CODE_CHANGES)
+def test_other_code_is_refused(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, x = nn.Sequential(OfCode(), nn.Linear(4, 4)), torch.randn(4, 4)
+    loss_fn = nn.functional.mse_loss
+    pipeline = pipecompile(model, x, k=2, microbatches=2, costs="flops", loss_fn=loss_fn)
+    pipeline.step(x, x)
+    CODE_CHANGES[where](monkeypatch, model[0])
+    with pytest.raises(InputError, match=f"{where} has changed since the model was compiled"):
+        pipeline.step(x, x)
+
+
+def test_a_class_that_torch_makes_around_a_module_is_no_change() -> None:
+    model = OfCode()
+    values = OutsideValues.of(model)
+    # As fully_shard and parametrizations do it.
+    wrapper = type("Wrapped", (OfCode,), {"__module__": "torch.distributed.fsdp"})
+    model.__class__ = wrapper
+    assert values.changed() is None
+
+
 def test_equal_values_have_not_changed(monkeypatch: pytest.MonkeyPatch) -> None:
     values = OutsideValues.of(OfTable())
     monkeypatch.setitem(globals(), "TABLE", {"scale": 2.0, "nested": {"deep": 1.0}})

@@ -39,6 +39,18 @@ class Counting(nn.Module):
         return value / self.mean
 
 
+class Switching(nn.Module):
+    """Changes the sign of every other result, in eval mode too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("is_positive", torch.tensor(True))
+
+    def forward(self, value: Tensor) -> Tensor:
+        self.is_positive.logical_not_()
+        return torch.where(self.is_positive, value, -value)
+
+
 def ask(model: nn.Module, *shape: int, batch_dim: int = 0) -> None:
     torch.manual_seed(0)
     size = (4, *shape)
@@ -63,6 +75,7 @@ INDEPENDENT = {
     "lstm, batch first, with its states": (nn.LSTM(6, 6, 2, batch_first=True), (5, 6)),
     "noise in eval mode": (Mixed(lambda v: v + torch.randn_like(v)), (6,)),
     "a running mean": (Counting(), (6,)),
+    "a switch": (Switching(), (6,)),
     "a scalar": (Mixed(lambda v: (v, v.mean())), (6,)),
     "what fails in eval mode": (Mixed(lambda v: v.no_such_method()), (6,)),
     "indices": (Mixed(lambda v: v.argmax(0)), (6,)),

@@ -318,3 +318,18 @@ def test_a_parameter_that_a_module_writes_to_is_as_before() -> None:
     model.load_state_dict(before)
     assert torch.equal(written, model(*call.args))
     assert captured_model.method == "recorded"
+
+
+def test_a_buffer_that_the_first_forward_fills_is_refused_with_the_cause() -> None:
+    class Filling(Kept):
+        def __init__(self) -> None:
+            super().__init__(lambda _, hidden: hidden)
+            self.register_buffer("mean", None)
+
+        def forward(self, x: Tensor) -> Tensor:
+            if self.mean is None:
+                self.mean = x.detach().mean(0)
+            return self.linear(x - self.mean)
+
+    with pytest.raises(CaptureError, match=r"buffers differ in 'mean' .*only the model has it"):
+        proven_capture(Filling(), CALL)

@@ -287,3 +287,45 @@ def test_gradient_taken_in_the_forward() -> None:
     assert len(case.units) > 3
     for cut in range(1, len(case.units)):
         assert_equal(case, [cut])
+
+
+@pytest.mark.parametrize(
+    "backward", [lambda loss: loss.backward(), lambda loss: torch.autograd.backward([loss])]
+)
+def test_gradients_that_the_forward_gives_parameters(backward: Callable[[Tensor], None]) -> None:
+    """A layer trained by a loss of its own inside of the forward."""
+
+    class Trap(Two):
+        def forward(self, x: Tensor) -> Tensor:
+            value = self.first(x)
+            backward(self.second(value.detach()).square().mean())
+            return value
+
+    refused(Trap(), "the forward gives parameters gradients itself", "let loss_fn add it")
+
+
+def test_gradients_that_the_forward_reads() -> None:
+    class Trap(Two):
+        def forward(self, x: Tensor) -> Tensor:
+            factor = 1 if self.first.weight.grad is None else 2
+            return self.second(self.first(x)) * factor
+
+    refused(Trap(), "the forward reads the gradient of a parameter", "test_traps.py:")
+
+
+def test_writes_to_lists_of_tensors() -> None:
+    """An operator on lists writes to a view, and to buffers."""
+
+    class Trap(Two):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("mean", torch.zeros(WIDTH))
+            self.register_buffer("scale", torch.ones(WIDTH))
+
+        def forward(self, x: Tensor) -> Tensor:
+            value = self.first(x)
+            torch._foreach_mul_([value[:, 1:], value[:, :1]], [0.5, 2.0])
+            torch._foreach_lerp_([self.mean, self.scale], [value.detach().mean(0)] * 2, 0.1)
+            return self.second((value - self.mean) * self.scale)
+
+    exact(Trap(), X)

@@ -1,10 +1,14 @@
-"""Fakes under a tracker have the strides of real results, by which boundaries are sent."""
+"""Fakes under a tracker have the strides of real results, by which boundaries are sent, and the
+versions of real arguments, by which writes are seen.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from pipecompile.graph.side_effects import SideEffectTracker
@@ -32,3 +36,31 @@ def test_batch_norm(shape: tuple[int, ...], order: tuple[int, ...], train: bool)
     with mode, SideEffectTracker():
         fake = norm(mode.from_tensor(x))
     assert fake.stride() == norm(x).stride()
+
+
+@torch.library.custom_op("pipecompile_tests::halve_all", mutates_args=("values",))
+def halve_all(values: list[Tensor]) -> None:
+    for value in values:
+        value.mul_(0.5)
+
+
+WRITES: dict[str, Callable[[list[Tensor]], object]] = {
+    "by a number": lambda values: torch._foreach_mul_(values, 0.5),
+    "by tensors": lambda values: torch._foreach_lerp_(values, [torch.zeros(3)] * 2, 0.5),
+    "copied": lambda values: torch._foreach_copy_(values, [torch.zeros(3)] * 2),
+    "of views": lambda values: torch._foreach_neg_([value[:2] for value in values]),
+    "twice": lambda values: [torch._foreach_zero_(values) for _ in "ab"],
+    "a custom operator": halve_all,
+    "of one": lambda values: values[0].mul_(2),
+    "not in place": lambda values: torch._foreach_mul(values, 0.5),
+}
+
+
+@pytest.mark.parametrize("name", WRITES)
+def test_versions_are_those_of_real_tensors(name: str) -> None:
+    real = [torch.ones(3), torch.ones(3)]
+    WRITES[name](real)
+    with FakeTensorMode(), SideEffectTracker():
+        fakes = [torch.ones(3), torch.ones(3)]
+        WRITES[name](fakes)
+    assert [fake._version for fake in fakes] == [tensor._version for tensor in real]

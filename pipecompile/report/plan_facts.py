@@ -33,7 +33,7 @@ def plan_facts(plan: Plan) -> Explanation:
         objective=plan.search.objective,
         bound=plan.search.bound,
         gap=plan.search.gap,
-        proven=plan.search.proven,
+        proven=plan.search.proven and plan.options.layout is None,
         constraints=tuple(_constraints(plan, heaviest, tightest)),
         target=plan.capture.target,
     )

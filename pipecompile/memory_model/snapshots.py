@@ -20,6 +20,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
+from operator import ge
 from types import MappingProxyType
 from typing import Literal, NamedTuple
 
@@ -219,7 +220,7 @@ def _is_at_least(left: StageState, right: StageState) -> bool:
     *right_counts, right_handovers = right
     if any(left_handovers.get(state, 0) < count for state, count in right_handovers.items()):
         return False
-    return all(a >= b for a, b in zip(left_counts, right_counts, strict=True))
+    return all(map(ge, left_counts, right_counts))
 
 
 def all_snapshots(row: Sequence[Action]) -> Iterator[Snapshot]:

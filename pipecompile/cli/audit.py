@@ -21,7 +21,11 @@ logger = logging.getLogger("pipecompile.cli")
 @click.command(cls=AnswerCommand, short_help="What a layout costs, beside the best cuts.")
 @click.argument("target")
 # An audit is of the heaviest rank, at every granularity.
-@planning_options(without=("objective", "pin", "granularity"))
+@planning_options(
+    without=("objective", "pin", "granularity"),
+    k={"help": "Number of stages, which the layout says.  [default: the layout's]"},
+    layout={"help": "The layout that is audited, a text or its file, as for plan.  [required]"},
+)
 @click.option("--page", metavar="FILE", help="Where to write the page (HTML, one file).")
 @format_option
 def audit(target: str, page: str | None, form: str, **options: Any) -> int:

@@ -27,6 +27,7 @@ from typing import NamedTuple
 
 from pipecompile.errors import FormatError, InputError
 from pipecompile.ir.graph import CostGraph, Node, Parameter, Tensor
+from pipecompile.ir.serialization import read_bytes
 from pipecompile.ir.size import parse_bytes
 
 __all__ = ["layer_times", "read_layer_times"]
@@ -50,9 +51,9 @@ class _TimedPart(NamedTuple):
 def read_layer_times(path: str | Path) -> CostGraph:
     """Return the cost graph of the table in a file; FormatError if it is no such table."""
     try:
-        text = Path(path).read_text(encoding="utf-8-sig")  # spreadsheets write a mark
-    except (OSError, UnicodeDecodeError) as error:
-        raise FormatError(f"{path}: cannot be read ({error})") from error
+        text = read_bytes(path).decode("utf-8-sig")  # spreadsheets write a mark
+    except UnicodeDecodeError as error:
+        raise FormatError(f"{path}: is no text ({error})") from error
     try:
         return layer_times(text)
     except InputError as error:

@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from pipecompile.frontend.loss_reduction import LossReduction
 
-__all__ = ["LOSS_MODULES", "WIDTH", "Head", "data", "layers", "unsplit_step"]
+__all__ = ["LOSS_MODULES", "WIDTH", "Head", "Projected", "data", "layers", "unsplit_step"]
 
 WIDTH, CLASSES = 8, 4
 
@@ -141,3 +141,15 @@ def unsplit_step(
         if parameter.grad is not None:
             parameter.grad /= total
     return value / total
+
+
+class Projected(nn.Module):
+    """Cross entropy of what layers make of the output."""
+
+    def __init__(self, modules: nn.Module) -> None:
+        super().__init__()
+        self.layers = modules
+
+    def forward(self, output: Tensor, target: Tensor) -> Tensor:
+        """Values of shape (N, WIDTH) and classes (N,) to a scalar."""
+        return nn.functional.cross_entropy(self.layers(output), target)

@@ -6,7 +6,8 @@ from collections.abc import Iterator
 
 from pipecompile.errors import InputError
 from pipecompile.ir.duration import time_text
-from pipecompile.ir.finding import Finding
+from pipecompile.ir.finding import Code, Finding
+from pipecompile.ir.imbalance import imbalance_of
 from pipecompile.ir.plan import Plan
 from pipecompile.ir.size import caps_by_rank, size_text
 from pipecompile.ir.stage import Stage
@@ -55,43 +56,25 @@ def _step(plan: Plan, limit: int) -> Finding:
             "relative units; limit the bubble, or plan with costs in seconds, as roofline:h100"
         )
     step = plan.prediction.step_ns
-    passed = step <= limit
-    text = f"step {time_text(step)} is {'within' if passed else 'over'} {time_text(limit)}"
     # To one decimal the two may read alike.
-    excess = "" if passed else f" by {time_text(step - limit)}"
-    return Finding(code="step", message=f"{text}{excess}", passed=passed, value=step, limit=limit)
+    excess = f" by {time_text(step - limit)}"
+    return _at_most("step", f"step {time_text(step)} is", step, limit, time_text(limit), excess)
 
 
 def _imbalance(plan: Plan, limit: float) -> Finding:
-    loads = plan.prediction.loads_ns
-    # Nothing that takes time is perfectly balanced.
-    imbalance = max(loads) * len(loads) / sum(loads) if sum(loads) else 1.0
-    text = f"imbalance {imbalance:.3f} (largest load / mean load)"
-    passed = imbalance <= limit
-    return Finding(
-        code="imbalance",
-        message=f"{text} is {'within' if passed else 'over'} {limit}",
-        passed=passed,
-        value=imbalance,
-        limit=limit,
-    )
+    imbalance = imbalance_of(plan.prediction.loads_ns)
+    text = f"imbalance {imbalance:.3f} (largest load / mean load) is"
+    return _at_most("imbalance", text, imbalance, limit, f"{limit}")
 
 
 def _bubble(plan: Plan, limit: float) -> Finding:
     if not 0 <= limit <= 1:
         raise InputError(f"the limit of the bubble is {limit}, but a share of the step from 0 to 1")
     bubble = plan.prediction.bubble
-    passed = bubble <= limit
     # With equal stages GPipe and 1F1B idle for (k − 1) / (M + k − 1) of a step: for k = 4 that is
     # 43 % with 4 microbatches, and 16 % with 16.
-    advice = "" if passed else "; more microbatches make it smaller"
-    return Finding(
-        code="bubble",
-        message=f"bubble {bubble:.1%} is {'within' if passed else 'over'} {limit:.1%}{advice}",
-        passed=passed,
-        value=bubble,
-        limit=limit,
-    )
+    advice = "; more microbatches make it smaller"
+    return _at_most("bubble", f"bubble {bubble:.1%} is", bubble, limit, f"{limit:.1%}", advice)
 
 
 def _memory(plan: Plan, limits: tuple[int, ...]) -> Iterator[Finding]:
@@ -117,15 +100,8 @@ def _memory(plan: Plan, limits: tuple[int, ...]) -> Iterator[Finding]:
 
 def _relayed(plan: Plan, limit: int) -> Finding:
     relayed = sum(map(_relayed_bytes, plan.stages))
-    passed = relayed <= limit
-    text = f"stages relay {size_text(relayed)} for a microbatch"
-    return Finding(
-        code="relayed",
-        message=f"{text}, {'within' if passed else 'over'} {size_text(limit)}",
-        passed=passed,
-        value=relayed,
-        limit=limit,
-    )
+    text = f"stages relay {size_text(relayed)} for a microbatch,"
+    return _at_most("relayed", text, relayed, limit, size_text(limit))
 
 
 def _relayed_bytes(stage: Stage) -> int:
@@ -147,3 +123,12 @@ def _recompute(plan: Plan, policy: str) -> Finding:
         value=actual,
         limit=policy,
     )
+
+
+def _at_most(
+    code: Code, text: str, value: float, limit: float, limit_text: str, excess: str = ""
+) -> Finding:
+    """Return the finding that a value is within its limit, or over it: then `excess` ends it."""
+    passed = value <= limit
+    verdict = f"within {limit_text}" if passed else f"over {limit_text}{excess}"
+    return Finding(code=code, message=f"{text} {verdict}", passed=passed, value=value, limit=limit)

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 from pipecompile.ir.cut import Cut
 from pipecompile.ir.duration import time_text, time_with_unit
+from pipecompile.ir.imbalance import imbalance_of
 from pipecompile.ir.plurals import counted
 from pipecompile.report.tables import DrawTable, bar, plain_table
 from pipecompile.report.units import (
@@ -36,9 +37,6 @@ def _header(cut: Cut) -> Iterator[str]:
     value = objective_text(cut.objective, cut.value, unit)
     bound = objective_text(cut.objective, cut.bound, unit)
     proof = "proven" if cut.proven else "not proven"
-    # 1 is perfect. For loads of 3, 3 and 2 it is 3 / (8 / 3) = 1.125: the largest rank takes 12.5 %
-    # more than an even cut would.
-    imbalance = max(loads) * len(loads) / max(sum(loads), 1)
     stages, nodes = counted(len(cut.replicas), "stage"), counted(len(cut.stages), "node")
     yield f"{stages} of {nodes} on {counted(ranks, 'rank')}"
     yield (
@@ -46,7 +44,8 @@ def _header(cut: Cut) -> Iterator[str]:
         f"gap {gap_text(cut.gap)}, {proof} ({cut.method})"
     )
     yield (
-        f"  imbalance  {imbalance:.3f} (largest {time_with_unit(max(loads), unit)} / mean), "
+        f"  imbalance  {imbalance_of(loads):.3f} "
+        f"(largest {time_with_unit(max(loads), unit)} / mean), "
         f"variance {square_text(cut.variance_ns2, unit)}"
     )
     yield f"  search     {cut.seconds:.2f} s"

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from pipecompile.ir.duration import time_text, time_with_unit
+from pipecompile.ir.imbalance import imbalance_of
 from pipecompile.ir.plan import Plan
 from pipecompile.ir.rank_memory import RankMemory
 from pipecompile.ir.schedule import Timeline
@@ -186,7 +187,7 @@ def _figures(plan: Plan) -> Iterator[tuple[str, str]]:
     if plan.options.is_inference:
         yield "latency", latency_text(plan)
         yield "KV cache", cache_text(plan)
-    yield "largest load / mean load", f"{max(loads) * len(loads) / max(sum(loads), 1):.3f}"
+    yield "largest load / mean load", f"{imbalance_of(loads):.3f}"
     yield "cut", f"{search.objective}, {proof}"
     if plan.options.recompute != "none":
         yield "recompute", plan.options.recompute

@@ -7,6 +7,7 @@ from itertools import takewhile
 
 from pipecompile.ir.duration import time_text, time_with_unit
 from pipecompile.ir.encodings import ENCODINGS
+from pipecompile.ir.imbalance import imbalance_of
 from pipecompile.ir.links import Link
 from pipecompile.ir.plan import Plan
 from pipecompile.ir.plurals import counted
@@ -112,9 +113,11 @@ def _header(plan: Plan) -> Iterator[str]:
             f"  weights    {plan.schedule.weight_versions}; no flush: the step is that of one "
             f"minibatch alone, in a full pipeline one takes {steady} or more"
         )
-    imbalance = max(loads) * len(loads) / max(sum(loads), 1)
     variance = variance_text(loads, unit)
-    yield f"  imbalance  {imbalance:.3f} (largest load / mean load), variance of loads {variance}"
+    yield (
+        f"  imbalance  {imbalance_of(loads):.3f} (largest load / mean load), "
+        f"variance of loads {variance}"
+    )
     if plan.options.layout is not None:
         text = " ".join(plan.options.layout.split())
         shown = text if len(text) <= _LAYOUT_WIDTH else f"{text[:_LAYOUT_WIDTH]}…"

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from loss_modules import LOSS_MODULES, WIDTH, Head, data, layers, unsplit_step
+from loss_modules import LOSS_MODULES, WIDTH, Head, Projected, data, layers, unsplit_step
 from torch import Tensor, nn
 
 from pipecompile import InputError, Pipeline, pipecompile
@@ -205,18 +205,6 @@ def test_a_model_on_the_meta_device_with_a_loss_on_it_or_in_memory() -> None:
         weight = dict(pipeline.named_parameters())["loss_fn.layers.0.weight"]
         assert weight.grad is not None and weight.grad.abs().max() > 0
         assert device == "meta" or torch.equal(weight, before)
-
-
-class Projected(nn.Module):
-    """Cross entropy of what layers make of the output."""
-
-    def __init__(self, modules: nn.Module) -> None:
-        super().__init__()
-        self.layers = modules
-
-    def forward(self, output: Tensor, target: Tensor) -> Tensor:
-        """Values of shape (N, WIDTH) and classes (N,) to a scalar."""
-        return nn.functional.cross_entropy(self.layers(output), target)
 
 
 # -- refused

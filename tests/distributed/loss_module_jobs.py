@@ -14,7 +14,7 @@ from pipecompile.frontend.loss_reduction import LossReduction
 from pipecompile.runtime.shards import whole
 from pipecompile.training.checkpoint import Checkpoint
 from tests.distributed.parallel_jobs import sharding
-from tests.loss_modules import Head, data, layers, unsplit_step
+from tests.loss_modules import Head, Projected, data, layers, unsplit_step
 from tests.unequal_batches import gradients_of, largest_difference
 
 MICROBATCHES, SIZE = 3, 2
@@ -146,15 +146,3 @@ def on_meta() -> tuple[list[str], bool]:
     pipeline.step(batch, target)
     own = names(pipeline)
     return own, all(parameter.is_meta != bool(own) for parameter in loss.parameters())
-
-
-class Projected(nn.Module):
-    """Cross entropy of what layers make of the output."""
-
-    def __init__(self, modules: nn.Module) -> None:
-        super().__init__()
-        self.layers = modules
-
-    def forward(self, output: Tensor, target: Tensor) -> Tensor:
-        """Values of shape (N, 8) and classes (N,) to a scalar."""
-        return nn.functional.cross_entropy(self.layers(output), target)

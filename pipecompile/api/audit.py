@@ -15,7 +15,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -60,12 +59,21 @@ class _Drafted(NamedTuple):
 
 
 class _Grained(NamedTuple):
-    """The best cut of a grain: its plan, and lower bounds for all cuts of the grain."""
+    """The best cut of a grain: its plan, and lower bounds for all cuts of the grain.
+
+    `bound_ns` is for cuts within the cap if the plan `fits` it, `free_bound_ns` for all cuts.
+    """
 
     grain: Grain
     plan: Plan
+    fits: bool
     bound_ns: int
+    free_bound_ns: int
     step_bound_ns: int
+
+    def bound_for(self, fits: bool) -> int:
+        """Return what bounds the cuts of this grain, within the cap or without one."""
+        return self.bound_ns if fits or not self.fits else self.free_bound_ns
 
 
 def is_file_of_costs(target: str) -> bool:
@@ -114,7 +122,7 @@ def audit_graph(graph: CostGraph, options: Options, links: Links = FREE) -> Audi
         notes.append("the layout does not fit the memory cap; it is planned without one")
     known = [(_grain_of(hand.plan, graph, sections), hand.plan)] if hand.fits else []
     best = _best_cuts(_graphs(graph, sections), free, links, known, notes)
-    return _audit_of(graph, options, sections, hand.plan, best, notes)
+    return _audit_of(graph, options, sections, hand, best, notes)
 
 
 def _sections(graph: CostGraph, container: str | None) -> tuple[dict[Grain, Sections], list[str]]:
@@ -203,12 +211,14 @@ def _best_cuts(
             continue
         if drafted.fits:
             plans.append((grain, drafted.plan))
-        else:
+        within = [plan for at, plan in plans if GRAINS.index(at) <= GRAINS.index(grain)]
+        if not within:
             notes.append(f"no cut {WHERE[grain]} was found that fits the memory cap")
-        coarser = [plan for at, plan in plans if GRAINS.index(at) <= GRAINS.index(grain)]
-        best = min([drafted.plan, *coarser], key=_worth)
-        problem = problem_of(graph, options, links)
-        found.append(_Grained(grain, best, drafted.plan.search.bound, _step_bound_ns(problem)))
+        best = min(within or [drafted.plan], key=_worth)
+        uncapped = msgspec.structs.replace(options, memory_bytes=None)
+        problem = replace(problem_of(graph, uncapped, links), objective="max-load")
+        bounds = drafted.plan.search.bound, lower_bound(problem), _step_bound_ns(problem)
+        found.append(_Grained(grain, best, bool(within), *bounds))
     return _with_finer_bounds(found)
 
 
@@ -252,11 +262,13 @@ def _step_bound_ns(problem: PartitionProblem) -> int:
 
 def _with_finer_bounds(found: Sequence[_Grained]) -> list[_Grained]:
     """Return the cuts with the best bounds of their own grain and of finer ones."""
-    bounds = list(accumulate((each.bound_ns for each in reversed(found)), max))
-    steps = list(accumulate((each.step_bound_ns for each in reversed(found)), max))
     return [
-        each._replace(bound_ns=bound_ns, step_bound_ns=step_ns)
-        for each, bound_ns, step_ns in zip(found, bounds[::-1], steps[::-1], strict=True)
+        each._replace(
+            bound_ns=max(finer.bound_for(each.fits) for finer in found[index:]),
+            free_bound_ns=max(finer.free_bound_ns for finer in found[index:]),
+            step_bound_ns=max(finer.step_bound_ns for finer in found[index:]),
+        )
+        for index, each in enumerate(found)
     ]
 
 
@@ -267,18 +279,19 @@ def _audit_of(
     graph: CostGraph,
     options: Options,
     sections: Mapping[Grain, Sections],
-    hand: Plan,
+    drafted: _Drafted,
     best: Sequence[_Grained],
     notes: Sequence[str],
 ) -> Audit:
-    """Return the figures of the layout's plan and of the best cuts."""
+    """Return the figures of the layout's plan, which is `drafted`, and of the best cuts."""
     assert options.layout is not None and options.layout_format is not None
     figures = CutFigures(graph, options, sections.get("layers"))
+    hand = drafted.plan
     grain = _grain_of(hand, graph, sections)
     # Without a cut of its own grain, the layout is bounded by what bounds finer ones.
     like_hand = [each for each in best if GRAINS.index(each.grain) >= GRAINS.index(grain)]
-    bounds = like_hand[0] if like_hand else _Grained(grain, hand, 0, 0)
-    cuts = [figures.of(hand, None, bounds.bound_ns, bounds.step_bound_ns)]
+    bound_ns = like_hand[0].bound_for(drafted.fits) if like_hand else 0
+    cuts = [figures.of(hand, None, bound_ns, like_hand[0].step_bound_ns if like_hand else 0)]
     cuts += [figures.of(each.plan, each.grain, each.bound_ns, each.step_bound_ns) for each in best]
     layers = sections.get("layers")
     return Audit(

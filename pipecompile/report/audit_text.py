@@ -86,7 +86,7 @@ def audit_rows(audit: Audit) -> list[list[str]]:
                 cut_name(cut),
                 f"{time_text(cut.heaviest_ns, audit.time_unit)} (rank {cut.heaviest_rank})",
                 f"{cut.imbalance:.3f}",
-                "proven" if _is_proven(audit, cut) else time_text(cut.bound_ns, audit.time_unit),
+                "proven" if cut.proven else time_text(cut.bound_ns, audit.time_unit),
                 time_text(cut.step_ns, audit.time_unit),
                 time_text(cut.step_bound_ns, audit.time_unit),
                 f"{cut.bubble:.1%}",
@@ -99,12 +99,6 @@ def audit_rows(audit: Audit) -> list[list[str]]:
 def cut_name(cut: AuditedCut) -> str:
     """Return what a cut is called: layout, best between layers, …"""
     return "layout" if cut.grain is None else f"best {WHERE[cut.grain]}"
-
-
-def _is_proven(audit: Audit, cut: AuditedCut) -> bool:
-    """Return whether no cut is lighter; a layout over its cap has no bound by cuts that fit."""
-    bounds_it = audit.fits(cut) or not any(map(audit.fits, audit.best))
-    return cut.proven and (bounds_it or cut.grain is not None)
 
 
 def _fullest_text(cut: AuditedCut) -> str:

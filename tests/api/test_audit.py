@@ -110,6 +110,30 @@ def test_a_layout_over_its_cap_is_audited_without_it() -> None:
     assert max(layers.memory) <= 50 * 10**9 < audit.hand.memory[1]
 
 
+@given(
+    st.lists(st.tuples(st.integers(1, 9), st.integers(0, 30)), min_size=2, max_size=5),
+    st.integers(1, 100),
+)
+def test_no_bound_is_above_its_cut_whatever_fits(
+    layers: list[tuple[int, int]], cap_gib: int
+) -> None:
+    """What bounds the cuts that fit a cap bounds neither a layout nor a grain that does not."""
+    rows = [f"attention,1,{time},{size}GB,0\nmlp,1,1,1GB,0" for time, size in layers]
+    graph = layer_times(
+        "\n".join([f"{HEADER},parameters,saved", "E,1,1,1GB,0", *rows, "L,1,1,1GB,0"])
+    )
+    layout = "Et|" + "t" * (len(layers) - 1) + "L"
+    options = requested_options(layout=layout, costs="flops", memory=f"{cap_gib}GiB")
+    audit = audit_graph(graph, options)
+    ms = 10**6
+    for cut in audit.cuts:
+        assert cut.bound_ns <= cut.heaviest_ns
+    whole = [2 * ms, *((3 + time) * ms for time, _ in layers), 2 * ms]
+    free = least_heaviest(whole, 2, 2)
+    if not audit.fits(audit.hand):
+        assert audit.hand.bound_ns <= free
+
+
 def test_files_and_what_is_no_audit(tmp_path: Path) -> None:
     path = tmp_path / "times.csv"
     path.write_text(f"{HEADER}\nE,1,1\nt*4,1,2\nL,1,1\n")

@@ -140,6 +140,9 @@ def _over_best(audit: Audit) -> Iterator[str]:
             yield text + (f"; one as heavy has a step {less:.1%} shorter" if less >= 0.001 else "")
             continue
         over, most = (_over(hand.heaviest_ns, ns) for ns in (cut.heaviest_ns, cut.bound_ns))
+        if hand.heaviest_ns == cut.heaviest_ns:
+            yield f"no lighter cut {what} was found; the layout is {most} over what one can reach"
+            continue
         limit = "" if cut.proven else f", and {most} over what any such cut can reach"
         proof = " (proven best)" if cut.proven else ""
         yield f"the layout's heaviest rank is {over} over the best cut {what}{proof}{limit}"
@@ -203,7 +206,7 @@ def _to_paste(audit: Audit) -> Sequence[tuple[str, str]]:
     found, worth = [], _worth(audit, audit.hand)
     for cut in audit.best:
         if _worth(audit, cut) < worth:
-            plan = f"plan -k {audit.k} --objective max-load, then export --to json"
+            plan = f"plan with these options, -k {audit.k} --objective max-load; export --to json"
             form = cut.form or "as a plan"
             found.append((f"{cut_name(cut)} ({form})", cut.text or plan))
         worth = min(worth, _worth(audit, cut))

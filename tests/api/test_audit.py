@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from pipecompile.api.audit import audit_file, audit_graph
 from pipecompile.api.choices import requested_options
@@ -16,6 +17,7 @@ from pipecompile.errors import InputError
 from pipecompile.ir.audit import Audit
 from pipecompile.ir.graph import CostGraph
 from pipecompile.layouts.layer_times import layer_times
+from pipecompile.report.audit_text import findings_of
 from tests.layouts.models import decoder
 
 HEADER = "part,forward_ms,backward_ms"
@@ -132,6 +134,15 @@ def test_no_bound_is_above_its_cut_whatever_fits(
     free = least_heaviest(whole, 2, 2)
     if not audit.fits(audit.hand):
         assert audit.hand.bound_ns <= free
+
+
+def test_a_cut_that_is_as_heavy_is_no_better_one() -> None:
+    audit = audited("E,0,1\nt*3,0,3\nL,0,1", "Et|ttL")
+    equal = replace(audit.best[0], bound_ns=audit.hand.heaviest_ns * 100 // 101)
+    found = next(findings_of(replace(audit, cuts=(audit.hand, equal))))
+    assert found == (
+        "no lighter cut between layers was found; the layout is 1.0% over what one can reach"
+    )
 
 
 def test_files_and_what_is_no_audit(tmp_path: Path) -> None:

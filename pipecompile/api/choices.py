@@ -17,6 +17,8 @@ from pipecompile.ir.options import (
     OPTIONS,
     ChoiceTypes,
     Option,
+    implied_objective,
+    implied_schedule,
     known_name,
     python_help,
 )
@@ -90,10 +92,10 @@ def _choose_for_inference(given: dict[str, Any]) -> None:
     """
     objective = given["objective"]
     if given["schedule"] is None:
-        given["schedule"] = "forward-only" if objective in INFERENCE_OBJECTIVES else "1f1b"
+        given["schedule"] = implied_schedule(objective)
     is_inference = given["schedule"] == "forward-only"
     if objective is None:
-        given["objective"] = "throughput" if is_inference else "variance"
+        given["objective"] = implied_objective(given["schedule"])
     elif objective in INFERENCE_OBJECTIVES and not is_inference:
         raise InputError(
             f"objective={objective!r} is of inference, but schedule {given['schedule']!r} trains; "

@@ -7,7 +7,7 @@ from shlex import join
 from typing import Any
 
 from pipecompile.ir.links import FREE, Links
-from pipecompile.ir.options import OPTIONS, Option
+from pipecompile.ir.options import OPTIONS, Option, implied_objective, implied_schedule
 from pipecompile.ir.plan import Options
 from pipecompile.ir.size import option_text
 
@@ -41,11 +41,11 @@ def _default(option: Option, options: Options) -> Any:
     """Return what a plan has if the option is left out, all else being given."""
     match option.name:
         case "objective":
-            return "throughput" if options.is_inference else "variance"
+            return implied_objective(options.schedule)
         case "schedule":
-            # `--objective latency` implies it; of throughput only the schedule is said.
-            implied = options.is_inference and options.objective != "throughput"
-            return "forward-only" if implied else "1f1b"
+            # An objective that the schedule implies is not said, so it implies none in turn.
+            is_implied = options.objective == implied_objective(options.schedule)
+            return implied_schedule(None if is_implied else options.objective)
     return option.default
 
 

@@ -27,6 +27,8 @@ __all__ = [
     "Option",
     "PlacementShape",
     "ScheduleName",
+    "implied_objective",
+    "implied_schedule",
     "known_name",
     "options_page",
     "python_help",
@@ -360,6 +362,16 @@ OPTIONS: tuple[Option, ...] = (
     *_declared(_OtherTypes, is_choice=False),
     *_declared(ChoiceTypes, is_choice=True),
 )
+
+
+def implied_schedule(objective: str | None) -> str:
+    """Return the schedule of a plan for which none is chosen, with an objective or without one."""
+    return "forward-only" if objective in INFERENCE_OBJECTIVES else "1f1b"
+
+
+def implied_objective(schedule: str) -> str:
+    """Return the objective of a plan for which none is chosen."""
+    return "throughput" if schedule == "forward-only" else "variance"
 
 
 def known_name(what: str, name: object, known: Iterable[str]) -> str:

@@ -36,6 +36,7 @@ from pipecompile.frontend.signature import Arguments
 from pipecompile.frontend.target import Target
 from tests.zoo import first
 from tests.zoo.decoders import DECODERS
+from tests.zoo.diffusion import DIFFUSION
 from tests.zoo.judge import BATCHES, by_pipecompile, verdict
 from tests.zoo.language import LANGUAGE
 from tests.zoo.models import MODELS
@@ -47,7 +48,7 @@ MARKS = ("<!-- zoo table: python -m benchmarks.capture -->", "<!-- end -->")
 OURS = "pipecompile"
 WAYS = (OURS, *RIVALS)
 CHECKS = ("train", "batch", "eval")
-IN_BFLOAT16 = LANGUAGE | DECODERS | VISION
+IN_BFLOAT16 = LANGUAGE | DECODERS | VISION | DIFFUSION
 OTHER_BATCH = 2  # at which rivals are judged too
 SECONDS = 120.0  # for one way on one model
 SIGNS = {"exact": "✓", "wrong": "✗", "refused": "–"}

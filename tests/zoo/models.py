@@ -7,6 +7,7 @@ from typing import Any
 
 from .custom_layers import CUSTOM_LAYERS
 from .decoders import DECODERS
+from .diffusion import DIFFUSION
 from .effects import EFFECTS
 from .language import LANGUAGE
 from .modules import MODULES
@@ -19,6 +20,7 @@ MODELS: dict[str, Callable[[], Any]] = {
     **LANGUAGE,
     **DECODERS,
     **VISION,
+    **DIFFUSION,
 }
 
 globals().update(MODELS)  # The command line looks a factory up as an attribute of this module.

@@ -13,12 +13,14 @@ from pipecompile.errors import CaptureError
 from pipecompile.frontend.target import Target
 from tests.sweeps import sweep
 from zoo.decoders import DECODERS
+from zoo.diffusion import DIFFUSION
 from zoo.judge import BATCHES, MODES, by_pipecompile, verdict
 from zoo.language import LANGUAGE
 from zoo.models import MODELS
 from zoo.vision import VISION
 
 CAPTURED_AT, *OTHERS = BATCHES
+LARGE = LANGUAGE | DECODERS | VISION | DIFFUSION
 REFUSED: dict[str, str] = {}  # model → what the error says
 
 
@@ -26,7 +28,7 @@ def _differences(name: str) -> dict[str, list[str]]:
     """What differs, by mode and batch."""
     target, index = Target.of(MODELS[name](), name), list(MODELS).index(name)
     differing = {}
-    for turn in (index, index + 1) if name not in LANGUAGE | DECODERS | VISION else (index,):
+    for turn in (index, index + 1) if name not in LARGE else (index,):
         batches = CAPTURED_AT, OTHERS[turn // 2 % len(OTHERS)]
         differing |= verdict(by_pipecompile, target, batches, (MODES[turn % 2],))
     return differing

@@ -9,7 +9,9 @@ anything, in the code of the forward and of all that it may call:
 
     helper             a function: its names are read too
     self.config        an object: of its attributes those whose names are read, here `scale`
-    Model.scale        likewise of classes; and of functions their globals and what they enclose
+    Model.scale        likewise of classes; and of functions their globals, what they enclose and
+                       their defaults
+    os.environ         of a function that reads it: the variables that its strings name
 
 So more may be found than is read, but nothing that changes during training is likely among it.
 """
@@ -17,6 +19,7 @@ So more may be found than is read, but nothing that changes during training is l
 from __future__ import annotations
 
 import dis
+import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -44,6 +47,7 @@ MOST_ITEMS = 64
 COMPARED = (*PLAIN, *CONTAINERS, tuple, Tensor)
 CODE = (FunctionType, BuiltinFunctionType, MethodType, staticmethod, classmethod, property, partial)
 """Of what runs only the identity is compared."""
+ENVIRONMENT = frozenset({"environ", "getenv"})
 GONE = object()
 
 Read = Callable[[], Any]
@@ -146,6 +150,14 @@ class _NameSearch:
         for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
             where = f"{name} in {function.__qualname__}"
             self._look(where, partial(_content, cell), names)
+        # Who calls a function without defaults gives all arguments, whatever it has later.
+        for part in ("__defaults__", "__kwdefaults__"):
+            where, read = f"{part} of {function.__qualname__}", partial(getattr, function, part)
+            if read():
+                self.code.append((where, read, read()))
+        if names & ENVIRONMENT:
+            for name in _strings(code):
+                self._look(f"os.environ[{name!r}]", partial(os.environ.get, name), frozenset())
 
     def _look_in_class(self, kind: type, names: frozenset[str]) -> frozenset[str]:
         """Return the names with those that the methods of these names read, and so on."""
@@ -214,6 +226,11 @@ def _names(code: CodeType) -> frozenset[str]:
     names = {each.argval for each in read if each.argval in code.co_names}
     inner = (_names(each) for each in code.co_consts if isinstance(each, CodeType))
     return frozenset(names.union(*inner))
+
+
+def _strings(code: CodeType) -> list[str]:
+    """Return the strings in `code` that may name a variable of the environment."""
+    return [each for each in code.co_consts if isinstance(each, str) and each.isidentifier()]
 
 
 def _content(cell: CellType) -> Any:

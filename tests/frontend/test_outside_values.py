@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -137,8 +138,32 @@ class OfClosure(Base):
         return self.scaled(self.linear(x))
 
 
+def scaled_by(x: Tensor, scale: float = 2.0, *, factor: float = 1.0) -> Tensor:
+    return x * scale * factor
+
+
+class OfDefault(Base):
+    def forward(self, x: Tensor) -> Tensor:
+        return scaled_by(self.linear(x))
+
+
+class OfKeywordDefault(OfDefault):
+    pass
+
+
+class OfEnvironment(Base):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) * float(os.environ.get("PIPECOMPILE_TEST_SCALE", "2"))
+
+
+class OfGetenv(Base):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) * float(os.getenv("PIPECOMPILE_TEST_SCALE") or 2)
+
+
 Change = Callable[[pytest.MonkeyPatch, Any], object]
 GLOBAL: Change = lambda patch, _: patch.setitem(globals(), "SCALE", 3.0)  # noqa: E731
+ENVIRONMENT: Change = lambda patch, _: patch.setenv("PIPECOMPILE_TEST_SCALE", "3")  # noqa: E731
 CASES: dict[type[Base], tuple[Change, str]] = {
     OfGlobal: (GLOBAL, "SCALE"),
     OfHelper: (GLOBAL, "SCALE"),
@@ -152,6 +177,13 @@ CASES: dict[type[Base], tuple[Change, str]] = {
     OfOwnClass: (lambda patch, _: patch.setattr(Base, "factor", 3.0), "Base.factor"),
     OfTensor: (lambda patch, _: patch.setitem(globals(), "MASK", torch.zeros(4)), "MASK"),
     OfClosure: (lambda _, m: m.change(3.0), "scale in enclosing"),
+    OfDefault: (lambda patch, _: patch.setattr(scaled_by, "__defaults__", (3.0,)), "scaled_by"),
+    OfKeywordDefault: (
+        lambda patch, _: patch.setattr(scaled_by, "__kwdefaults__", {"factor": 3.0}),
+        "scaled_by",
+    ),
+    OfEnvironment: (ENVIRONMENT, "PIPECOMPILE_TEST_SCALE"),
+    OfGetenv: (ENVIRONMENT, "PIPECOMPILE_TEST_SCALE"),
 }
 
 

@@ -17,3 +17,18 @@ def test_two_hundred_steps_under_random_delays(
 ) -> None:
     for worst in workers.run(3, jobs.delayed_steps, 3, schedule, 200, folder=str(tmp_path)):
         assert worst <= 1e-12
+
+
+@pytest.mark.parametrize(
+    ("schedule", "microbatches"),
+    [
+        ("pipedream", 1),
+        sweep("pipedream-vertical-sync", 1),
+        sweep("pipedream-2bw", 2),
+    ],
+)
+def test_two_hundred_minibatches_in_flight_under_random_delays(
+    workers: Workers, tmp_path: Path, schedule: str, microbatches: int
+) -> None:
+    args = 3, schedule, microbatches, 200
+    assert all(workers.run(3, jobs.delayed_minibatches, *args, folder=str(tmp_path)))

@@ -341,8 +341,6 @@ def test_what_cannot_be_right_in_flight_is_refused() -> None:
         pipeline.step(*batches[0])
     with pytest.raises(InputError, match=r"clip_grad_norm_\(\) is for what a step leaves"):
         pipeline.clip_grad_norm_(1.0)
-    with pytest.raises(InputError, match=r"record\(\) is of steps"):
-        pipeline.record()
     with pytest.raises(InputError, match="drop the last batch if it is smaller"):
         list(pipeline.train([batches[0], [each[:4] for each in batches[1]]], sgd))
     with pytest.raises(InputError, match="each is a pair"):

@@ -34,7 +34,7 @@ from pipecompile.training.pipeline import Pipeline
 from tests.distributed.workers import Workers
 
 RESULT = Path(__file__).parent / "results" / "asynchronous.json"
-RANKS, MICROBATCHES, MINIBATCHES, WARM_UP = (2, 4), 4, 50, 2
+RANKS, MICROBATCHES, MINIBATCHES, WARM_UP = (4, 2), 4, 50, 2
 SCHEDULES = ("1f1b", "pipedream", "pipedream-vertical-sync", "pipedream-2bw")
 FORWARD_NS, BACKWARD_NS = 50_000_000, 100_000_000
 FEATURES = 8

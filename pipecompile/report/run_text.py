@@ -20,8 +20,8 @@ __all__ = [
     "comparison_tables",
     "comparison_text",
     "figure_texts",
-    "recorded_text",
     "ratios_text",
+    "recorded_text",
     "run_notes",
 ]
 

@@ -141,10 +141,8 @@ def _header(plan: Plan) -> Iterator[str]:
 
 def _full_pipeline(plan: Plan) -> Iterator[str]:
     """Yield what a minibatch takes where the pipeline is never emptied."""
-    yield (
-        f"  weights    {plan.schedule.weight_versions}; no flush: the step is that of one minibatch "
-        "alone"
-    )
+    versions = plan.schedule.weight_versions
+    yield f"  weights    {versions}; no flush: the step is that of one minibatch alone"
     minibatch_ns, loads = plan.prediction.minibatch_ns, plan.prediction.loads_ns
     if minibatch_ns is None:  # of a plan that was made before plans had it
         return

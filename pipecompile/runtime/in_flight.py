@@ -85,7 +85,7 @@ class MinibatchesInFlight:
 
     def perform(self, action: Action) -> None:
         """Perform one action; its microbatch is numbered through all minibatches."""
-        stage, kind, microbatch, version = action
+        stage, kind, microbatch, _ = action
         if kind in (Kind.REDUCE, Kind.STEP):
             with self._recorded(action):
                 self._update_weights(action)

@@ -1,9 +1,9 @@
-"""A full pipeline: minibatches that follow each other under an asynchronous schedule, simulated, and
-how long one of them takes once the pipeline is full.
+"""A full pipeline: minibatches that follow each other under an asynchronous schedule, simulated,
+and how long one of them takes once the pipeline is full.
 
-With p stages, stage s keeps p − s microbatches in flight and then takes turns (continuous_order.py).
-So what it does for microbatch j waits, in the end, for what some stage did a few microbatches
-before:
+With p stages, stage s keeps p − s microbatches in flight and then takes turns, as
+continuous_order.py says. So what it does for a microbatch waits, in the end, for what it or another
+stage did a few microbatches before:
 
     F(s, j) ─▶ … ─▶ F(t, j) ─▶ R, B(t, j − (p − t) + 1) ─▶ … ─▶ B(s, …) ─▶ F(s, j + t − s + 1)
 
@@ -73,7 +73,7 @@ def _minibatches(plan: Plan, count: int) -> Schedule:
     assert rule is not None, "other schedules empty the pipeline after each minibatch"
     recomputed = {(a.stage, a.microbatch) for _, a in planned if a.kind is Kind.RECOMPUTE}
     size, through = PipelineSize(plan.ranks, plan.microbatches), count * plan.microbatches
-    order = ContinuousOrder(size, rule, {stage: () for stage in range(plan.k)}, recomputed)
+    order = ContinuousOrder(size, rule, dict.fromkeys(range(plan.k), ()), recomputed)
     rows: list[list[Action]] = [[] for _ in range(plan.ranks)]
     for action in _compute(order.until(through, through)):
         rows[planned.placement[action.stage]].append(action)

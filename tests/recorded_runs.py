@@ -6,6 +6,7 @@ from pipecompile.ir.plan import Plan
 from pipecompile.ir.recorded_run import RecordedAction, RecordedRank, RecordedRun, RecordedStep
 from pipecompile.ir.schedule import Kind
 from pipecompile.ir.serialization import fingerprint
+from pipecompile.schedule.full_pipeline import simulate_minibatches
 from pipecompile.schedule.simulator import simulate_plan
 
 LEAVING_NS = 1000  # from a rank's last action to the end of its step
@@ -18,11 +19,15 @@ def recorded_step(
     forward: float = 1.0,
     backward: float = 1.0,
     peak_bytes: int | None = None,
+    minibatches: int | None = None,
 ) -> RecordedStep:
-    """A step whose actions are ready when predicted, and take so many times as long."""
+    """A step whose actions are ready when predicted, and take so many times as long; or several
+    minibatches in flight.
+    """
+    predicted = simulate_minibatches(plan, minibatches) if minibatches else simulate_plan(plan)
     slowest = max(forward, backward)
     ranks = []
-    for row in simulate_plan(plan).events:
+    for row in predicted.events:
         free, actions = 0, []
         for event in row:
             factor = forward if event.action.kind is Kind.FORWARD else backward
@@ -33,7 +38,7 @@ def recorded_step(
         ranks.append(RecordedRank(start_ns=0, end_ns=free + LEAVING_NS, actions=tuple(actions)))
     return RecordedStep(
         number=number,
-        microbatches=plan.microbatches,
+        microbatches=plan.microbatches * (minibatches or 1),
         microbatch_shapes=plan.microbatch_shapes,
         ranks=tuple(ranks),
     )

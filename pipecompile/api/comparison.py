@@ -11,10 +11,16 @@ from pipecompile.errors import InputError
 from pipecompile.ir.plan import Plan
 from pipecompile.ir.recorded_run import RecordedRun
 from pipecompile.ir.serialization import fingerprint
-from pipecompile.report.run_comparison import RunComparison, compare_run, comparison_figures
+from pipecompile.report.run_comparison import (
+    RunComparison,
+    compare_run,
+    compared_steps,
+    comparison_figures,
+)
 from pipecompile.report.run_page import run_page
 from pipecompile.report.run_text import comparison_text
 from pipecompile.report.trace import trace
+from pipecompile.schedule.full_pipeline import simulate_minibatches
 from pipecompile.schedule.simulator import simulate_plan
 
 __all__ = ["comparison_figures", "comparison_of", "comparison_text", "run_page", "run_trace"]
@@ -35,7 +41,10 @@ def comparison_of(plan: Plan, run: RecordedRun) -> RunComparison:
             f"the run was recorded of another plan (fingerprint {run.plan[:12]}…, this plan's is "
             f"{fingerprint(plan)[:12]}…); give the plan that was run, or record this one"
         )
-    return compare_run(plan, simulate_plan(plan), run)
+    if plan.schedule.weight_versions == "synchronous":
+        return compare_run(plan, simulate_plan(plan), run)
+    minibatches = compared_steps(plan, run)[0].microbatches // plan.microbatches
+    return compare_run(plan, simulate_minibatches(plan, minibatches), run)
 
 
 def run_trace(comparison: RunComparison) -> bytes:

@@ -35,6 +35,8 @@ from pipecompile.layouts.assignment import assignment_of
 from pipecompile.layouts.reading import read_layout
 from pipecompile.recompute.planner import RecomputePlanner
 from pipecompile.recompute.stages import owners_of, routes_of, stages_of
+from pipecompile.schedule.full_pipeline import full_pipeline_ns
+from pipecompile.schedule.problem import PlacedProblem
 from pipecompile.schedule.selection import placements, schedule_plan
 from pipecompile.schedule.simulator import simulate
 from pipecompile.schedule.stages import activation_caps, memory_by_rank, problem_of_stages
@@ -276,7 +278,15 @@ def predicted(
         loads_ns=tuple(busy // schedule.microbatches for busy in timeline.busy_ns),
         idle=timeline.idle,
         memory=memory(stages, schedule, allocator),
+        minibatch_ns=_minibatch_ns(problem, schedule),
     )
+
+
+def _minibatch_ns(problem: PlacedProblem, schedule: Schedule) -> int | None:
+    """Return what a minibatch takes in a full pipeline; None if the schedule empties it."""
+    if schedule.weight_versions == "synchronous":
+        return None
+    return round(full_pipeline_ns(problem) * schedule.microbatches)
 
 
 def costs_digest(graph: CostGraph) -> str:

@@ -143,8 +143,13 @@ class OwnedParameter(Value, frozen=True, kw_only=True, omit_defaults=True):
     stages: tuple[NonNegative, ...]
 
 
-class Prediction(Value, frozen=True, kw_only=True):
-    """The predicted time and memory of one step; loads, idle times and memory are per rank."""
+# Left out of files where it says nothing, so that those of synchronous plans are as before.
+class Prediction(Value, frozen=True, kw_only=True, omit_defaults=True):
+    """The predicted time and memory of one step; loads, idle times and memory are per rank.
+
+    Of an asynchronous schedule the step is one minibatch alone, filled and emptied, and
+    `minibatch_ns` what one takes in a full pipeline. It is None of others.
+    """
 
     step_ns: NonNegative
     span_ns: NonNegative
@@ -153,6 +158,7 @@ class Prediction(Value, frozen=True, kw_only=True):
     loads_ns: tuple[NonNegative, ...]
     idle: tuple[Idle, ...]
     memory: tuple[RankMemory, ...]
+    minibatch_ns: NonNegative | None = None
 
 
 class Faster(Value, frozen=True, kw_only=True):

@@ -6,12 +6,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pipecompile.ir.plan import Plan
-from pipecompile.ir.plurals import counted
 from pipecompile.report.model_blocks import StageRow, stage_rows
 from pipecompile.report.plan_diff import compare_plans
 from pipecompile.report.plan_diff_text import DiffTable, diff_headline, diff_tables
 from pipecompile.report.run_comparison import RunComparison
-from pipecompile.report.run_text import RunTable, comparison_tables, figure_texts, run_notes
+from pipecompile.report.run_text import (
+    RunTable,
+    comparison_tables,
+    figure_texts,
+    recorded_text,
+    run_notes,
+)
 
 __all__ = ["ComparisonPart", "DifferencePart", "comparison_part", "difference_part"]
 
@@ -41,10 +46,10 @@ class DifferencePart:
 
 def comparison_part(comparison: RunComparison) -> ComparisonPart:
     """Return what a page shows of a recorded run."""
-    run, steps = comparison.run, counted(len(comparison.steps), "step")
+    run = comparison.run
     return ComparisonPart(
         figures=list(figure_texts(comparison)),
-        recorded=f"{steps} recorded on {run.device}, torch {run.torch}",
+        recorded=f"{recorded_text(comparison)} recorded on {run.device}, torch {run.torch}",
         notes=list(run_notes(comparison)),
         tables=comparison_tables(comparison),
     )

@@ -9,6 +9,7 @@ from collections import defaultdict
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain, pairwise
 from statistics import median
 from typing import Any
 
@@ -17,7 +18,13 @@ from pipecompile.ir.plan import Plan
 from pipecompile.ir.recorded_run import RecordedRank, RecordedRun, RecordedStep
 from pipecompile.ir.schedule import Action, Event, Kind, Timeline
 
-__all__ = ["ComparedTime", "RunComparison", "compare_run", "comparison_figures"]
+__all__ = [
+    "ComparedTime",
+    "RunComparison",
+    "compare_run",
+    "compared_steps",
+    "comparison_figures",
+]
 
 # What a message takes on its rank belongs to the action that makes or needs it, as in the plan. In
 # one process a backward may have been split where a tied parameter asked for that.
@@ -93,7 +100,8 @@ class RunComparison:
 
     One unit of the plan's time is `unit_ns`: 1 for nanoseconds. Relative units are converted such
     that all actions together take as long as was measured, so only shares are compared. `typical`
-    is the recorded step of median length.
+    is the recorded step of median length. Under an asynchronous schedule a step here are several
+    minibatches that followed each other, from the empty pipeline to the empty one.
     """
 
     plan: Plan
@@ -114,12 +122,26 @@ class RunComparison:
         return sorted(self.steps, key=lambda step: step.ns)[(len(self.steps) - 1) // 2]
 
     @property
+    def minibatches(self) -> int:
+        """How many minibatches follow each other in a step: 1 unless they may be in flight."""
+        return self.typical.microbatches // self.plan.microbatches
+
+    @property
+    def minibatch(self) -> ComparedTime | None:
+        """What a minibatch takes in a full pipeline; None if it was not full, or in turns."""
+        predicted = self.plan.prediction.minibatch_ns
+        lengths = list(chain(*(_minibatch_lengths(self.plan, step) for step in self.steps)))
+        if predicted is None or not lengths or self.run.is_in_turns:
+            return None
+        return ComparedTime(round(predicted * self.unit_ns), round(median(lengths)))
+
+    @property
     def step(self) -> ComparedTime:
         """The whole step. Where one process did all, what all ranks do one after another."""
         predicted = self.predicted.makespan_ns
         if self.run.is_in_turns:
-            per_step = round(sum(stage.per_step_ns for stage in self.plan.stages) * self.unit_ns)
-            predicted = sum(self.predicted.busy_ns) + per_step
+            per_step = sum(stage.per_step_ns for stage in self.plan.stages) * self.minibatches
+            predicted = sum(self.predicted.busy_ns) + round(per_step * self.unit_ns)
         return ComparedTime(predicted, round(median(step.ns for step in self.steps)))
 
     @property
@@ -179,19 +201,32 @@ class RunComparison:
         )
 
 
-def compare_run(plan: Plan, predicted: Timeline, run: RecordedRun) -> RunComparison:
-    """Return the recorded `run` of `plan` against the simulated step `predicted`.
+def compared_steps(plan: Plan, run: RecordedRun) -> Sequence[RecordedStep]:
+    """Return the recorded steps that are compared with the plan: those with all of its
+    microbatches, in its shape. Of minibatches in flight they are those with the most of them.
 
-    Only steps with all of the plan's microbatches, in its shape, count; InputError if there are
-    none, or if they lack an action of the plan.
+    InputError if there are none.
     """
-    planned_batch = plan.microbatches, plan.microbatch_shapes
-    steps = [s for s in run.steps if (s.microbatches, s.microbatch_shapes) == planned_batch]
+    steps = [step for step in run.steps if step.microbatch_shapes == plan.microbatch_shapes]
+    wanted = plan.microbatches
+    if plan.schedule.weight_versions != "synchronous":
+        wanted = max((step.microbatches for step in steps), default=wanted)
+    steps = [step for step in steps if step.microbatches == wanted]
     if not steps:
         raise InputError(
             f"no recorded step has all {plan.microbatches} microbatches of the plan, in its shape; "
             "record one with a whole minibatch"
         )
+    return steps
+
+
+def compare_run(plan: Plan, predicted: Timeline, run: RecordedRun) -> RunComparison:
+    """Return the recorded `run` of `plan` against the simulated step `predicted`.
+
+    InputError if there is nothing to compare (`compared_steps`), or if an action of the plan is
+    missing.
+    """
+    steps = compared_steps(plan, run)
     planned = {event.action for row in predicted.events for event in row}
     times = [_action_times(step, planned) for step in steps]
     measured: dict[Action, int] = {}
@@ -213,6 +248,7 @@ def compare_run(plan: Plan, predicted: Timeline, run: RecordedRun) -> RunCompari
 
 def comparison_figures(comparison: RunComparison) -> dict[str, Any]:
     """Return the comparison for scripts: times in nanoseconds, of each action too."""
+    minibatch = comparison.minibatch
     memory_names = ("expected_bytes", "bound_bytes", "peak_bytes")
     return {
         "compares": "shares" if comparison.is_relative else "times",
@@ -220,6 +256,8 @@ def comparison_figures(comparison: RunComparison) -> dict[str, Any]:
         "in_turns": comparison.run.is_in_turns,
         "clock_error_ns": comparison.run.clock_error_ns,
         "steps": len(comparison.steps),
+        "minibatches": comparison.minibatches,
+        "minibatch": minibatch and _time_figures(minibatch),
         "step": _time_figures(comparison.step),
         "bubble": {"predicted": comparison.bubble[0], "measured": comparison.bubble[1]},
         "kinds": {kind.value: _time_figures(time) for kind, time in comparison.kinds.items()},
@@ -269,6 +307,21 @@ def _action_times(step: RecordedStep, planned: Collection[Action]) -> dict[Actio
 def _owners(action: Action) -> Iterator[Action]:
     for kind in _OWNERS.get(action.kind, (action.kind,)):
         yield action._replace(kind=kind)
+
+
+def _minibatch_lengths(plan: Plan, step: RecordedStep) -> Iterator[int]:
+    """Yield the times between the ends of minibatches on the first rank, while the pipeline is
+    filled: without the first ones and the last ones, as many as the pipeline holds.
+    """
+    ends = [
+        recorded.end_ns
+        for recorded in step.ranks[plan.schedule.placement[0]].actions
+        for action in [Action.parse(recorded.action)]
+        if action.kind is Kind.BACKWARD and ((action.microbatch or 0) + 1) % plan.microbatches == 0
+    ]
+    held = -(-plan.ranks // plan.microbatches)
+    for before, after in pairwise(ends[held:-held]):
+        yield after - before
 
 
 def _busy_ns(rank: RecordedRank) -> int:

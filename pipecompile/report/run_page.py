@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from pipecompile.ir.plurals import counted
 from pipecompile.report.recompute import recompute_shares
 from pipecompile.report.run_comparison import RunComparison
 from pipecompile.report.run_text import (
     comparison_headings,
     comparison_tables,
     figure_texts,
+    recorded_text,
     run_notes,
 )
 from pipecompile.report.summary import headline
@@ -33,7 +33,7 @@ def run_page(comparison: RunComparison) -> str:
         "run.html",
         time_unit="ns",
         title=": ".join(filter(None, [plan.capture.model, "predicted and measured"])),
-        subtitle=f"{headline(plan)}; {counted(len(comparison.steps), 'step')} recorded on "
+        subtitle=f"{headline(plan)}; {recorded_text(comparison)} recorded on "
         f"{run.device}, torch {run.torch}",
         figures=list(figure_texts(comparison)),
         notes=list(run_notes(comparison)),

@@ -21,6 +21,7 @@ __all__ = [
     "comparison_text",
     "figure_texts",
     "ratios_text",
+    "recorded_text",
     "run_notes",
 ]
 
@@ -45,8 +46,8 @@ class RunTable:
 
 def comparison_text(comparison: RunComparison, draw: DrawTable = plain_table) -> str:
     """Return the comparison as `compare` prints it: figures, tables, and both timelines."""
-    steps, run = counted(len(comparison.steps), "step"), comparison.run
-    head = [f"{steps} recorded on {run.device}, torch {run.torch}"]
+    run = comparison.run
+    head = [f"{recorded_text(comparison)} recorded on {run.device}, torch {run.torch}"]
     head += [f"{name:10} {text}" for name, text in figure_texts(comparison)]
     parts = ["\n".join([*head, *run_notes(comparison)])]
     for table in comparison_tables(comparison):
@@ -59,9 +60,24 @@ def comparison_text(comparison: RunComparison, draw: DrawTable = plain_table) ->
     return "\n\n".join(parts) + "\n"
 
 
+def recorded_text(comparison: RunComparison) -> str:
+    """Return how many steps were recorded, or how many minibatches that followed each other."""
+    count = len(comparison.steps)
+    if not _is_in_flight(comparison):
+        return counted(count, "step")
+    times = f"{count} times " if count > 1 else ""
+    return f"{times}{counted(comparison.minibatches, 'minibatch')} in flight"
+
+
+def _is_in_flight(comparison: RunComparison) -> bool:
+    return comparison.plan.schedule.weight_versions != "synchronous"
+
+
 def figure_texts(comparison: RunComparison) -> Iterator[tuple[str, str]]:
     """Yield the names and values of the figures of a whole step."""
-    yield "step", _pair_text(comparison.step)
+    yield "in all" if _is_in_flight(comparison) else "step", _pair_text(comparison.step)
+    if comparison.minibatch is not None:
+        yield "minibatch", f"{_pair_text(comparison.minibatch)}, in a full pipeline"
     yield "compute", _pair_text(comparison.compute)
     if not comparison.run.is_in_turns:
         predicted, measured = comparison.bubble
@@ -70,6 +86,9 @@ def figure_texts(comparison: RunComparison) -> Iterator[tuple[str, str]]:
 
 def comparison_headings(comparison: RunComparison) -> tuple[str, str]:
     """Return what stands above the predicted timeline and above the recorded one."""
+    if _is_in_flight(comparison):
+        first, last = comparison.typical.number, comparison.minibatches - 1
+        return "predicted", f"recorded: minibatches {first} to {first + last}"
     return "predicted", f"recorded: step {comparison.typical.number}, of median length"
 
 
@@ -101,10 +120,13 @@ def run_notes(comparison: RunComparison) -> Iterator[str]:
 
 def comparison_tables(comparison: RunComparison) -> list[RunTable]:
     """Return the times by kind, by stage and by rank, and the worst actions."""
+    of_a_step, in_a_step = " of a step", " in a step"
+    if _is_in_flight(comparison):
+        of_a_step = in_a_step = ""
     return [
-        RunTable("all actions of a step, by kind", list(_kind_rows(comparison)), (0,)),
+        RunTable(f"all actions{of_a_step}, by kind", list(_kind_rows(comparison)), (0,)),
         RunTable("one action, by stage (mean)", list(_stage_rows(comparison)), (2,)),
-        RunTable("busy time of each rank in a step", list(_rank_rows(comparison))),
+        RunTable(f"busy time of each rank{in_a_step}", list(_rank_rows(comparison))),
         RunTable("the actions farthest from their prediction", list(_worst_rows(comparison)), (1,)),
     ]
 

@@ -107,12 +107,7 @@ def _header(plan: Plan) -> Iterator[str]:
     if plan.options.is_inference:
         yield f"  latency    {latency_text(plan)}"
     if plan.schedule.weight_versions != "synchronous":
-        # Nothing is measured or simulated here: a full pipeline is as fast as its slowest rank.
-        steady = time_with_unit(max(loads) * plan.microbatches, unit)
-        yield (
-            f"  weights    {plan.schedule.weight_versions}; no flush: the step is that of one "
-            f"minibatch alone, in a full pipeline one takes {steady} or more"
-        )
+        yield from _full_pipeline(plan)
     variance = variance_text(loads, unit)
     yield (
         f"  imbalance  {imbalance_of(loads):.3f} (largest load / mean load), "
@@ -142,6 +137,21 @@ def _header(plan: Plan) -> Iterator[str]:
     method = "" if plan.capture.method == "recorded" else f"; {plan.capture.method}"
     yield f"  capture    {proof}{method}"
     yield from (f"             {note}" for note in plan.capture.notes)
+
+
+def _full_pipeline(plan: Plan) -> Iterator[str]:
+    """Yield what a minibatch takes where the pipeline is never emptied."""
+    versions = plan.schedule.weight_versions
+    yield f"  weights    {versions}; no flush: the step is that of one minibatch alone"
+    minibatch_ns, loads = plan.prediction.minibatch_ns, plan.prediction.loads_ns
+    if minibatch_ns is None:  # of a plan that was made before plans had it
+        return
+    minibatch = time_with_unit(minibatch_ns, plan.time_unit)
+    busy = sum(loads) * plan.microbatches / max(len(loads) * minibatch_ns, 1)
+    # Loads are rounded down, each by less than one.
+    is_held_up = minibatch_ns > (max(loads) + 1) * plan.microbatches
+    why = "messages are waited for" if is_held_up else "its slowest rank never waits"
+    yield f"             in a full pipeline one takes {minibatch}, bubble {1 - busy:.1%}: {why}"
 
 
 def _encodings(plan: Plan) -> Iterator[str]:

@@ -12,7 +12,9 @@ around backwards, which may run forwards of recomputed regions once more.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 
 from torch import Tensor, nn
 
@@ -30,7 +32,8 @@ class MinibatchesInFlight:
 
     Each minibatch has `microbatches`, of which stages recompute those in `recomputed`. `owners` are
     the stages to which the weights of each stage belong. `update(microbatch)` is the number of the
-    update that its gradients are part of.
+    update that its gradients are part of. `observers` are told of the actions of a minibatch;
+    `recorders` of those of all, updates too, with microbatches numbered from `first_recorded` on.
     """
 
     def __init__(
@@ -45,6 +48,7 @@ class MinibatchesInFlight:
         *,
         messages: Messages | None = None,
         observers: Sequence[ActionObserver] = (),
+        recorders: Sequence[ActionObserver] = (),
     ) -> None:
         self._stages = stages
         self._count = count
@@ -55,18 +59,22 @@ class MinibatchesInFlight:
         self._update = update
         self._messages = messages
         self._observers = observers
+        self._recorders = recorders
+        self.first_recorded = 0
         self._steps: dict[int, RankStep] = {}
         self._leaves: dict[tuple[int, int], dict[nn.Parameter, Tensor]] = {}
 
     def begin(self, number: int, batch: Minibatch) -> None:
         """Let minibatch `number` begin."""
+        first = number * self._microbatches - self.first_recorded
+        recorders = [_NumberedThrough(each, first) for each in self._recorders]
         self._steps[number] = RankStep(
             self._stages,
             self._count,
             batch,
             self._recomputed,
             messages=self._messages,
-            observers=self._observers,
+            observers=[*self._observers, *recorders],
         )
 
     def end(self, number: int) -> StepResult | None:
@@ -77,22 +85,38 @@ class MinibatchesInFlight:
 
     def perform(self, action: Action) -> None:
         """Perform one action; its microbatch is numbered through all minibatches."""
-        stage, kind, microbatch, version = action
-        if kind is Kind.REDUCE:
-            assert version is not None
-            self._updates.close(stage, version)
+        stage, kind, microbatch, _ = action
+        if kind in (Kind.REDUCE, Kind.STEP):
+            with self._recorded(action):
+                self._update_weights(action)
             return
         assert microbatch is not None
-        if kind is Kind.STEP:
-            assert version is not None
-            self._updates.step(stage, version, unfinished=microbatch + 1)
-            return
         number, within = divmod(microbatch, self._microbatches)
         own = action._replace(microbatch=within, version=None)
         if kind in TRANSFERS:
             self._steps[number].perform(own)
         else:
             self._compute(stage, microbatch, self._steps[number], own)
+
+    def _update_weights(self, action: Action) -> None:
+        stage, kind, microbatch, version = action
+        assert version is not None
+        if kind is Kind.REDUCE:
+            self._updates.close(stage, version)
+        else:
+            assert microbatch is not None
+            self._updates.step(stage, version, unfinished=microbatch + 1)
+
+    @contextmanager
+    def _recorded(self, action: Action) -> Iterator[None]:
+        """Tell recorders of an update, which waits for nothing before it begins."""
+        recorders = [_NumberedThrough(each, -self.first_recorded) for each in self._recorders]
+        for recorder in recorders:
+            recorder.begin(action)
+            recorder.ready(action)
+        yield
+        for recorder in recorders:
+            recorder.end(action)
 
     def _compute(self, stage: int, microbatch: int, step: RankStep, own: Action) -> None:
         leaves = self._leaves_of(stage, microbatch)
@@ -119,3 +143,28 @@ class MinibatchesInFlight:
                 if parameter in read
             }
         return self._leaves[key]
+
+
+@dataclass(frozen=True)
+class _NumberedThrough:
+    """Tells `observer` of actions whose microbatches are `first` further than they are called."""
+
+    observer: ActionObserver
+    first: int
+
+    def begin(self, action: Action) -> None:
+        """`action` is next."""
+        self.observer.begin(self._renumbered(action))
+
+    def ready(self, action: Action) -> None:
+        """All that `action` needs is there."""
+        self.observer.ready(self._renumbered(action))
+
+    def end(self, action: Action) -> None:
+        """`action` is done."""
+        self.observer.end(self._renumbered(action))
+
+    def _renumbered(self, action: Action) -> Action:
+        if action.microbatch is None:
+            return action
+        return action._replace(microbatch=action.microbatch + self.first)

@@ -66,5 +66,9 @@ class WeightVersions:
         self.newest = newest
         self._values = {**older, newest: self._current()}
 
+    def forget_older(self) -> None:
+        """Keep the newest version only: no microbatch is in flight, and none will follow."""
+        self._values = {self.newest: self._current()}
+
     def _current(self) -> tuple[Tensor, ...]:
         return tuple(parameter.data for parameter in self.parameters)

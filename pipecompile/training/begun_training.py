@@ -47,8 +47,8 @@ class BegunTraining:
         """Return the losses of minibatches as they are trained on: without emptying the pipeline
         under an asynchronous schedule, and else by `step` and `clip`.
         """
-        if self._continuous is not None and not self._continuous.has_failed:
-            self._continuous.drain()
+        if self._continuous is not None:
+            self._continuous.end()
         self._continuous = None
         parts, schedule = self._parts, self._parts.plan.schedule
         refuse_without_gradients(schedule)
@@ -79,6 +79,8 @@ class BegunTraining:
 
     def versions(self, named: Iterable[tuple[str, nn.Parameter]]) -> SavedVersions | None:
         """Return the versions of the `named` parameters, for a checkpoint; None of a run that has
-        one version at a time.
+        one version at a time, or that is over.
         """
-        return None if self._continuous is None else SavedVersions(self._continuous, named)
+        if self._continuous is None or self._continuous.is_over:
+            return None
+        return SavedVersions(self._continuous, named)

@@ -27,6 +27,7 @@ from pipecompile.errors import InputError
 from pipecompile.frontend.microbatch import MicrobatchSizes
 from pipecompile.frontend.target import Target
 from pipecompile.ir.plan import Plan
+from pipecompile.runtime.action_recorder import ActionRecorder
 from pipecompile.runtime.in_flight import MinibatchesInFlight
 from pipecompile.runtime.local_share import LocalShare
 from pipecompile.runtime.messages import Messages
@@ -46,7 +47,7 @@ __all__ = ["ContinuousTraining", "PipelineParts"]
 
 
 class PipelineParts(NamedTuple):
-    """What a pipeline trains with."""
+    """What a pipeline trains with; `recorders` are those of the blocks that record it now."""
 
     plan: Plan
     target: Target
@@ -55,6 +56,7 @@ class PipelineParts(NamedTuple):
     runner: Runner
     data: BatchReader
     loss: StepLoss
+    recorders: Sequence[ActionRecorder]
 
 
 class ContinuousTraining(Iterator[Any]):
@@ -62,7 +64,8 @@ class ContinuousTraining(Iterator[Any]):
 
     `optimizers` step the weights of each stage. With `max_norm` all gradients of an update are
     scaled to a norm of at most that. `run` counts the minibatches that have been trained on. A
-    training that `has_failed` cannot go on, since what was in flight is lost.
+    training that `has_failed` cannot go on, since what was in flight is lost; one that `is_over`
+    has no batches left, and keeps the newest weights only.
     """
 
     def __init__(
@@ -87,19 +90,22 @@ class ContinuousTraining(Iterator[Any]):
         self.weights = {owner: self._weights(owner, each) for owner, each in owned.items()}
         self._flow: _MinibatchFlow | None = None
         self._done = self._read = 0  # minibatches since training began
+        self._filled = 0  # and those that had gone back when the pipeline was last empty
         self._losses: deque[Any] = deque()
-        self.has_failed = False
+        self.has_failed = self.is_over = False
 
     def __iter__(self) -> Self:
         return self
 
     def __next__(self) -> Any:
         """Return the loss of the next minibatch, where the last stage runs, and None elsewhere."""
-        if not self._losses:
+        if not self._losses and not self.is_over:
             with self._watched(f"minibatch {self._run.steps}"):
                 self._read_ahead()
                 if self._done < self._read:
                     self._finish_minibatch()
+                else:
+                    self._end()
         if not self._losses:
             raise StopIteration
         return self._losses.popleft()
@@ -113,6 +119,15 @@ class ContinuousTraining(Iterator[Any]):
             with self._watched(f"the drain after {self._run.steps} minibatches"):
                 while self._done < self._read:
                     self._finish_minibatch()
+
+    def end(self) -> None:
+        """Let all minibatches that have been read go back, and read no other ones."""
+        if self.has_failed:
+            self._free()
+        elif not self.is_over:
+            self.drain()
+            with self._watched("the end of the run"):
+                self._end()
 
     @property
     def done(self) -> int:
@@ -151,6 +166,18 @@ class ContinuousTraining(Iterator[Any]):
             before = {newest - lag: values for lag, values in older.get(owner, {}).items()}
             weights.versions.restore(before, newest)
 
+    def _end(self) -> None:
+        if self._flow is not None and self._flow.messages is not None:
+            self._flow.messages.finish()
+        self._free()
+        self.is_over = True
+
+    def _free(self) -> None:
+        """Free what only minibatches in flight need: all versions but the newest, and messages."""
+        self._flow = None
+        for weights in self.weights.values():
+            weights.versions.forget_older()
+
     # -- minibatches
 
     def _read_ahead(self) -> None:
@@ -165,6 +192,8 @@ class ContinuousTraining(Iterator[Any]):
             minibatch, sizes = self._minibatch(batch, target, number)
             if self._flow is None:
                 self._flow = self._begun(minibatch)
+            if self._done == self._read:
+                self._begin_recording(self._flow.minibatches)
             self._flow.minibatches.begin(self._read, minibatch)
             self._flow.sizes[self._read] = sizes
             self._read += 1
@@ -216,6 +245,25 @@ class ContinuousTraining(Iterator[Any]):
         self._losses.append(self._parts.loss.joined(result, flow.sizes.pop(number)))
         self._done += 1
         self._run.steps += 1
+        if self._done == self._read:
+            self._end_recording()
+
+    def _begin_recording(self, minibatches: MinibatchesInFlight) -> None:
+        """The pipeline is filled: what recorders see from here on, until it is empty, belongs
+        together.
+        """
+        self._filled = self._done
+        minibatches.first_recorded = self._done * self._size.microbatches
+        for recorder in self._parts.recorders:
+            recorder.begin_step()
+
+    def _end_recording(self) -> None:
+        passed = self._done - self._filled
+        count = passed * self._size.microbatches
+        for recorder in self._parts.recorders:
+            recorder.end_step(
+                self._run.steps - passed, count, lambda: [self._program.boundary_shapes()] * count
+            )
 
     @contextmanager
     def _watched(self, name: str) -> Iterator[None]:
@@ -259,6 +307,7 @@ class ContinuousTraining(Iterator[Any]):
             update,
             messages=messages,
             observers=[] if parts.runner.watch is None else [parts.runner.watch],
+            recorders=parts.recorders,
         )
         order = ContinuousOrder(
             self._size,

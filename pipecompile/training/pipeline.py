@@ -115,7 +115,14 @@ class Pipeline(HeldModel):
         self._batch_norms = MinibatchStatistics(self._share.place.replica_group)
         self._training = BegunTraining(
             PipelineParts(
-                plan, target, self._share, self._programs, self._runner, self._data, self._loss
+                plan,
+                target,
+                self._share,
+                self._programs,
+                self._runner,
+                self._data,
+                self._loss,
+                self._recorders,
             ),
             self,
         )
@@ -253,17 +260,24 @@ class Pipeline(HeldModel):
             returned = self._loss.joined(result, sizes)
             return self._runner.everywhere(returned) if everywhere else returned
 
-    def record(self) -> AbstractContextManager[RunRecorder]:
+    @contextmanager
+    def record(self) -> Iterator[RunRecorder]:
         """Record the steps of a block: `with pipeline.record() as run`, and behind it
         `run.save("run.json")` for `pipecompile compare`.
+
+        Of an asynchronous schedule it records the minibatches that follow each other: the pipeline
+        is drained before and after the block.
 
         Of each action: when it began, for how long it waited for a message, when it ended; what is
         sent; on GPUs the peak of the allocator, whose statistics it resets. Every rank enters the
         block and leaves it. `run.run` is the result, on rank 0.
         """
-        refuse_without_steps(self.plan.schedule, "record() is of steps")
+        # To compare clocks ranks exchange messages, with which none of those in flight may mix.
+        self.drain()
         place, device = self._share.place, self._runner.device
-        return RunRecorder().recording(self.plan, place, device, self._recorders)
+        with RunRecorder().recording(self.plan, place, device, self._recorders) as run:
+            yield run
+            self.drain()
 
     def evaluate(self, batch: Any, target: Any = None) -> Any:
         """Return the model's output in eval mode, without gradients; None on ranks without the last

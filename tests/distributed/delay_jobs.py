@@ -15,7 +15,9 @@ from pipecompile.frontend.signature import arguments_of
 from pipecompile.frontend.target import Target
 from pipecompile.ir.schedule import Action
 from pipecompile.runtime.rank_step import RankStep
-from tests.distributed.training_jobs import run_of
+from tests.delayed_gradients import OPTIMIZERS
+from tests.distributed.training_jobs import MICROBATCH, run_of
+from tests.training.test_continuous_training import batches_of
 
 LONGEST = 0.002  # seconds that an action is late
 
@@ -36,6 +38,20 @@ def delayed_steps(ranks: int, schedule: str, steps: int) -> float:
             run.step()
             worst = max(worst, run.distance())
     return worst
+
+
+def delayed_minibatches(ranks: int, schedule: str, microbatches: int, count: int) -> bool:
+    """Whether a run without end leaves the same weights, bit for bit, if every action is late."""
+    batches = batches_of(MICROBATCH * microbatches, count)
+    punctual, late = (
+        run_of(ranks, 1, schedule=schedule, microbatches=microbatches).pipeline for _ in range(2)
+    )
+    random = Random(dist.get_rank())
+    losses = list(punctual.train(batches, OPTIMIZERS["momentum"]))
+    with patch.object(RankStep, "_perform", _late(RankStep._perform, random)):
+        assert list(late.train(batches, OPTIMIZERS["momentum"])) == losses
+    pairs = zip(punctual.parameters(), late.parameters(), strict=True)
+    return all(torch.equal(one, other) for one, other in pairs)
 
 
 def _late(

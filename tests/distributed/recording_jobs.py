@@ -8,6 +8,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from unittest.mock import patch
 
+import torch
 import torch.distributed as dist
 
 from pipecompile.ir.plan import Plan
@@ -15,7 +16,9 @@ from pipecompile.ir.recorded_run import RecordedRun
 from pipecompile.runtime import action_recorder, clock_alignment
 from pipecompile.runtime.rank_step import RankStep
 from pipecompile.training.pipeline import Pipeline
-from tests.distributed.training_jobs import run_of
+from tests.delayed_gradients import OPTIMIZERS
+from tests.distributed.training_jobs import MICROBATCH, run_of
+from tests.training.test_continuous_training import batches_of
 
 Recorded = tuple[Plan, RecordedRun | None]
 
@@ -34,6 +37,26 @@ def recorded(ranks: int, replicas: int, schedule: str, folder: str) -> Recorded:
     run.step()
     recording.save(Path(folder) / "run.json")
     return run.pipeline.plan, recording.run
+
+
+def recorded_in_flight(schedule: str, microbatches: int) -> tuple[Plan, RecordedRun | None, bool]:
+    """A block amid a run without end, with a drain in it, and whether the run ended as one does
+    that nobody records.
+    """
+    batches = batches_of(MICROBATCH * microbatches, 12)
+    plain, recorded = (
+        run_of(2, 1, schedule=schedule, microbatches=microbatches).pipeline for _ in range(2)
+    )
+    wanted = list(plain.train(batches, OPTIMIZERS["momentum"]))
+    run = recorded.train(batches, OPTIMIZERS["momentum"])
+    losses = [next(run)]
+    with recorded.record() as recording:
+        losses += [next(run) for _ in range(4)]
+        recorded.drain()
+        losses += [next(run) for _ in range(6)]
+    losses += run
+    same_weights = all(map(torch.equal, plain.parameters(), recorded.parameters()))
+    return recorded.plan, recording.run, losses == wanted and same_weights
 
 
 def recorded_with_skewed_clock(ranks: int, skew_ns: int, drift: float) -> Recorded:

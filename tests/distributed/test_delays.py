@@ -17,3 +17,19 @@ def test_two_hundred_steps_under_random_delays(
 ) -> None:
     for worst in workers.run(3, jobs.delayed_steps, 3, schedule, 200, folder=str(tmp_path)):
         assert worst <= 1e-12
+
+
+@pytest.mark.parametrize(
+    ("schedule", "microbatches", "count"),
+    [
+        ("pipedream", 1, 50),
+        sweep("pipedream", 1, 200),
+        sweep("pipedream-vertical-sync", 1, 200),
+        sweep("pipedream-2bw", 2, 200),
+    ],
+)
+def test_minibatches_in_flight_under_random_delays(
+    workers: Workers, tmp_path: Path, schedule: str, microbatches: int, count: int
+) -> None:
+    args = 3, schedule, microbatches, count
+    assert all(workers.run(3, jobs.delayed_minibatches, *args, folder=str(tmp_path)))

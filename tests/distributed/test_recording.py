@@ -10,7 +10,8 @@ import pytest
 from pipecompile.api.comparison import comparison_of, comparison_text
 from pipecompile.ir.plan import Plan
 from pipecompile.ir.recorded_run import RecordedAction, RecordedRun, RecordedStep
-from pipecompile.ir.schedule import Action, Kind
+from pipecompile.ir.schedule import COMPUTE, Action, Kind
+from pipecompile.schedule.full_pipeline import simulate_minibatches
 from tests.distributed import recording_jobs as jobs
 from tests.distributed.workers import Workers
 
@@ -84,6 +85,40 @@ def test_a_run_is_compared_with_its_plan(workers: Workers, tmp_path: Path) -> No
     assert len(comparison.steps) == 3
     text = comparison_text(comparison)
     assert "input backward" in text and "weight backward" in text and "waiting" in text
+
+
+@pytest.mark.one_case_in(3)
+@pytest.mark.parametrize(
+    ("schedule", "microbatches"),
+    [("pipedream-2bw", 2), ("pipedream", 1), ("pipedream-vertical-sync", 1)],
+)
+def test_minibatches_in_flight_are_recorded_from_the_empty_pipeline_to_the_empty_one(
+    workers: Workers, tmp_path: Path, schedule: str, microbatches: int
+) -> None:
+    results = workers.run(2, jobs.recorded_in_flight, schedule, microbatches, folder=str(tmp_path))
+    assert all(is_same for _, _, is_same in results)
+    plan, run, _ = results[0]
+    assert run is not None and results[1][1] is None
+    assert len(run.steps) >= 2
+    first, *rest = run.steps
+    # What was in flight before the block was drained, and nothing was left out behind it.
+    assert first.number >= 1
+    for before, after in pairwise(run.steps):
+        assert after.number == before.number + before.microbatches // microbatches
+    for step in run.steps:
+        for rank, row in zip(
+            step.ranks,
+            simulate_minibatches(plan, step.microbatches // microbatches).events,
+            strict=True,
+        ):
+            recorded = [Action.parse(each.action) for each in rank.actions]
+            assert [a for a in recorded if a.kind in COMPUTE] == [e.action for e in row]
+            steps = [a for a in recorded if a.kind is Kind.STEP]
+            # The second rank has a copy of the tied table, and steps it too.
+            assert len(steps) == len(set(steps)) > 0
+            for one, other in pairwise(rank.actions):
+                assert one.end_ns <= other.start_ns
+    assert comparison_of(plan, run).minibatches == max(s.microbatches for s in rest) // microbatches
 
 
 def test_the_first_replica_is_recorded(workers: Workers, tmp_path: Path) -> None:

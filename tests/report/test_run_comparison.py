@@ -7,6 +7,7 @@ from collections.abc import Callable
 import msgspec
 import pytest
 
+from pipecompile.api.comparison import comparison_of, run_trace
 from pipecompile.errors import InputError
 from pipecompile.ir.duration import time_text
 from pipecompile.ir.plan import Plan
@@ -16,6 +17,7 @@ from pipecompile.ir.size import size_text
 from pipecompile.report.run_comparison import RunComparison, compare_run, comparison_figures
 from pipecompile.report.run_page import run_page
 from pipecompile.report.run_text import comparison_text, ratios_text
+from pipecompile.schedule.full_pipeline import simulate_minibatches
 from pipecompile.schedule.simulator import simulate_plan
 from tests.recorded_runs import LEAVING_NS, recorded_run, recorded_step
 from tests.report.pages import Page
@@ -197,3 +199,33 @@ def test_figures_are_of_every_action(make_plan: MakePlan) -> None:
     assert figures["kinds"]["B"]["ratio"] == pytest.approx(2)
     assert figures["worst"] and set(figures["worst"]) <= {a["action"] for a in figures["actions"]}
     assert figures["ranks"][0]["peak_bytes"] is None
+
+
+def test_minibatches_in_flight_are_compared_with_as_many_simulated_ones(
+    make_plan: MakePlan,
+) -> None:
+    plan = make_plan(schedule="pipedream-2bw", bandwidth=None)
+    minibatch_ns = plan.prediction.minibatch_ns
+    assert minibatch_ns is not None and minibatch_ns < plan.prediction.step_ns
+    steps = [recorded_step(plan, number, minibatches=n) for number, n in ((0, 3), (3, 10))]
+    comparison = comparison_of(plan, recorded_run(plan, *steps))
+    # Only the one with the most of them is compared.
+    assert (comparison.minibatches, len(comparison.steps)) == (10, 1)
+    assert {action.time.ratio for action in comparison.actions} == {1.0}
+    # As above without the sum of the tied weight, with which the simulation ends.
+    last_ns = max(row[-1].end_ns for row in simulate_minibatches(plan, 10).events)
+    assert comparison.step.measured_ns == last_ns + LEAVING_NS
+    assert comparison.minibatch is not None
+    assert comparison.minibatch.measured_ns == pytest.approx(minibatch_ns, rel=1e-3)
+    text = comparison_text(comparison)
+    assert "10 minibatches in flight recorded on a device" in text
+    assert "recorded: minibatches 3 to 12" in text
+    assert comparison_figures(comparison)["minibatches"] == 10
+    assert "10 minibatches in flight" in run_page(comparison)
+    assert b"0F1" in run_trace(comparison)
+
+
+def test_a_pipeline_that_was_never_full_has_no_pace(make_plan: MakePlan) -> None:
+    plan = make_plan(schedule="pipedream-2bw", bandwidth=None)
+    run = recorded_run(plan, recorded_step(plan, minibatches=2))
+    assert comparison_of(plan, run).minibatch is None

@@ -7,6 +7,7 @@ import msgspec
 import pytest
 from pytest_regressions.file_regression import FileRegressionFixture
 
+from pipecompile.ir.duration import time_with_unit
 from pipecompile.ir.links import FREE
 from pipecompile.ir.plan import Faster, Plan, Provenance
 from pipecompile.ir.stage import EncodedNodes
@@ -201,3 +202,18 @@ def test_a_terminal_has_the_same_cells(
     drawn = re.sub("\x1b\\[[0-9;]*m", "", summary(plan, terminal_table))
     cells = [line.split() for line in drawn.splitlines() if not set(line) <= set(" ─")]
     assert cells == [line.split() for line in summary(plan).splitlines() if line]
+
+
+@pytest.mark.parametrize(
+    ("bandwidth", "why"), [(None, "its slowest rank never waits"), (10**6, "messages are waited")]
+)
+def test_an_asynchronous_plan_says_how_long_a_minibatch_takes(
+    make_plan: MakePlan, bandwidth: int | None, why: str
+) -> None:
+    plan = make_plan(schedule="pipedream", bandwidth=bandwidth)
+    assert plan.prediction.minibatch_ns is not None
+    minibatch = time_with_unit(plan.prediction.minibatch_ns, plan.time_unit)
+    text = summary(plan)
+    assert f"in a full pipeline one takes {minibatch}, bubble " in text
+    assert why in text
+    assert "full pipeline" not in summary(make_plan())

@@ -1,0 +1,143 @@
+"""Does a small GPT-2 learn as much from gradients of older weights?
+
+    python -m benchmarks.delayed_losses
+
+Four gloo ranks train it on the project's own pages (examples/corpus.py) under 1F1B, PipeDream-2BW
+and PipeDream: the same weights to begin with, the same minibatches, AdamW. PipeDream updates after
+each of the four microbatches, by a quarter of the data: its rate is half, by the rule of the square
+root. Losses are compared at equal data, and at equal time: minibatches are as long as
+`python -m benchmarks.asynchronous` has measured them on four ranks, since four ranks that compute
+on two cores would tell nothing about time.
+
+Prints a table; writes results/delayed_losses.json. `python docs/images/make_losses.py` draws it.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+import transformers
+from torch import nn
+
+from benchmarks import asynchronous
+from benchmarks.command_line import no_arguments
+from examples.corpus import VOCABULARY, corpus, minibatch
+from examples.models import token_loss
+from pipecompile import pipecompile
+from tests.distributed.workers import Workers
+
+RESULT = Path(__file__).parent / "results" / "delayed_losses.json"
+RANKS, MICROBATCHES, MINIBATCHES = 4, 4, 300
+BATCH, LENGTH, WIDTH = 16, 32, 64
+AVERAGED = 20  # the last minibatches, over which a loss in the table is the mean
+
+
+class Training(NamedTuple):
+    """A schedule, and the rate of AdamW."""
+
+    schedule: str
+    rate: float
+
+
+TRAININGS = (
+    Training("1f1b", 2e-3),
+    Training("pipedream-2bw", 2e-3),
+    Training("pipedream", 1e-3),
+)
+
+
+def gpt2() -> nn.Module:
+    """Return a GPT-2 of four layers with random weights, the same in every process."""
+    torch.manual_seed(0)
+    config = transformers.GPT2Config(
+        vocab_size=VOCABULARY,
+        n_positions=LENGTH,
+        n_embd=WIDTH,
+        n_layer=RANKS,
+        n_head=4,
+        resid_pdrop=0.0,
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
+        bos_token_id=0,
+        eos_token_id=0,
+        use_cache=False,
+    )
+    return transformers.GPT2LMHeadModel(config)
+
+
+def losses_of(training: Training) -> list[float]:
+    """Train on this rank; return the losses on that of the last stage, [] on others."""
+    tokens = corpus()
+    batches = [minibatch(tokens, n, size=BATCH, length=LENGTH) for n in range(MINIBATCHES)]
+    pipeline = pipecompile(
+        gpt2(),
+        batches[0][0],
+        ranks=dist.get_world_size(),
+        microbatches=MICROBATCHES,
+        schedule=training.schedule,  # type: ignore[arg-type]
+        loss_fn=token_loss,
+        sample_target=batches[0][1],
+        costs="flops",
+        self_check=False,
+    )
+    losses = pipeline.train(
+        batches, lambda parameters: torch.optim.AdamW(parameters, lr=training.rate)
+    )
+    return [loss.item() for loss in losses if loss is not None]
+
+
+def lengths() -> dict[str, float]:
+    """How long a minibatch takes on four ranks, by schedule, where one of 1F1B takes 1."""
+    measured = json.loads(asynchronous.RESULT.read_text())["rows"]
+    rates = {
+        row["schedule"]: row["minibatches_per_s"]["measured"]
+        for row in measured
+        if row["ranks"] == RANKS
+    }
+    return {schedule: rates["1f1b"] / rate for schedule, rate in rates.items()}
+
+
+def main() -> None:
+    """Train under all schedules, and write the result."""
+    no_arguments(__doc__)
+    torch.set_num_threads(1)
+    workers, found = Workers(RANKS), dict[str, list[float]]()
+    with tempfile.TemporaryDirectory() as folder:
+        for training in TRAININGS:
+            results = workers.run(RANKS, losses_of, training, folder=folder)
+            found[training.schedule] = results[-1]
+            print(f"{training.schedule}: {MINIBATCHES} minibatches", flush=True)
+    workers.close()
+    rows = [_row(training, found[training.schedule]) for training in TRAININGS]
+    for row in rows:
+        print("  ".join(f"{name} {value}" for name, value in row.items()))
+    result = {"torch": torch.__version__, "minibatches": MINIBATCHES, "rows": rows, "losses": found}
+    RESULT.write_text(json.dumps(result, indent=1) + "\n")
+
+
+def _row(training: Training, losses: list[float]) -> dict[str, Any]:
+    """Return the losses at the end of all data, and at the end of the shortest training."""
+    length = lengths()
+    shortest = min(length[each.schedule] for each in TRAININGS) * MINIBATCHES
+    done = min(MINIBATCHES, int(shortest / length[training.schedule]))
+    return {
+        "schedule": training.schedule,
+        "rate": training.rate,
+        "minibatch": round(length[training.schedule], 3),
+        "loss_at_equal_data": round(_last(losses), 3),
+        "minibatches_at_equal_time": done,
+        "loss_at_equal_time": round(_last(losses[:done]), 3),
+    }
+
+
+def _last(losses: list[float]) -> float:
+    return sum(losses[-AVERAGED:]) / AVERAGED
+
+
+if __name__ == "__main__":
+    main()

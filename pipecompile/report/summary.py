@@ -204,7 +204,7 @@ def _robustness(plan: Plan) -> Iterator[str]:
             time_with_unit(each, plan.time_unit)
             for each in (step.nominal_ns, step.p90_ns, step.regret_ns)
         )
-        return f"step {nominal}; in 9 of 10 draws at most {p90}, and {regret} over the best plan"
+        return f"step {nominal}, 90th percentile {p90}, regret {regret}"
 
     is_fastest = robustness.chosen == robustness.fastest
     number = robustness.candidates
@@ -212,9 +212,9 @@ def _robustness(plan: Plan) -> Iterator[str]:
     fastest = ", also the fastest" if is_fastest and number > 1 else ""
     noise = f"{100 * robustness.noise:.3g}%"
     yield f"  noise      {noise}: {rank} within 2 % of the shortest step{fastest}"
-    yield f"             this plan:   {text(robustness.chosen)}"
+    yield f"             {text(robustness.chosen)}"
     if not is_fastest:
-        yield f"             the fastest: {text(robustness.fastest)}"
+        yield f"             fastest plan: {text(robustness.fastest)}"
 
 
 def _objective(plan: Plan) -> str:

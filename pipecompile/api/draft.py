@@ -83,7 +83,8 @@ def draft(
     )
     fixed = _fixed_by_layout(graph, options)
     # A placement on which nothing fits is no failure as long as another one has a plan.
-    plans, refusals = [], []
+    plans: list[Plan] = []
+    refusals: list[InfeasibleError] = []
     for placement in placements(options):
         try:
             planner = recompute_planner(graph, fixed, placement, settled=True)
@@ -138,7 +139,7 @@ def _best(plans: Sequence[Plan], graph: CostGraph, options: Options) -> Plan:
     from pipecompile.schedule.robust_choice import robust_choice
 
     choice = robust_choice(plans, node_times(graph), options.noise)
-    return msgspec.structs.replace(plans[choice.index], robustness=choice.robustness)
+    return msgspec.structs.replace(plans[choice.place], robustness=choice.robustness)
 
 
 def node_times(graph: CostGraph) -> dict[str, int]:

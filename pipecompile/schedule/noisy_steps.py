@@ -80,7 +80,8 @@ def steps_under_noise(plan: Plan, node_ns: Mapping[str, int], noise: Noise) -> T
         devices = [noise.of_device(first + rank) for rank in range(plan.ranks)]
         factors = [devices[rank] * nodes for rank, nodes in zip(placement, of_nodes, strict=True)]
         steps.append(steps_of_draws(problem, plan.schedule, factors))
-    return np.maximum.reduce(steps)
+    slowest: Times = np.stack(steps).max(axis=0)
+    return slowest
 
 
 def steps_of_draws(problem: PlacedProblem, schedule: Schedule, factors: Sequence[Factors]) -> Times:
@@ -150,4 +151,5 @@ class _DrawnRun:
                 if reduce_ns:
                     free = np.maximum(free, gradient_ns) + reduce_ns
             ends.append(free)
-        return np.maximum.reduce(ends)
+        last: Times = np.stack(ends).max(axis=0)
+        return last

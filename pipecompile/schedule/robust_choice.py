@@ -23,9 +23,9 @@ PERCENTILE = 90
 
 
 class RobustChoice(NamedTuple):
-    """The index of the chosen plan, and what it is worth beside the fastest one."""
+    """The place of the chosen plan among those given, and its worth beside the fastest one."""
 
-    index: int
+    place: int
     robustness: Robustness
 
 

@@ -51,7 +51,7 @@ NOISES = st.floats(0, 0.3)
 
 
 class _NaiveRow(NamedTuple):
-    index: int
+    place: int
     step: NoisyStep
 
 
@@ -105,7 +105,7 @@ def naive_rows(
 def test_the_choice_is_that_of_a_naive_monte_carlo(plans: list[Plan], noise: float) -> None:
     choice = robust_choice(plans, node_times(GRAPH), noise, draws=25)
     rows = naive_rows(plans, node_times(GRAPH), noise, 25)
-    of_chosen = {row.index: row.step for row in rows}[choice.index]
+    of_chosen = {row.place: row.step for row in rows}[choice.place]
     assert choice.robustness.chosen == of_chosen
     assert choice.robustness.candidates == len(rows)
     assert of_chosen.regret_ns == min(row.step.regret_ns for row in rows)

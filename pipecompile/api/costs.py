@@ -180,6 +180,7 @@ def profiled(target: Target, microbatches: int, captured: Captured, model: CostM
     named = replace(
         _canonical(graph, captured.capture),
         fingerprint=captured.digest,
+        cost_notes=model.notes if isinstance(model, Roofline) else (),
     )
     limited = _limited(named, captured.module)
     return model.finished(limited) if isinstance(model, Table) else limited

@@ -235,6 +235,7 @@ def assembled(
         links=links,
         allocator=graph.allocator,
         time_unit=graph.time_unit,
+        cost_notes=graph.cost_notes,
         stages=result.stages,
         routes=tuple(routes_of(graph, partition.assignment)),
         parameters=tuple(owners_of(graph, result.stages)),
@@ -345,7 +346,10 @@ def predicted(
 def costs_digest(graph: CostGraph) -> str:
     """Return the SHA-256 of the costs.
 
-    Source lines are left out, since they change without the model changing.
+    Source lines are left out, since they change without the model changing, and notes, which are no
+    costs.
     """
     plain = tuple(msgspec.structs.replace(node, source="") for node in graph.nodes)
-    return fingerprint(msgspec.structs.replace(graph, nodes=plain))
+    costs = msgspec.to_builtins(msgspec.structs.replace(graph, nodes=plain))
+    del costs["cost_notes"]
+    return fingerprint(costs)

@@ -213,7 +213,8 @@ class Provenance(Value, frozen=True, kw_only=True):
 class Plan(FileValue, frozen=True, kw_only=True):
     """Everything that a pipelined training step needs besides the model's weights.
 
-    `allocator` is the one that memory is predicted for. Times (`_ns`) are in `time_unit`.
+    `allocator` is the one that memory is predicted for. Times (`_ns`) are in `time_unit`, and
+    `cost_notes` say what to know of how they were found.
     """
 
     schema: Literal["pipecompile/plan/1"] = "pipecompile/plan/1"
@@ -229,6 +230,7 @@ class Plan(FileValue, frozen=True, kw_only=True):
     links: Links
     allocator: AllocatorName
     time_unit: TimeUnit = "ns"
+    cost_notes: tuple[str, ...] = ()
     stages: tuple[Stage, ...]
     routes: tuple[Route, ...]
     parameters: tuple[OwnedParameter, ...]

@@ -128,6 +128,7 @@ def _header(plan: Plan) -> Iterator[str]:
     yield from _ordering(plan)
     yield from _robustness(plan)
     yield f"  costs      {costs_text(plan.options.costs, unit)}"
+    yield from (f"             {note}" for note in plan.cost_notes)
     yield f"  links      {links_text(plan.links)}"
     yield from (f"             {text}" for text in overhead_texts(plan.links))
     yield (

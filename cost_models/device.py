@@ -14,7 +14,14 @@ from pipecompile.ir.amount import AllocatorName
 from pipecompile.ir.graph import FusedType
 from pipecompile.ir.serialization import NonNegative, Positive, Value, decode, read
 
-__all__ = ["Device", "load_device", "named_devices", "slowed"]
+__all__ = [
+    "Device",
+    "EfficiencyCurve",
+    "OperatorClass",
+    "load_device",
+    "named_devices",
+    "slowed",
+]
 
 Permille = Annotated[int, msgspec.Meta(ge=1, le=1000)]
 DEVICES = Path(__file__).parent / "devices.json"
@@ -29,15 +36,34 @@ FIGURES = (
 )
 
 
+OperatorClass = Literal["attention", "convolution", "move", "product"]
+"""What an efficiency belongs to: kernels with FLOPs of three kinds, and those that only move
+bytes.
+"""
+
+
+class EfficiencyCurve(Value, frozen=True, kw_only=True):
+    """The share of a peak that kernels reach, which grows with their work.
+
+    A kernel of `work` FLOPs (or bytes, for a move) reaches permille / 1000 · work / (work +
+    half_work): of the share that large ones reach it has half at `half_work`.
+    """
+
+    permille: Permille
+    half_work: NonNegative
+
+
 class Device(Value, frozen=True, kw_only=True):
     """One device, as an entry of devices.json or a file of `pipecompile calibrate`.
 
     `peak_flop_per_s` has by data type the peak of dense matrix products; "tf32" is for float32 that
     is rounded to TF32, and a type that is not listed computes like float32. `compute_permille` and
     `bandwidth_permille` are the shares of peak and bandwidth that are reached. No kernel takes less
-    than `launch_ns`. `allocator` is what gives out its memory, and `fused_attention` for which
-    data types a GPU fuses attention (see `CostModel`). `sources` says of every figure where it
-    comes from: a datasheet, a calibration or an assumption.
+    than `launch_ns`. Kernels of a class that has an entry in `efficiency` reach what that says of
+    their size instead; a device that was not calibrated has one share for all sizes. `allocator` is
+    what gives out its memory, and `fused_attention` for which data types a GPU fuses attention (see
+    `CostModel`). `sources` says of every figure where it comes from: a datasheet, a calibration or
+    an assumption.
     """
 
     schema: Literal["pipecompile/device/1"] = "pipecompile/device/1"
@@ -49,6 +75,7 @@ class Device(Value, frozen=True, kw_only=True):
     compute_permille: Permille
     bandwidth_permille: Permille
     launch_ns: NonNegative
+    efficiency: dict[OperatorClass, EfficiencyCurve] = {}
     fused_attention: tuple[FusedType, ...]
     sources: dict[str, str]
 
@@ -57,7 +84,7 @@ class Device(Value, frozen=True, kw_only=True):
             raise ValueError(
                 f"device {self.name!r} has no peak for float32, which other types fall back to"
             )
-        for figure in FIGURES:
+        for figure in (*FIGURES, *["efficiency"] * bool(self.efficiency)):
             if not self.sources.get(figure):
                 raise ValueError(
                     f"device {self.name!r} does not say in sources where its {figure} comes from"

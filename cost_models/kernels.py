@@ -15,6 +15,7 @@ from torch.autograd.graph import GradientEdge
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry, shape_wrapper
 
+from pipecompile.cost_models.device import OperatorClass
 from pipecompile.cost_models.flops import CPU_ATTENTION
 from pipecompile.cost_models.protocol import DifferentiableRun, NodeCall
 from pipecompile.graph.pytrees import tensor_leaves
@@ -45,6 +46,15 @@ class Kernel:
     def is_convolution(self) -> bool:
         """Whether it is a convolution: cuDNN runs these, and PyTorch allows TF32 for them."""
         return self.operator.startswith("convolution")
+
+    @property
+    def operator_class(self) -> OperatorClass:
+        """The class whose efficiency it has; what has no FLOPs counted only moves bytes."""
+        if not self.flops:
+            return "move"
+        if self.is_convolution:
+            return "convolution"
+        return "attention" if "attention" in self.operator else "product"
 
 
 @dataclass(frozen=True, slots=True)

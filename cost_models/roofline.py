@@ -15,7 +15,14 @@ from pipecompile.cost_models.protocol import CallCost, NodeCall
 from pipecompile.ir.amount import AllocatorName
 from pipecompile.ir.graph import FusedType, TimeUnit
 
-__all__ = ["DeviceCostModel", "Roofline", "kernel_ns", "peak_name"]
+__all__ = [
+    "DeviceCostModel",
+    "Roofline",
+    "compute_ns",
+    "kernel_ns",
+    "memory_ns",
+    "peak_name",
+]
 
 
 @dataclass(frozen=True)
@@ -46,9 +53,10 @@ class Roofline(DeviceCostModel):
 
         max(FLOPs / (peak · share reached), bytes / (bandwidth · share reached), launch floor)
 
-    Views take no time. As by PyTorch's defaults, float32 products are computed in float32, and
-    float32 convolutions in TF32 if the device has it. If the device does not fuse attention, the
-    scores are moved. Costs are the same on every machine.
+    where the share depends on the size of the kernel if the device is calibrated for that. Views
+    take no time. As by PyTorch's defaults, float32 products are computed in float32, and float32
+    convolutions in TF32 if the device has it. If the device does not fuse attention, the scores are
+    moved. Costs are the same on every machine.
     """
 
     name: str
@@ -60,6 +68,13 @@ class Roofline(DeviceCostModel):
     def of(cls, text: str) -> Roofline:
         """Return the model for a device by name or file, named as the user wrote it."""
         return cls(load_device(text), f"roofline:{text}")
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What to know of the times: whether they know that small kernels use a device worse."""
+        if not self.device.efficiency:
+            return ("one efficiency for all sizes (not calibrated)",)
+        return (f"efficiency by size (calibrated): {', '.join(sorted(self.device.efficiency))}",)
 
     def cost(self, call: NodeCall) -> CallCost:
         """Return the cost of `call`, whose tensors are fake."""
@@ -86,11 +101,29 @@ def kernel_ns(kernel: Kernel, device: Device) -> int:
     5 · 10⁹ FLOPs at 10¹³ FLOP/s, of which 800 permille are reached, take 625 000 ns.
     """
     # Launches are queued ahead, so a long kernel hides the launch of the next one.
-    compute_ns = _ceil_ns(
-        kernel.flops, device.peak_flop_per_s[peak_name(kernel, device)], device.compute_permille
-    )
-    memory_ns = _ceil_ns(kernel.bytes, device.bandwidth_bytes_per_s, device.bandwidth_permille)
-    return max(compute_ns, memory_ns, device.launch_ns)
+    return max(compute_ns(kernel, device), memory_ns(kernel, device), device.launch_ns)
+
+
+def compute_ns(kernel: Kernel, device: Device) -> int:
+    """Return the time that the FLOPs of a kernel take."""
+    if not kernel.flops:
+        return 0
+    peak = device.peak_flop_per_s[peak_name(kernel, device)]
+    curve = device.efficiency.get(kernel.operator_class)
+    if curve is None:
+        return _ceil_ns(kernel.flops, peak, device.compute_permille)
+    # work / (peak · work / (work + half)) is (work + half) / peak: the curve adds a fixed time.
+    return _ceil_ns(kernel.flops + curve.half_work, peak, curve.permille)
+
+
+def memory_ns(kernel: Kernel, device: Device) -> int:
+    """Return the time that the bytes of a kernel take."""
+    # What computes too moves its bytes meanwhile: the curve of moves is about moves alone.
+    curve = None if kernel.flops else device.efficiency.get("move")
+    if curve is None:
+        return _ceil_ns(kernel.bytes, device.bandwidth_bytes_per_s, device.bandwidth_permille)
+    moved = kernel.bytes + curve.half_work
+    return _ceil_ns(moved, device.bandwidth_bytes_per_s, curve.permille)
 
 
 def peak_name(kernel: Kernel, device: Device) -> str:

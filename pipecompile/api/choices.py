@@ -24,6 +24,7 @@ from pipecompile.ir.options import (
 )
 from pipecompile.ir.plan import Options
 from pipecompile.ir.serialization import read
+from pipecompile.ir.share import parse_share
 from pipecompile.ir.size import parse_caps
 from pipecompile.layouts.layout import Layout
 from pipecompile.layouts.reading import layout_text, read_layout
@@ -135,6 +136,8 @@ def _checked_value(option: Option, value: Any) -> Any:
         return None
     if option.name == "memory":
         return parse_caps(value)
+    if option.name == "noise":
+        return _noise(value)
     if option.name == "layout":
         return layout_text(_file_or_value(value))
     if option.type == int | None:
@@ -146,6 +149,14 @@ def _checked_value(option: Option, value: Any) -> Any:
     if option.choices:
         return known_name(option.name, value, option.choices)
     return value
+
+
+def _noise(value: object) -> float:
+    """Return a noise as a share; InputError shows how to write it."""
+    share = parse_share(value) if isinstance(value, str) else value
+    if isinstance(share, bool) or not isinstance(share, int | float) or not 0 <= share < 1:
+        raise InputError(f"noise={value!r} is not a share from 0 to 1; write 5% or 0.05")
+    return float(share)
 
 
 def _file_or_value(layout: object) -> object:
@@ -303,6 +314,7 @@ NO_TRAINING: Mapping[str, Any] = {
     "optimizer": None,
     "master_weights": False,
     "sharded": False,
+    "noise": None,
 }
 """The options of training as they are in a plan for inference."""
 

@@ -5,7 +5,7 @@ names.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict
 from typing import Any
@@ -21,6 +21,7 @@ from pipecompile.api.measurement_conditions import conditions_of
 from pipecompile.cost_models.cache import CachedCost, cached_costs, store_costs
 from pipecompile.cost_models.clock import device_name
 from pipecompile.cost_models.flops import Flops
+from pipecompile.cost_models.interpolation import interpolated_costs
 from pipecompile.cost_models.measured import CachedCosts, Measured
 from pipecompile.cost_models.protocol import CallCost, CostModel
 from pipecompile.cost_models.roofline import Roofline
@@ -34,10 +35,19 @@ from pipecompile.graph.loss_module import held_loss
 from pipecompile.graph.model_state import fake_state, swapped_state
 from pipecompile.graph.recomputability import copied_bytes, recompute_limits
 from pipecompile.ir.graph import CostGraph
+from pipecompile.ir.plurals import counted
 from pipecompile.profiling.profile import profile
 from pipecompile.profiling.workload import Loss
 
-__all__ = ["comparable", "cost_graph", "cost_model", "measured_on", "profiled", "regrouped"]
+__all__ = [
+    "comparable",
+    "cost_graph",
+    "cost_model",
+    "interpolated_graph",
+    "measured_on",
+    "profiled",
+    "regrouped",
+]
 
 logger = logging.getLogger("pipecompile.api")
 CPU = torch.device("cpu")
@@ -159,6 +169,27 @@ def _measured(
     return graph
 
 
+def interpolated_graph(
+    target: Target, microbatches: int, captured: Captured, known: Mapping[int, CostGraph]
+) -> CostGraph | None:
+    """Return the cost graph of one microbatch with the bytes of its own capture, and with times
+    between those of two measured cost graphs, `known` by the samples of their microbatches.
+
+    Its notes say so. It is None if microbatches of these sizes have not the same nodes.
+    """
+    names = {node.name for node in _operations(captured)}
+    if any(graph.by_name.keys() != names for graph in known.values()):
+        return None
+    size, first = target.samples // microbatches, next(iter(known.values()))
+    costs = interpolated_costs(known, size)
+    model = CachedCosts(costs, first.allocator, first.fused_attention)
+    note = (
+        f"times for {counted(size, 'sample')} a microbatch are interpolated between those measured "
+        f"for {' and '.join(map(str, sorted(known)))}"
+    )
+    return replace(profiled(target, microbatches, captured, model), cost_notes=(note,))
+
+
 def _operations(captured: Captured) -> Iterable[fx.Node]:
     # A get_attr node only reads a parameter: it takes no time, and lies in no stage.
     return (node for node in captured.module.graph.nodes if node.op != "get_attr")
@@ -180,6 +211,7 @@ def profiled(target: Target, microbatches: int, captured: Captured, model: CostM
     named = replace(
         _canonical(graph, captured.capture),
         fingerprint=captured.digest,
+        cost_notes=model.notes if isinstance(model, Roofline) else (),
     )
     limited = _limited(named, captured.module)
     return model.finished(limited) if isinstance(model, Table) else limited

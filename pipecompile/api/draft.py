@@ -5,7 +5,7 @@ Needs no PyTorch, and returns the same bytes for the same input.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
@@ -37,7 +37,7 @@ from pipecompile.recompute.planner import RecomputePlanner
 from pipecompile.recompute.stages import owners_of, routes_of, stages_of
 from pipecompile.schedule.full_pipeline import full_pipeline_ns
 from pipecompile.schedule.problem import PlacedProblem
-from pipecompile.schedule.selection import placements, schedule_plan
+from pipecompile.schedule.selection import named_order_of, placements, schedule_plan
 from pipecompile.schedule.simulator import simulate
 from pipecompile.schedule.stages import activation_caps, memory_by_rank, problem_of_stages
 
@@ -51,6 +51,7 @@ __all__ = [
     "assembled",
     "costs_digest",
     "draft",
+    "node_times",
     "planned_graph",
     "predicted",
     "scheduled",
@@ -73,7 +74,8 @@ def draft(
     `microbatch_shapes` are those of the model's input tensors. Links default to free ones, because
     what a transfer costs is not known before it is measured. `assignment` is a feasible cut (node
     to stage) that is to be kept. Where the options leave the placement open, the plan with the
-    shortest step is returned. InputError if a KV cache is asked for, and no attention is known.
+    shortest step is returned; under noise, of plans that are about as fast, the one of least
+    regret. InputError if a KV cache is asked for, and no attention is known.
     """
     graph = planned_graph(graph, options)
     origin = Origin(
@@ -83,16 +85,17 @@ def draft(
     )
     fixed = _fixed_by_layout(graph, options)
     # A placement on which nothing fits is no failure as long as another one has a plan.
-    plans, refusals = [], []
+    plans: list[Plan] = []
+    refusals: list[InfeasibleError] = []
     for placement in placements(options):
         try:
             planner = recompute_planner(graph, fixed, placement, settled=True)
-            plans.append(_plan_on_placement(planner, links, origin, assignment))
+            plans += _plans_on_placement(planner, links, origin, assignment)
         except InfeasibleError as error:
             refusals.append(error)
     if not plans:
         raise refusals[0]
-    best = min(plans, key=lambda plan: plan.prediction.step_ns)
+    best = _best(plans, graph, options)
     # It was asked for by a layout, and not by the stage of each node.
     return msgspec.structs.replace(best, options=options)
 
@@ -130,26 +133,86 @@ class Origin(NamedTuple):
     microbatch_shapes: tuple[tuple[int, ...], ...]
 
 
-def _plan_on_placement(
+def _best(plans: Sequence[Plan], graph: CostGraph, options: Options) -> Plan:
+    """Return the plan with the shortest step; under noise the one of least regret."""
+    if options.noise is None:
+        return min(plans, key=lambda plan: plan.prediction.step_ns)
+    # Imported here: it needs numpy, which reading and checking a plan does not.
+    from pipecompile.schedule.robust_choice import robust_choice
+
+    choice = robust_choice(plans, node_times(graph), options.noise)
+    return msgspec.structs.replace(plans[choice.place], robustness=choice.robustness)
+
+
+def node_times(graph: CostGraph) -> dict[str, int]:
+    """Return by name what each node takes for one microbatch, forward and backward, in ns."""
+    return {node.name: node.forward_ns + node.backward_ns for node in graph.nodes}
+
+
+def _plans_on_placement(
     planner: RecomputePlanner,
     links: Links,
     origin: Origin,
     assignment: Mapping[str, int] | None,
-) -> Plan:
-    """Return the plan whose stages lie on the ranks of the planner's placement."""
+) -> Iterator[Plan]:
+    """Yield the plan whose stages lie on the ranks of the planner's placement; under noise others
+    too that may be about as fast: other orders, and other cuts unless an assignment is given.
+    """
     # Imported here: solvers need numpy and networkx, which reading and checking a plan does not.
-    from pipecompile.api.partition import cut, with_memory_time
+    from pipecompile.api.partition import cut
+
+    partition = cut(planner, links, assignment)
+    plan = _plan_of_cut(planner, links, origin, partition)
+    yield plan
+    if planner.options.noise is None:
+        return
+    yield from _other_orders(plan)
+    if assignment is None:
+        from pipecompile.api.close_cuts import close_cuts
+
+        for close in close_cuts(planner, links, partition):
+            # The cut fits by what is known before the order is; the whole may not.
+            with suppress(InfeasibleError):
+                yield _plan_of_cut(planner, links, origin, close)
+
+
+def _plan_of_cut(
+    planner: RecomputePlanner, links: Links, origin: Origin, partition: Partition
+) -> Plan:
+    from pipecompile.api.partition import with_memory_time
     from pipecompile.api.partition_problem import problem_of
 
-    graph, options = planner.graph, planner.options
-    partition = cut(planner, links, assignment)
     result = scheduled(planner, links, partition.assignment)
     if result.recomputes_while_waiting:
         # The cut was scored with regions, which take other times than whole stages.
-        problem = problem_of(graph, options, links, planner.view.placement)
+        problem = problem_of(planner.graph, planner.options, links, planner.view.placement)
         while_waiting = _while_waiting(planner)
         partition = with_memory_time(while_waiting, problem, partition.assignment, partition)
     return assembled(planner, links, origin, partition, result)
+
+
+def _other_orders(plan: Plan) -> Iterator[Plan]:
+    """Yield the plan under each named order that its search compared and that fits its ranks."""
+    if plan.ordering is None:
+        return
+    ordering = msgspec.structs.replace(plan.ordering, is_in_plan=False)
+    for name in ordering.named_ns:
+        if name != plan.schedule.name:
+            schedule = named_order_of(plan, name)
+            prediction = predicted(
+                plan.stages,
+                schedule,
+                plan.links,
+                plan.options.caps(plan.ranks),
+                plan.allocator,
+            )
+            yield msgspec.structs.replace(
+                plan,
+                schedule=schedule,
+                prediction=prediction,
+                search=_with_step(plan.search, prediction.step_ns),
+                ordering=ordering,
+            )
 
 
 def assembled(
@@ -174,6 +237,7 @@ def assembled(
         links=links,
         allocator=graph.allocator,
         time_unit=graph.time_unit,
+        cost_notes=graph.cost_notes,
         stages=result.stages,
         routes=tuple(routes_of(graph, partition.assignment)),
         parameters=tuple(owners_of(graph, result.stages)),
@@ -292,7 +356,10 @@ def _minibatch_ns(problem: PlacedProblem, schedule: Schedule) -> int | None:
 def costs_digest(graph: CostGraph) -> str:
     """Return the SHA-256 of the costs.
 
-    Source lines are left out, since they change without the model changing.
+    Source lines are left out, since they change without the model changing, and notes, which are no
+    costs.
     """
     plain = tuple(msgspec.structs.replace(node, source="") for node in graph.nodes)
-    return fingerprint(msgspec.structs.replace(graph, nodes=plain))
+    costs = msgspec.to_builtins(msgspec.structs.replace(graph, nodes=plain))
+    del costs["cost_notes"]
+    return fingerprint(costs)

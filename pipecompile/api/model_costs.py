@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, field
 
-from pipecompile.api.costs import cost_graph, regrouped
+from msgspec.structs import replace
+
+from pipecompile.api.costs import cost_graph, interpolated_graph, measured_on, regrouped
 from pipecompile.api.options import completed
 from pipecompile.api.staleness import check_current
 from pipecompile.api.target import load_target
+from pipecompile.cost_models.interpolation import nearest_sizes
 from pipecompile.errors import InputError
 from pipecompile.frontend.target import Target
 from pipecompile.frontend.target_capture import Captured, capture_target
@@ -18,18 +22,32 @@ from pipecompile.passes.group import Group
 
 __all__ = ["ModelCosts"]
 
+logger = logging.getLogger("pipecompile.api")
+
 
 @dataclass(frozen=True)
 class ModelCosts:
     """The costs of a target, captured as `method` does, for each number of microbatches once.
 
-    What a plan was verified for is not proven again: `check` compares the graphs.
+    What a plan was verified for is not proven again: `check` compares the graphs. With `sizes`
+    measured costs are measured only for microbatches of so many samples, two sizes at least, and
+    interpolated for others: a search over the number of microbatches measures three sizes and not
+    all. Bytes are never interpolated: each size is captured.
     """
 
     target: Target
     method: str
+    sizes: tuple[int, ...] = ()
     captures: dict[int, Captured] = field(default_factory=dict)
     graphs: dict[int, CostGraph] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        uneven = [size for size in self.sizes if size < 1 or self.target.samples % size]
+        if uneven or len(self.sizes) == 1:
+            raise InputError(
+                f"costs of microbatches of {', '.join(map(str, self.sizes))} samples were asked "
+                f"for; name two sizes or more that divide the batch of {self.target.samples}"
+            )
 
     @staticmethod
     def of(text: str, plan: Plan) -> ModelCosts:
@@ -49,10 +67,32 @@ class ModelCosts:
         """Return the cost graph of a microbatch, with the groups of `options`."""
         captured, number = self._captured(options), options.microbatches
         if number not in self.graphs:
-            self.graphs[number] = cost_graph(self.target, options.costs, number, captured)
+            between = self._interpolated(options, captured)
+            self.graphs[number] = between or cost_graph(
+                self.target, options.costs, number, captured
+            )
         # Groups change no cost: the nodes are neither observed nor measured again.
         apply_passes(captured.module.graph, [Group(options.groups)])
         return regrouped(self.graphs[number], captured.module)
+
+    def _interpolated(self, options: Options, captured: Captured) -> CostGraph | None:
+        """Return the cost graph between two measured ones; None if this size is to be measured."""
+        samples = self.target.samples
+        size = samples // options.microbatches
+        is_measured = measured_on(options.costs, self.target) is not None
+        if not is_measured or not self.sizes or size in self.sizes:
+            return None
+        known = {
+            each: self.graph(replace(options, microbatches=samples // each))
+            for each in nearest_sizes(self.sizes, size)
+        }
+        graph = interpolated_graph(self.target, options.microbatches, captured, known)
+        if graph is None:
+            logger.info(
+                "a microbatch of %d samples has other nodes than those of %s: it is measured",
+                *(size, " and ".join(map(str, known))),
+            )
+        return graph
 
     def _captured(self, options: Options) -> Captured:
         number = options.microbatches

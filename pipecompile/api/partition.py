@@ -34,7 +34,7 @@ from pipecompile.partition.solver import solve
 from pipecompile.recompute.planner import RecomputePlanner
 from pipecompile.recompute.stages import stages_of
 
-__all__ = ["best_cut", "cut", "with_memory_time"]
+__all__ = ["SHORT_SECONDS", "best_cut", "cut", "other_objectives", "with_memory_time"]
 
 SHORT_SECONDS = 0.5  # of work on each other objective, and on each change that might make a cut fit
 SUGGESTIONS = 2
@@ -56,7 +56,7 @@ def cut(
     assert problem.step_ns is not None
     step_ns = problem.step_ns(partition.assignment)
     # A hint for the user only, so it gets little work.
-    fastest = fastest_alternative(problem, _other_objectives(options), seconds=SHORT_SECONDS)
+    fastest = fastest_alternative(problem, other_objectives(options), seconds=SHORT_SECONDS)
     search = msgspec.structs.replace(
         partition.search,
         values={**partition.search.values, "step_ns": step_ns},
@@ -160,7 +160,7 @@ def with_memory_time(
     )
 
 
-def _other_objectives(options: Options) -> list[str]:
+def other_objectives(options: Options) -> list[str]:
     """Return the objectives of training that were not asked for; none for inference."""
     if options.is_inference:
         return []

@@ -140,6 +140,9 @@ def _contradictions(plan: Plan, problem: PlacedProblem) -> Iterator[str]:
         yield f"the schedule is not the one that the plan names and its options ask for: {EDITED}"
     if plan.search.values.get("step_ns", plan.prediction.step_ns) != plan.prediction.step_ns:
         yield f"the search states another step than the prediction: {EDITED}"
+    robustness, step_ns = plan.robustness, plan.prediction.step_ns
+    if robustness is not None and robustness.chosen.nominal_ns != step_ns:
+        yield f"what the plan says of noise is not about its step: {EDITED}"
     if plan.ordering is not None and not _has_true_comparison(plan, plan.ordering, problem):
         yield f"the other schedules are not what the plan's stages give: {EDITED}"
 
@@ -191,11 +194,17 @@ def _excess(plan: Plan) -> Callable[[Schedule], Sequence[int]]:
 def _has_true_comparison(plan: Plan, ordering: Ordering, problem: PlacedProblem) -> bool:
     """Return whether what the plan says of other orders is what its stages give."""
     best = min(ordering.named_ns.values(), default=ordering.searched_ns)
-    step_ns = ordering.searched_ns if ordering.is_in_plan else best
+    if ordering.is_in_plan:
+        steps_ns = [ordering.searched_ns]
+    elif plan.robustness is not None:
+        # Under noise another one than the shortest may suffer less.
+        steps_ns = list(ordering.named_ns.values())
+    else:
+        steps_ns = [best]
     return (
         (ordering.named_ns, ordering.bound_ns)
         == named_steps_and_bound(_searched_problem(plan, problem), _excess(plan))
         and ordering.bound_ns <= ordering.searched_ns <= best
-        and plan.prediction.step_ns == step_ns
+        and plan.prediction.step_ns in steps_ns
         and (ordering.is_in_plan or plan.schedule.name != "search")
     )

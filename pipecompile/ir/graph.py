@@ -182,11 +182,11 @@ class CostGraph(Value, frozen=True, kw_only=True, dict=True):
     """The planner's whole input: nodes in the order of the forward, and the tensors between them.
 
     `fingerprint` is the SHA-256 of the captured graph, empty for a graph that comes from elsewhere.
-    Times (`_ns`) are in `time_unit`. `storages` are sizes in bytes: several nodes may save views of
-    one storage, which is then held once; `contents` are those of the same storages, None where they
-    are not known. `allocator` says what holds them on the device, and `fused_attention` for which
-    data types the device fuses attention. The nodes of each set in `recomputed_together` are
-    recomputed together or not at all.
+    Times (`_ns`) are in `time_unit`, and `cost_notes` say what to know of how they were found.
+    `storages` are sizes in bytes: several nodes may save views of one storage, which is then held
+    once; `contents` are those of the same storages, None where they are not known. `allocator` says
+    what holds them on the device, and `fused_attention` for which data types the device fuses
+    attention. The nodes of each set in `recomputed_together` are recomputed together or not at all.
     """
 
     schema: Literal["pipecompile/cost-graph/1"] = "pipecompile/cost-graph/1"
@@ -201,6 +201,7 @@ class CostGraph(Value, frozen=True, kw_only=True, dict=True):
     parameters: tuple[Parameter, ...] = ()
     gradients: tuple[GradientStorage, ...] = ()
     recomputed_together: tuple[tuple[str, ...], ...] = ()
+    cost_notes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         # First of all: `by_name` is a dict, and would hide a second node of the same name.

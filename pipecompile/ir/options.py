@@ -163,6 +163,17 @@ class ChoiceTypes(TypedDict, total=False):
             default_text="variance; throughput for forward-only",
         ),
     ]
+    noise: Annotated[
+        float | str | None,
+        Option(
+            None,
+            "Choose a plan whose step stands times that are off by about this share, such as 5%, "
+            "on each device and for each node: of plans within 2 % of the shortest step, the one "
+            "of least regret at the 90th percentile.",
+            default_text="none: the shortest step",
+            metavar="SHARE",
+        ),
+    ]
     memory: Annotated[
         int | str | Sequence[int | str] | None,
         Option(

@@ -14,6 +14,7 @@ from pipecompile.ir.graph import TimeUnit
 from pipecompile.ir.links import Links
 from pipecompile.ir.plurals import counted
 from pipecompile.ir.rank_memory import RankMemory
+from pipecompile.ir.robustness import NoiseShare, Robustness
 from pipecompile.ir.schedule import Idle, Schedule
 from pipecompile.ir.serialization import FileValue, NonNegative, Positive, Value
 from pipecompile.ir.size import caps_by_rank
@@ -72,7 +73,8 @@ class Options(Value, frozen=True, kw_only=True):
     the cut; its layers are those in the module `layers`, or found in the model. Over `replicas`
     gradients are summed; where the plan is `sharded`, each replica holds a part of every parameter
     between steps. For inference `kv_tokens` are reserved in each rank's KV cache, to which an
-    attention adds `kv_token_bytes` for each, or its keys and values if that is None.
+    attention adds `kv_token_bytes` for each, or its keys and values if that is None. Under
+    `noise`, a share of all times, the plan is one of least regret among those about as fast.
     """
 
     k: Positive
@@ -101,6 +103,7 @@ class Options(Value, frozen=True, kw_only=True):
     sharded: bool = False
     kv_tokens: Positive | None = None
     kv_token_bytes: Positive | None = None
+    noise: NoiseShare | None = None
 
     @property
     def is_inference(self) -> bool:
@@ -216,7 +219,8 @@ class Provenance(Value, frozen=True, kw_only=True):
 class Plan(FileValue, frozen=True, kw_only=True):
     """Everything that a pipelined training step needs besides the model's weights.
 
-    `allocator` is the one that memory is predicted for. Times (`_ns`) are in `time_unit`.
+    `allocator` is the one that memory is predicted for. Times (`_ns`) are in `time_unit`, and
+    `cost_notes` say what to know of how they were found.
     """
 
     schema: Literal["pipecompile/plan/1"] = "pipecompile/plan/1"
@@ -232,6 +236,7 @@ class Plan(FileValue, frozen=True, kw_only=True):
     links: Links
     allocator: AllocatorName
     time_unit: TimeUnit = "ns"
+    cost_notes: tuple[str, ...] = ()
     stages: tuple[Stage, ...]
     routes: tuple[Route, ...]
     parameters: tuple[OwnedParameter, ...]
@@ -239,6 +244,7 @@ class Plan(FileValue, frozen=True, kw_only=True):
     prediction: Prediction
     search: Search
     ordering: Ordering | None = None
+    robustness: Robustness | None = None
 
     def __post_init__(self) -> None:
         # What a plan says twice must agree, so that a file that was edited in one place is refused.
@@ -279,6 +285,11 @@ class Plan(FileValue, frozen=True, kw_only=True):
         if (self.options.schedule == "search") != (self.ordering is not None):
             raise ValueError(
                 "a plan must have an ordering if its options ask for a search, and only then"
+            )
+        if self.robustness is not None and self.robustness.noise != self.options.noise:
+            raise ValueError(
+                f"the options ask for a noise of {self.options.noise}, the plan was chosen under "
+                f"{self.robustness.noise}"
             )
         if self.options.schedule not in ("search", self.schedule.name):
             raise ValueError(

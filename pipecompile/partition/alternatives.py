@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import replace
 
 from pipecompile.errors import InfeasibleError
 from pipecompile.ir.plan import Faster
 from pipecompile.partition.problem import PartitionProblem
+from pipecompile.partition.result import Partition
 from pipecompile.partition.solver import solve
 
-__all__ = ["fastest_alternative"]
+__all__ = ["alternative_cuts", "fastest_alternative"]
 
 
 def fastest_alternative(
@@ -23,10 +24,17 @@ def fastest_alternative(
     finds no cut does not mean that there is none.
     """
     assert problem.step_ns is not None
-    alternatives = []
+    alternatives = [
+        Faster(objective=cut.search.objective, step_ns=problem.step_ns(cut.assignment))
+        for cut in alternative_cuts(problem, objectives, seconds=seconds)
+    ]
+    return min(alternatives, key=lambda other: other.step_ns, default=None)
+
+
+def alternative_cuts(
+    problem: PartitionProblem, objectives: Iterable[str], *, seconds: float
+) -> Iterator[Partition]:
+    """Yield the cut by each objective for which about `seconds` of work find one."""
     for objective in objectives:
         with suppress(InfeasibleError):
-            cut = solve(replace(problem, objective=objective), seconds=seconds, explained=False)
-            step_ns = problem.step_ns(cut.assignment)
-            alternatives.append(Faster(objective=objective, step_ns=step_ns))
-    return min(alternatives, key=lambda other: other.step_ns, default=None)
+            yield solve(replace(problem, objective=objective), seconds=seconds, explained=False)

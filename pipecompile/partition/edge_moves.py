@@ -20,6 +20,7 @@ __all__ = [
     "border_units",
     "edge_parts",
     "loads_after",
+    "moved",
     "next_best_pin",
 ]
 
@@ -70,11 +71,16 @@ def loads_after(
     problem: PartitionProblem, assignment: Mapping[str, int], part: EdgePart
 ) -> MovedLoads:
     """Return what ranks would take if the units of `part` lay in the stage beyond."""
-    names = (name for unit in part.units for name in unit)
-    moved = {**assignment, **dict.fromkeys(names, part.after)}
+    after = moved(assignment, part)
     return MovedLoads(
-        rank_loads(problem, stage_loads(problem, moved)), next(violations(problem, moved), "")
+        rank_loads(problem, stage_loads(problem, after)), next(violations(problem, after), "")
     )
+
+
+def moved(assignment: Mapping[str, int], part: EdgePart) -> dict[str, int]:
+    """Return the cut in which the units of `part` lie in the stage beyond."""
+    names = (name for unit in part.units for name in unit)
+    return {**assignment, **dict.fromkeys(names, part.after)}
 
 
 # The next-best cut. Nodes that take no time, such as views, make no difference. A cut is another

@@ -17,6 +17,7 @@ from torch import Tensor, fx, nn
 
 from pipecompile.cost_models.calibration import CalibrationSample, fit, predicted_ns
 from pipecompile.cost_models.device import FIGURES, Device
+from pipecompile.cost_models.efficiency_fit import fit_efficiency
 from pipecompile.cost_models.kernels import CallKernels, call_kernels
 from pipecompile.cost_models.measured import Measured
 from pipecompile.cost_models.protocol import FREE_CALL, CallCost, NodeCall
@@ -109,7 +110,7 @@ def calibrate(kind: Literal["cpu", "cuda"]) -> Calibration:
     # Operators decided by FLOPs, by bytes and by launches, so that each rate has samples.
     for operator in _operators(kind):
         samples += _samples(operator, device, unfitted)
-    return Calibration(fit(samples, unfitted), tuple(samples))
+    return Calibration(fit_efficiency(samples, fit(samples, unfitted)), tuple(samples))
 
 
 def _samples(
@@ -201,6 +202,7 @@ def _operators(kind: str) -> Iterator[CalibrationOperator]:
     )
     for dtype in types:
         yield from _products(product_batch, dtype)
+    yield from _sizes(product_batch)
     yield from _moves(move_batch)
     yield from _small()
 
@@ -237,6 +239,30 @@ def _products(batch: int, dtype: torch.dtype) -> Iterator[CalibrationOperator]:
             lambda width=width, kernel=kernel: nn.Conv2d(width, width, kernel, padding=kernel // 2),  # type: ignore[misc]
             ((4 * batch, width, size, size),),
             dtype,
+        )
+
+
+def _sizes(batch: int) -> Iterator[CalibrationOperator]:
+    """Yield a product, an attention, a convolution and two moves in sizes of several microbatches,
+    from which the efficiency curves are fitted.
+    """
+    attention = nn.functional.scaled_dot_product_attention
+    for size in (1, 2, 4, 8, 16):
+        tokens, heads = 16 * size * batch, (batch, size, 128, 64)
+        yield CalibrationOperator(
+            f"linear {tokens}×768×768", lambda: nn.Linear(768, 768), ((tokens, 768),)
+        )
+        yield CalibrationOperator(
+            f"attention of {batch * size} heads", lambda: FunctionModule(attention), (heads,) * 3
+        )
+        yield CalibrationOperator(
+            f"convolution of {batch * size} images",
+            lambda: nn.Conv2d(64, 64, 3, padding=1),
+            ((batch * size, 64, 16, 16),),
+        )
+        yield CalibrationOperator(f"gelu of {tokens} rows", nn.GELU, ((tokens, 1024),))
+        yield CalibrationOperator(
+            f"layer norm of {tokens} rows", lambda: nn.LayerNorm(1024), ((tokens, 1024),)
         )
 
 
@@ -305,5 +331,10 @@ def calibration_text(calibration: Calibration) -> str:
             f"GB/s: {device.bandwidth_bytes_per_s / 1e9:.1f}, of which "
             f"{device.bandwidth_permille / 10:.0f} %",
             f"launch: {device.launch_ns} ns",
+            *(
+                f"{name}: large ones reach {curve.permille / 10:.0f} %, half of that at "
+                f"{curve.half_work / 1e6:.3f} {'MB' if name == 'move' else 'MFLOP'}"
+                for name, curve in sorted(device.efficiency.items())
+            ),
         ]
     )

@@ -11,6 +11,7 @@ from pipecompile.ir.imbalance import imbalance_of
 from pipecompile.ir.links import Link
 from pipecompile.ir.plan import Plan
 from pipecompile.ir.plurals import counted
+from pipecompile.ir.robustness import NoisyStep
 from pipecompile.ir.schedule import Kind
 from pipecompile.ir.size import size_text
 from pipecompile.ir.stage import Stage
@@ -120,7 +121,9 @@ def _header(plan: Plan) -> Iterator[str]:
     yield f"  objective  {_objective(plan)}"
     yield from _all_objectives(plan)
     yield from _ordering(plan)
+    yield from _robustness(plan)
     yield f"  costs      {costs_text(plan.options.costs, unit)}"
+    yield from (f"             {note}" for note in plan.cost_notes)
     yield f"  links      {links_text(plan.links)}"
     yield from (f"             {text}" for text in overhead_texts(plan.links))
     yield (
@@ -199,6 +202,30 @@ def _ordering(plan: Plan) -> Iterator[str]:
         f"search {searched} ({-gain:+.1%}){noise}" if gain > 0 else "the search found none shorter"
     )
     yield f"  order      best named {best} {text(ordering.named_ns[best])}, {change}; bound {bound}"
+
+
+def _robustness(plan: Plan) -> Iterator[str]:
+    """Yield what noise does to the step of the plan, and to the fastest of those compared."""
+    robustness = plan.robustness
+    if robustness is None:
+        return
+
+    def text(step: NoisyStep) -> str:
+        nominal, p90, regret = (
+            time_with_unit(each, plan.time_unit)
+            for each in (step.nominal_ns, step.p90_ns, step.regret_ns)
+        )
+        return f"step {nominal}, 90th percentile {p90}, regret {regret}"
+
+    is_fastest = robustness.chosen == robustness.fastest
+    number = robustness.candidates
+    rank = "the only plan" if number == 1 else f"least regret of {number} plans"
+    fastest = ", also the fastest" if is_fastest and number > 1 else ""
+    noise = f"{100 * robustness.noise:.3g}%"
+    yield f"  noise      {noise}: {rank} within 2 % of the shortest step{fastest}"
+    yield f"             {text(robustness.chosen)}"
+    if not is_fastest:
+        yield f"             fastest plan: {text(robustness.fastest)}"
 
 
 def _objective(plan: Plan) -> str:

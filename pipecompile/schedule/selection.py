@@ -12,7 +12,7 @@ from pipecompile.errors import InfeasibleError, InputError
 from pipecompile.ir.amount import AllocatorName
 from pipecompile.ir.links import Links
 from pipecompile.ir.options import known_name
-from pipecompile.ir.plan import Options, Ordering
+from pipecompile.ir.plan import Options, Ordering, Plan
 from pipecompile.ir.schedule import Schedule
 from pipecompile.ir.size import size_text
 from pipecompile.ir.stage import Stage
@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "in_flight_counts",
+    "named_order_of",
     "named_schedule",
     "named_schedule_within",
     "named_steps_and_bound",
@@ -141,6 +142,24 @@ def named_schedule(name: str, problem: PlacedProblem) -> Schedule:
             f"half takes; choose other costs, or one of {', '.join(whole)}"
         )
     return add_recomputes(problem, generate(name, problem.placement, problem.microbatches))
+
+
+def named_order_of(plan: Plan, name: str) -> Schedule:
+    """Return the named order of a searched plan's stages, with its transfers.
+
+    It is that which the search compared with others, and so one of `plan.ordering.named_ns`.
+    """
+    placement, microbatches = plan.schedule.placement, plan.microbatches
+    problem = problem_of_stages(plan.stages, plan.links, placement, microbatches)
+    caps = activation_caps(
+        plan.stages,
+        placement,
+        microbatches,
+        plan.options.caps(plan.ranks),
+        plan.allocator,
+        highest=True,
+    )
+    return add_transfers(problem, named_schedule(name, replace(problem, caps=caps)))
 
 
 def schedule_plan(

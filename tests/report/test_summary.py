@@ -10,6 +10,7 @@ from pytest_regressions.file_regression import FileRegressionFixture
 from pipecompile.ir.duration import time_with_unit
 from pipecompile.ir.links import FREE
 from pipecompile.ir.plan import Faster, Plan, Provenance
+from pipecompile.ir.robustness import NoisyStep, Robustness
 from pipecompile.ir.stage import EncodedNodes
 from pipecompile.report.summary import summary
 from pipecompile.report.tables import terminal_table
@@ -49,6 +50,35 @@ def test_without_a_cap_and_without_recompute_nothing_is_said_of_them(
     text = summary(make_plan(memory_bytes=None))
     assert "no cap" in text
     assert not any(word in text for word in (" cap ", "recomputed", "regions"))
+
+
+def test_noise_shows_this_plan_and_the_fastest(make_plan: MakePlan) -> None:
+    plan = make_plan()
+    assert "noise" not in summary(plan)
+    chosen = NoisyStep(
+        nominal_ns=plan.prediction.step_ns,
+        p90_ns=plan.prediction.step_ns + 50_000_000,
+        regret_ns=1_500_000,
+    )
+    fastest = msgspec.structs.replace(
+        chosen, nominal_ns=plan.prediction.step_ns - 1_000_000, regret_ns=2_500_000
+    )
+    robustness = Robustness(
+        noise=0.05, draws=200, seed=0, candidates=3, chosen=chosen, fastest=fastest
+    )
+    options = msgspec.structs.replace(plan.options, noise=0.05)
+    noisy = msgspec.structs.replace(plan, options=options, robustness=robustness)
+    lines = summary(noisy).splitlines()
+    first = next(index for index, line in enumerate(lines) if line.startswith("  noise"))
+    assert lines[first : first + 3] == [
+        "  noise      5%: least regret of 3 plans within 2 % of the shortest step",
+        "             step 92.6 ms, 90th percentile 142.6 ms, regret 1.5 ms",
+        "             fastest plan: step 91.6 ms, 90th percentile 142.6 ms, regret 2.5 ms",
+    ]
+    same = msgspec.structs.replace(robustness, candidates=1, fastest=chosen)
+    alone = summary(msgspec.structs.replace(noisy, robustness=same))
+    assert "5%: the only plan within 2 % of the shortest step\n" in alone
+    assert "the fastest:" not in alone
 
 
 def test_encodings_are_named_with_their_time(make_plan: MakePlan) -> None:

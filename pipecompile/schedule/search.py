@@ -69,13 +69,12 @@ def search(
     InfeasibleError names the rank that cannot hold one microbatch alone.
     """
     named = tuple(simulate_named(problem, objective))
-    _check_that_any_order_fits(problem)
+    instances = _fitting_instances(problem)
     bound_ns = order_lower_bound(problem, objective)
     best = best_named(named)
     candidates = [] if best is None else [(best.value_ns, best.schedule)]
     # A named order that meets the bound cannot be improved.
     if best is None or best.value_ns > bound_ns:
-        instances = list(_instances(problem))
         # Whole seconds, so that it is zero except for large problems.
         spent = len(named) * instances[0].operation_count * LOOKS_PER_NAMED // OPERATIONS_PER_SECOND
         left_seconds = max(seconds / 2, seconds - spent)
@@ -124,18 +123,21 @@ def _is_within_caps(problem: PlacedProblem, timeline: Timeline) -> bool:
     )
 
 
-def _check_that_any_order_fits(problem: PlacedProblem) -> None:
-    """Raise InfeasibleError if one microbatch alone exceeds a cap.
+def _fitting_instances(problem: PlacedProblem) -> list[ScheduleInstance]:
+    """Return the instances to search in which some order fits.
 
-    On its way back a microbatch holds all its stages on a rank.
+    InfeasibleError if one microbatch alone exceeds a cap in each of them. On its way back a
+    microbatch holds all its stages on a rank.
     """
-    if problem.caps is None:
-        return
-    # For one microbatch alone it makes no difference whether backwards are split.
-    instance = ScheduleInstance(problem, tuple(costs.can_split for costs in problem.costs))
-    if serial_order(instance) is not None:
-        return
-    peaks = [single_microbatch_peak(instance, rank) for rank in range(problem.ranks)]
+    fitting = [each for each in _instances(problem) if serial_order(each) is not None]
+    # Whole backwards may fit where input backwards, which leave more than they find, do not.
+    whole = ScheduleInstance(problem, (False,) * problem.stages)
+    if not fitting and serial_order(whole) is not None:
+        fitting = [whole]
+    if fitting:
+        return fitting
+    assert problem.caps is not None, "without caps every order fits"
+    peaks = [single_microbatch_peak(whole, rank) for rank in range(problem.ranks)]
     rank = next(rank for rank, cap in enumerate(problem.caps) if peaks[rank] > cap)
     raise InfeasibleError(
         f"no order fits: one microbatch alone holds {size_text(peaks[rank])} on rank {rank}, "

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
+from pipecompile.api.open_choices import OpenChoices
 from pipecompile.api.recompute import recompute_planner
 from pipecompile.errors import InfeasibleError, InputError
 from pipecompile.ir.amount import AllocatorName
@@ -70,8 +71,9 @@ def draft(
 
     `microbatch_shapes` are those of the model's input tensors. Links default to free ones, because
     what a transfer costs is not known before it is measured. `assignment` is a feasible cut (node
-    to stage) that is to be kept. Where the options leave the placement open, the plan with the
-    shortest step is returned. InputError if a KV cache is asked for, and no attention is known.
+    to stage) that is to be kept. Of what the options leave open, the placement, the order and what
+    is recomputed, the plan with the shortest step is returned. InputError if a KV cache is asked
+    for, and no attention is known.
     """
     graph = planned_graph(graph, options)
     origin = Origin(
@@ -83,9 +85,9 @@ def draft(
     # A placement on which nothing fits is no failure as long as another one has a plan.
     plans, refusals = [], []
     for placement in placements(options):
+        drafter = _PlacementDrafter(graph, placement, links, origin, assignment)
         try:
-            planner = recompute_planner(graph, fixed, placement, settled=True)
-            plans.append(_plan_on_placement(planner, links, origin, assignment))
+            plans.append(OpenChoices(graph, fixed, placement, drafter).shortest())
         except InfeasibleError as error:
             refusals.append(error)
     if not plans:
@@ -128,11 +130,52 @@ class Origin(NamedTuple):
     microbatch_shapes: tuple[tuple[int, ...], ...]
 
 
-def _plan_on_placement(
+@dataclass(frozen=True)
+class _PlacementDrafter:
+    """What makes plans on one placement, with a cut that is given or found."""
+
+    graph: CostGraph
+    placement: tuple[int, ...]
+    links: Links
+    origin: Origin
+    assignment: Mapping[str, int] | None
+
+    def planned(self, options: Options, *, explained: bool) -> Plan:
+        """Return the plan of the best cut, or of the given one."""
+        planner = self._planner(options)
+        return _plan_of_cut(planner, self.links, self.origin, self.assignment, explained=explained)
+
+    def with_stages(self, plan: Plan, options: Options) -> Plan:
+        """Return the plan with what its stages recompute, and their order, chosen by `options`."""
+        result = scheduled(self._planner(options), self.links, plan.assignment)
+        return _with_result(plan, options, result)
+
+    def with_order(self, plan: Plan, options: Options) -> Plan:
+        """Return the plan with the order of its stages chosen by `options`."""
+        result = _ordered(options, plan.stages, self.links, self.placement, plan.allocator)
+        return _with_result(plan, options, result)
+
+    def adopted(self, plan: Plan, options: Options, own: Plan | None) -> Plan:
+        """Return the plan of any choice as the plan of `options`; `own` is that of their cut."""
+        from pipecompile.api.partition import search_of
+        from pipecompile.api.partition_problem import problem_of
+
+        problem = problem_of(self.graph, options, self.links, self.placement)
+        search = search_of(plan, options, problem, own.search if own else None)
+        step_ns = plan.prediction.step_ns
+        return msgspec.structs.replace(plan, options=options, search=_with_step(search, step_ns))
+
+    def _planner(self, options: Options) -> RecomputePlanner:
+        return recompute_planner(self.graph, options, self.placement, settled=True)
+
+
+def _plan_of_cut(
     planner: RecomputePlanner,
     links: Links,
     origin: Origin,
     assignment: Mapping[str, int] | None,
+    *,
+    explained: bool,
 ) -> Plan:
     """Return the plan whose stages lie on the ranks of the planner's placement."""
     # Imported here: solvers need numpy and networkx, which reading and checking a plan does not.
@@ -140,7 +183,7 @@ def _plan_on_placement(
     from pipecompile.api.partition_problem import problem_of
 
     graph, options = planner.graph, planner.options
-    partition = cut(planner, links, assignment)
+    partition = cut(planner, links, assignment, explained=explained)
     result = scheduled(planner, links, partition.assignment)
     if result.recomputes_while_waiting:
         # The cut was scored with regions, which take other times than whole stages.
@@ -232,14 +275,38 @@ def _schedule(
     assignment: Mapping[str, int],
     memory: MemoryOfRanks,
 ) -> Scheduled:
-    graph, options = planner.graph, planner.options
+    graph, options, placement = planner.graph, planner.options, planner.view.placement
     stages = stages_of(graph, assignment, planner)
-    schedule, ordering = schedule_plan(
-        options, stages, links, planner.view.placement, graph.allocator
-    )
+    result = _ordered(options, stages, links, placement, graph.allocator, memory)
+    return result._replace(recomputes_while_waiting=planner.waiting)
+
+
+def _ordered(
+    options: Options,
+    stages: tuple[Stage, ...],
+    links: Links,
+    placement: Sequence[int],
+    allocator: AllocatorName,
+    memory: MemoryOfRanks = memory_by_rank,
+) -> Scheduled:
+    """Return these stages in the order that the options ask for."""
+    schedule, ordering = schedule_plan(options, stages, links, placement, allocator)
     caps = options.caps(schedule.ranks)
-    prediction = predicted(stages, schedule, links, caps, graph.allocator, memory)
-    return Scheduled(stages, schedule, ordering, prediction, planner.waiting)
+    prediction = predicted(stages, schedule, links, caps, allocator, memory)
+    return Scheduled(stages, schedule, ordering, prediction, False)
+
+
+def _with_result(plan: Plan, options: Options, result: Scheduled) -> Plan:
+    """Return the plan with other stages of the same cut, or another order of them."""
+    return msgspec.structs.replace(
+        plan,
+        options=options,
+        stages=result.stages,
+        schedule=result.schedule,
+        ordering=result.ordering,
+        prediction=result.prediction,
+        search=_with_step(plan.search, result.prediction.step_ns),
+    )
 
 
 def _with_step(search: Search, step_ns: int) -> Search:

@@ -17,7 +17,7 @@ from pipecompile.schedule.instance import ScheduleInstance
 from pipecompile.schedule.lower_bound import lower_bound
 from pipecompile.schedule.named_orders import SPLIT, fitting_names, generate
 from pipecompile.schedule.order_search import OPERATIONS_PER_SECOND, OrderSearch
-from pipecompile.schedule.problem import PlacedProblem
+from pipecompile.schedule.problem import PlacedProblem, StageCosts
 from pipecompile.schedule.recompute import add_recomputes, move_recomputes
 from pipecompile.schedule.serial_order import serial_order, single_microbatch_peak
 from pipecompile.schedule.simulator import simulate
@@ -150,10 +150,11 @@ def _cheapest_instance(problem: PlacedProblem) -> ScheduleInstance:
     """Return an instance whose backwards take no longer than either whole or in halves.
 
     A lower bound for it holds for all orders, whichever backwards they split. With halves of 4 and
-    5 ns and a full backward of 8 ns, the halves are taken as 4 and 4 ns.
+    5 ns and a full backward of 8 ns, the halves are taken as 4 and 4 ns. A stage that does not
+    recompute all microbatches is taken as if it recomputed none, and kept the less for it.
     """
     costs = []
-    for stage in problem.costs:
+    for stage in map(_cheapest_recompute, problem.costs):
         whole_ns = min(stage.backward_input_ns + stage.backward_weight_ns, stage.backward_ns)
         input_ns = min(stage.backward_input_ns, stage.backward_ns)
         costs.append(
@@ -161,6 +162,21 @@ def _cheapest_instance(problem: PlacedProblem) -> ScheduleInstance:
         )
     split = tuple(stage.can_split for stage in problem.costs)
     return ScheduleInstance(replace(problem, costs=tuple(costs)), split)
+
+
+def _cheapest_recompute(stage: StageCosts) -> StageCosts:
+    if not (stage.recompute and stage.except_last):
+        return stage
+    kept = min(stage.kept_bytes, stage.recomputed_bytes)
+    return replace(
+        stage,
+        recompute=False,
+        except_last=False,
+        recompute_ns=0,
+        kept_bytes=kept,
+        recomputed_bytes=0,
+        between_bytes=min(kept, stage.between_bytes),
+    )
 
 
 def _instances(problem: PlacedProblem) -> Iterator[ScheduleInstance]:

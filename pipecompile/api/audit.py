@@ -176,7 +176,7 @@ def _plan(
             else:
                 problem = problem_of(graph, options, links, placement)
                 best = Partition.of(problem, assignment, method="layout", bound=0)
-            partition = with_memory_time(planner, problem, best.assignment, best)
+            partition = with_memory_time(planner, problem, best.assignment, best.search)
             result = scheduled(planner, links, best.assignment, most_by_rank)
             plans.append(assembled(planner, links, origin, partition, result))
         except InfeasibleError as error:

@@ -28,7 +28,7 @@ from pipecompile.ir.share import parse_share
 from pipecompile.ir.size import parse_caps
 from pipecompile.layouts.layout import Layout
 from pipecompile.layouts.reading import layout_text, read_layout
-from pipecompile.schedule.named_orders import MAY_SPLIT, required_placement
+from pipecompile.schedule.named_orders import SPLIT, required_placement
 from pipecompile.schedule.selection import placements
 
 __all__ = ["Choices", "check_names", "check_together", "requested_options", "unknown_costs"]
@@ -268,16 +268,11 @@ def check_together(options: Options) -> None:
     placement = placements(options)[0]
     # For its error: a list of caps must have one for each rank.
     options.caps(max(placement) + 1)
-    if options.recompute in ("block", "sqrt") and options.schedule in MAY_SPLIT:
+    if options.recompute in ("block", "sqrt") and options.schedule in SPLIT:
         raise InputError(
             f"recompute={options.recompute!r} is not possible under schedule {options.schedule!r}, "
             "whose backwards may be split: a stage then recomputes as a whole or not at all; "
             "choose auto or stage"
-        )
-    if options.recompute == "except-last" and options.schedule == "search":
-        raise InputError(
-            "recompute='except-last' is not possible under schedule 'search', which treats all "
-            "microbatches alike; choose stage, or a named schedule"
         )
     _check_inference(options)
     if options.sharded and options.replicas == 1:
@@ -326,7 +321,7 @@ def _check_encodings(options: Options, placement: Sequence[int]) -> None:
             "encodings are chosen for ranks of one stage each; leave them out, or have one stage a "
             "rank"
         )
-    if options.schedule in MAY_SPLIT:
+    if options.schedule in SPLIT:
         raise InputError(
             f"encodings are not planned under schedule {options.schedule!r}, whose backwards may "
             "be split; leave them out, or choose another schedule"

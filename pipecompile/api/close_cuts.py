@@ -14,6 +14,7 @@ import msgspec
 from pipecompile.api.partition import SHORT_SECONDS, other_objectives, with_memory_time
 from pipecompile.api.partition_problem import problem_of
 from pipecompile.ir.links import Links
+from pipecompile.ir.plan import Plan, Search
 from pipecompile.ir.robustness import is_close
 from pipecompile.partition.alternatives import alternative_cuts
 from pipecompile.partition.edge_moves import edge_parts, loads_after, moved
@@ -26,10 +27,8 @@ __all__ = ["close_cuts"]
 MOST_CUTS = 8  # each is scheduled and its memory counted, which a search makes slow
 
 
-def close_cuts(
-    planner: RecomputePlanner, links: Links, partition: Partition
-) -> Iterator[Partition]:
-    """Yield cuts beside that of `partition`, shortest simulated step first and at most eight.
+def close_cuts(planner: RecomputePlanner, links: Links, plan: Plan) -> Iterator[Partition]:
+    """Yield cuts beside that of `plan`, shortest simulated step first and at most eight.
 
     They are the cuts of the other objectives, and those in which the least that takes any time lies
     beyond one boundary. A step is that of the named schedule by which cuts are judged, and within
@@ -37,16 +36,16 @@ def close_cuts(
     """
     problem = problem_of(planner.graph, planner.options, links, planner.view.placement)
     assert problem.step_ns is not None
-    own_ns = problem.step_ns(partition.assignment)
+    own_ns = problem.step_ns(plan.assignment)
     found: list[tuple[int, Mapping[str, int]]] = []
-    for assignment in _other_cuts(planner, problem, partition.assignment):
-        if all(assignment != known for known in (partition.assignment, *(cut for _, cut in found))):
+    for assignment in _other_cuts(planner, problem, plan.assignment):
+        if all(assignment != known for known in (plan.assignment, *(cut for _, cut in found))):
             found.append((problem.step_ns(assignment), assignment))
     found.sort(key=lambda cut: cut[0])
     shortest_ns = min([own_ns, *(step_ns for step_ns, _ in found)])
     for step_ns, assignment in found[:MOST_CUTS]:
         if is_close(step_ns, shortest_ns):
-            yield _scored(planner, problem, assignment, partition)
+            yield _scored(planner, problem, assignment, plan.search)
 
 
 def _other_cuts(
@@ -66,9 +65,9 @@ def _scored(
     planner: RecomputePlanner,
     problem: PartitionProblem,
     assignment: Mapping[str, int],
-    partition: Partition,
+    search: Search,
 ) -> Partition:
-    scored = with_memory_time(planner, problem, assignment, partition)
+    scored = with_memory_time(planner, problem, assignment, search)
     # The hint about a faster objective is about the problem, and not about one cut of it.
-    search = msgspec.structs.replace(scored.search, faster=partition.search.faster)
-    return replace(scored, search=search)
+    named = msgspec.structs.replace(scored.search, faster=search.faster)
+    return replace(scored, search=named)

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
+from pipecompile.api.open_choices import OpenChoices
 from pipecompile.api.recompute import recompute_planner
 from pipecompile.errors import InfeasibleError, InputError
 from pipecompile.ir.amount import AllocatorName
@@ -73,9 +74,10 @@ def draft(
 
     `microbatch_shapes` are those of the model's input tensors. Links default to free ones, because
     what a transfer costs is not known before it is measured. `assignment` is a feasible cut (node
-    to stage) that is to be kept. Where the options leave the placement open, the plan with the
-    shortest step is returned; under noise, of plans that are about as fast, the one of least
-    regret. InputError if a KV cache is asked for, and no attention is known.
+    to stage) that is to be kept. Of what the options leave open, the placement, the order and what
+    is recomputed, the plan with the shortest step is returned; under noise, of plans that are about
+    as fast, the one of least regret. InputError if a KV cache is asked for, and no attention is
+    known.
     """
     graph = planned_graph(graph, options)
     origin = Origin(
@@ -88,9 +90,9 @@ def draft(
     plans: list[Plan] = []
     refusals: list[InfeasibleError] = []
     for placement in placements(options):
+        drafter = _PlacementDrafter(graph, placement, links, origin, assignment)
         try:
-            planner = recompute_planner(graph, fixed, placement, settled=True)
-            plans += _plans_on_placement(planner, links, origin, assignment)
+            plans += _plans_on_placement(drafter, fixed)
         except InfeasibleError as error:
             refusals.append(error)
     if not plans:
@@ -149,36 +151,76 @@ def node_times(graph: CostGraph) -> dict[str, int]:
     return {node.name: node.forward_ns + node.backward_ns for node in graph.nodes}
 
 
-def _plans_on_placement(
-    planner: RecomputePlanner,
-    links: Links,
-    origin: Origin,
-    assignment: Mapping[str, int] | None,
-) -> Iterator[Plan]:
-    """Yield the plan whose stages lie on the ranks of the planner's placement; under noise others
-    too that may be about as fast: other orders, and other cuts unless an assignment is given.
-    """
-    # Imported here: solvers need numpy and networkx, which reading and checking a plan does not.
-    from pipecompile.api.partition import cut
+@dataclass(frozen=True)
+class _PlacementDrafter:
+    """What makes plans on one placement, with a cut that is given or found."""
 
-    partition = cut(planner, links, assignment)
-    plan = _plan_of_cut(planner, links, origin, partition)
-    yield plan
-    if planner.options.noise is None:
-        return
-    yield from _other_orders(plan)
-    if assignment is None:
+    graph: CostGraph
+    placement: tuple[int, ...]
+    links: Links
+    origin: Origin
+    assignment: Mapping[str, int] | None
+
+    def planned(self, options: Options, *, explained: bool) -> Plan:
+        """Return the plan of the best cut, or of the given one."""
+        # Solvers need numpy and networkx, which reading and checking a plan does not.
+        from pipecompile.api.partition import cut
+
+        planner = self._planner(options)
+        partition = cut(planner, self.links, self.assignment, explained=explained)
+        return _plan_of_cut(planner, self.links, self.origin, partition)
+
+    def with_stages(self, plan: Plan, options: Options) -> Plan:
+        """Return the plan with what its stages recompute, and their order, chosen by `options`."""
+        result = scheduled(self._planner(options), self.links, plan.assignment)
+        return _with_result(plan, options, result)
+
+    def with_order(self, plan: Plan, options: Options) -> Plan:
+        """Return the plan with the order of its stages chosen by `options`."""
+        result = _ordered(options, plan.stages, self.links, self.placement, plan.allocator)
+        return _with_result(plan, options, result)
+
+    def adopted(self, plan: Plan, options: Options, own: Plan | None) -> Plan:
+        """Return the plan of any choice as the plan of `options`; `own` is that of their cut."""
+        from pipecompile.api.partition import search_of
+        from pipecompile.api.partition_problem import problem_of
+
+        problem = problem_of(self.graph, options, self.links, self.placement)
+        search = search_of(plan, options, problem, own.search if own else None)
+        step_ns = plan.prediction.step_ns
+        return msgspec.structs.replace(plan, options=options, search=_with_step(search, step_ns))
+
+    def with_close_cuts(self, plan: Plan) -> Iterator[Plan]:
+        """Yield plans with other cuts that are about as fast; none if the cut was given."""
+        if self.assignment is not None:
+            return
         from pipecompile.api.close_cuts import close_cuts
 
-        for close in close_cuts(planner, links, partition):
+        planner = self._planner(plan.options)
+        for close in close_cuts(planner, self.links, plan):
             # The cut fits by what is known before the order is; the whole may not.
             with suppress(InfeasibleError):
-                yield _plan_of_cut(planner, links, origin, close)
+                yield _plan_of_cut(planner, self.links, self.origin, close)
+
+    def _planner(self, options: Options) -> RecomputePlanner:
+        return recompute_planner(self.graph, options, self.placement, settled=True)
+
+
+def _plans_on_placement(drafter: _PlacementDrafter, options: Options) -> Iterator[Plan]:
+    """Yield the plan with the shortest step on a placement; under noise others too that may be
+    about as fast: other orders and other cuts.
+    """
+    plan = OpenChoices(drafter.graph, options, drafter.placement, drafter).shortest()
+    yield plan
+    if options.noise is not None:
+        yield from _other_orders(plan)
+        yield from drafter.with_close_cuts(plan)
 
 
 def _plan_of_cut(
     planner: RecomputePlanner, links: Links, origin: Origin, partition: Partition
 ) -> Plan:
+    """Return the plan whose stages lie on the ranks of the planner's placement."""
     from pipecompile.api.partition import with_memory_time
     from pipecompile.api.partition_problem import problem_of
 
@@ -187,7 +229,7 @@ def _plan_of_cut(
         # The cut was scored with regions, which take other times than whole stages.
         problem = problem_of(planner.graph, planner.options, links, planner.view.placement)
         while_waiting = _while_waiting(planner)
-        partition = with_memory_time(while_waiting, problem, partition.assignment, partition)
+        partition = with_memory_time(while_waiting, problem, partition.assignment, partition.search)
     return assembled(planner, links, origin, partition, result)
 
 
@@ -298,14 +340,38 @@ def _schedule(
     assignment: Mapping[str, int],
     memory: MemoryOfRanks,
 ) -> Scheduled:
-    graph, options = planner.graph, planner.options
+    graph, options, placement = planner.graph, planner.options, planner.view.placement
     stages = stages_of(graph, assignment, planner)
-    schedule, ordering = schedule_plan(
-        options, stages, links, planner.view.placement, graph.allocator
-    )
+    result = _ordered(options, stages, links, placement, graph.allocator, memory)
+    return result._replace(recomputes_while_waiting=planner.waiting)
+
+
+def _ordered(
+    options: Options,
+    stages: tuple[Stage, ...],
+    links: Links,
+    placement: Sequence[int],
+    allocator: AllocatorName,
+    memory: MemoryOfRanks = memory_by_rank,
+) -> Scheduled:
+    """Return these stages in the order that the options ask for."""
+    schedule, ordering = schedule_plan(options, stages, links, placement, allocator)
     caps = options.caps(schedule.ranks)
-    prediction = predicted(stages, schedule, links, caps, graph.allocator, memory)
-    return Scheduled(stages, schedule, ordering, prediction, planner.waiting)
+    prediction = predicted(stages, schedule, links, caps, allocator, memory)
+    return Scheduled(stages, schedule, ordering, prediction, False)
+
+
+def _with_result(plan: Plan, options: Options, result: Scheduled) -> Plan:
+    """Return the plan with other stages of the same cut, or another order of them."""
+    return msgspec.structs.replace(
+        plan,
+        options=options,
+        stages=result.stages,
+        schedule=result.schedule,
+        ordering=result.ordering,
+        prediction=result.prediction,
+        search=_with_step(plan.search, result.prediction.step_ns),
+    )
 
 
 def _with_step(search: Search, step_ns: int) -> Search:

@@ -24,47 +24,93 @@ from pipecompile.errors import InfeasibleError, PipecompileError
 from pipecompile.ir.footprint import Footprint
 from pipecompile.ir.graph import CostGraph
 from pipecompile.ir.links import Links
-from pipecompile.ir.plan import Options, Search
+from pipecompile.ir.plan import Faster, Options, Plan, Search
+from pipecompile.ir.stage import Stage
 from pipecompile.partition.alternatives import fastest_alternative
 from pipecompile.partition.cap_correction import corrected_cut
-from pipecompile.partition.objective import stage_loads
+from pipecompile.partition.objective import lower_bound, stage_loads
 from pipecompile.partition.problem import OBJECTIVES, PartitionProblem
 from pipecompile.partition.result import Partition
 from pipecompile.partition.solver import solve
 from pipecompile.recompute.planner import RecomputePlanner
 from pipecompile.recompute.stages import stages_of
 
-__all__ = ["SHORT_SECONDS", "best_cut", "cut", "other_objectives", "with_memory_time"]
+__all__ = [
+    "SHORT_SECONDS",
+    "best_cut",
+    "cut",
+    "other_objectives",
+    "search_of",
+    "with_memory_time",
+]
 
 SHORT_SECONDS = 0.5  # of work on each other objective, and on each change that might make a cut fit
 SUGGESTIONS = 2
 
 
 def cut(
-    planner: RecomputePlanner, links: Links, assignment: Mapping[str, int] | None = None
+    planner: RecomputePlanner,
+    links: Links,
+    assignment: Mapping[str, int] | None = None,
+    *,
+    explained: bool = True,
 ) -> Partition:
     """Return the cut of a plan, its values by all objectives, and a faster objective if any.
 
     Its stages recompute what `planner` chooses. With `assignment` the cut is that one, and the best
     cut that is found only bounds it. Raise InfeasibleError if a constraint cannot be met; it says
-    which one, and what would fit.
+    which one, and what would fit. What is not `explained` has neither that nor a faster objective.
     """
-    options = planner.options
-    problem, best = best_cut(planner.graph, options, links, planner.view.placement)
+    options, placement = planner.options, planner.view.placement
+    if assignment is not None and not explained:
+        problem = problem_of(planner.graph, options, links, placement)
+        best = Partition.of(problem, assignment, method="given", bound=0)
+    else:
+        problem, best = best_cut(planner.graph, options, links, placement, explained=explained)
     # `planner` is settled: it searches longer than the planner by which cuts were compared.
-    partition = with_memory_time(planner, problem, assignment or best.assignment, best)
+    partition = with_memory_time(planner, problem, assignment or best.assignment, best.search)
     assert problem.step_ns is not None
     step_ns = problem.step_ns(partition.assignment)
-    # A hint for the user only, so it gets little work.
-    fastest = fastest_alternative(problem, other_objectives(options), seconds=SHORT_SECONDS)
     search = msgspec.structs.replace(
         partition.search,
         values={**partition.search.values, "step_ns": step_ns},
-        faster=fastest if fastest is not None and fastest.step_ns < step_ns else None,
+        faster=_faster_objective(options, problem, step_ns) if explained else None,
     )
     if options.is_inference:
         search = _for_inference(search, options.objective, problem, partition.assignment)
     return replace(partition, search=search)
+
+
+def _faster_objective(options: Options, problem: PartitionProblem, step_ns: int) -> Faster | None:
+    """Return an objective whose cut has a shorter step, if there is one."""
+    # A hint for the user only, so it gets little work.
+    fastest = fastest_alternative(problem, other_objectives(options), seconds=SHORT_SECONDS)
+    return fastest if fastest is not None and fastest.step_ns < step_ns else None
+
+
+def search_of(
+    plan: Plan, options: Options, problem: PartitionProblem, own: Search | None
+) -> Search:
+    """Return how good the cut of a plan is by the problem of `options`, and a faster objective.
+
+    The cut may be that of other options, whose bound does not hold. `own` is the search for a cut
+    by these, if there is a cut.
+    """
+    step_ns = plan.prediction.step_ns
+    faster = _faster_objective(options, problem, step_ns)
+    if own is plan.search:
+        return msgspec.structs.replace(own, faster=faster)
+    simulated = replace(problem, step_ns=lambda _: step_ns)
+    found = scored(options, simulated, plan.assignment, plan.stages, plan.search.method, 0).search
+    bound = min(found.value, max(lower_bound(problem), own.bound if own else 0))
+    return msgspec.structs.replace(
+        found,
+        bound=bound,
+        gap=(found.value - bound) / found.value if found.value else 0.0,
+        proven=found.value == bound,
+        values={**found.values, "step_ns": step_ns},
+        faster=faster,
+    )
 
 
 def _for_inference(
@@ -95,11 +141,17 @@ def _for_inference(
 
 
 def best_cut(
-    graph: CostGraph, options: Options, links: Links, placement: Sequence[int]
+    graph: CostGraph,
+    options: Options,
+    links: Links,
+    placement: Sequence[int],
+    *,
+    explained: bool = True,
 ) -> tuple[PartitionProblem, Partition]:
     """Return the problem of the options and its cut.
 
-    Raise InfeasibleError, with what would fit, if there is no cut.
+    Raise InfeasibleError if there is no cut. It says why, and what would fit, if that is to be
+    `explained`, which may take longer than the search.
 
     A searched schedule may hold fewer microbatches than the named one that represents it. If
     nothing fits by that, a cut will do that has room for one microbatch in each stage.
@@ -109,9 +161,13 @@ def best_cut(
         problem = problem_of(graph, options, links, placement, one_in_flight=one_in_flight)
         excess_bytes = partial(_excess_by_rank, planner, one_in_flight)
         try:
-            return problem, corrected_cut(problem, solve(problem), excess_bytes)
+            return problem, corrected_cut(
+                problem, solve(problem, explained=explained), excess_bytes
+            )
         except InfeasibleError as error:
             refusal = error
+    if not explained:
+        raise refusal
     raise InfeasibleError(f"{refusal}{_what_would_fit(graph, options, links)}")
 
 
@@ -143,21 +199,33 @@ def with_memory_time(
     planner: RecomputePlanner,
     problem: PartitionProblem,
     assignment: Mapping[str, int],
-    partition: Partition,
+    search: Search,
 ) -> Partition:
     """Return this assignment scored with the time that its stages take to fit their ranks.
 
-    Method and bound are those of `partition`.
+    Method and bound are those of `search`.
     """
+    options = planner.options
+    stages: Sequence[Stage] = ()
+    if may_pay_for_memory(options):
+        stages = stages_of(planner.graph, assignment, planner)
+    return scored(options, problem, assignment, stages, search.method, search.bound)
+
+
+def scored(
+    options: Options,
+    problem: PartitionProblem,
+    assignment: Mapping[str, int],
+    stages: Sequence[Stage],
+    method: str,
+    bound: int,
+) -> Partition:
+    """Return an assignment scored with the time that its `stages` take to fit their ranks."""
     extra_ns: dict[int, int] = {}
     # What `problem` has in its compute already would count twice.
-    if may_pay_for_memory(planner.options) and not has_recompute_in_compute(planner.options):
-        stages = stages_of(planner.graph, assignment, planner)
+    if not has_recompute_in_compute(options):
         extra_ns = {index: stage.extra_ns for index, stage in enumerate(stages)}
-    search = partition.search
-    return Partition.of(
-        problem, assignment, method=search.method, bound=search.bound, extra_ns=extra_ns
-    )
+    return Partition.of(problem, assignment, method=method, bound=bound, extra_ns=extra_ns)
 
 
 def other_objectives(options: Options) -> list[str]:

@@ -15,19 +15,18 @@ from pipecompile.ir.plan import (
     Plan,
     Recompute,
 )
-from pipecompile.ir.schedule import Schedule
+from pipecompile.ir.schedule import Kind, Schedule
 from pipecompile.ir.size import size_text
 from pipecompile.ir.stage import Stage
 from pipecompile.schedule.check import check_schedule
-from pipecompile.schedule.named_orders import MAY_SPLIT
 from pipecompile.schedule.problem import PlacedProblem
 from pipecompile.schedule.selection import (
-    named_schedule,
+    capped_problems,
     named_schedule_within,
     named_steps_and_bound,
     placements,
 )
-from pipecompile.schedule.stages import activation_caps, excess_bytes, problem_of_plan
+from pipecompile.schedule.stages import excess_bytes, problem_of_plan
 
 __all__ = ["findings"]
 
@@ -68,7 +67,7 @@ def _impossible_stages(plan: Plan) -> Iterator[Finding]:
     would.
     """
     for index, stage in enumerate(plan.stages):
-        if fault := _fault_of(stage, plan.options):
+        if fault := _fault_of(stage, plan.options) or _fault_of_order(index, plan):
             message = f"stage {index} {fault}: {EDITED}"
             yield Finding(code="stage", message=message, rank=plan.schedule.placement[index])
 
@@ -79,10 +78,6 @@ def _fault_of(stage: Stage, options: Options) -> str | None:
         return f"recomputes by {stage.recompute!r}, but recompute is {options.recompute!r}"
     if (stage.recompute == "regions") != bool(stage.regions):
         return f"recomputes by {stage.recompute!r}, but has {len(stage.regions)} regions"
-    if stage.recompute == "except-last" and options.schedule == "search":
-        return "recomputes by 'except-last', which is not possible under schedule 'search'"
-    if stage.regions and options.schedule in MAY_SPLIT:
-        return f"has regions, which are not possible under schedule {options.schedule!r}"
     if stage.recompute == "none" and stage.recompute_ns:
         return f"recomputes nothing, yet takes {stage.recompute_ns} ns for it"
     if stage.recompute_bound_ns > stage.extra_ns:
@@ -93,6 +88,19 @@ def _fault_of(stage: Stage, options: Options) -> str | None:
             f"encodes by {min(encodings - {*options.encodings})!r}, which the options do not allow"
         )
     return _misplaced_run(stage)
+
+
+def _fault_of_order(index: int, plan: Plan) -> str | None:
+    """Return why no such stage can have its actions; None if it can."""
+    stage, schedule = plan.stages[index], plan.schedule
+    if stage.recompute == "except-last" and schedule.name == "search":
+        return "recomputes by 'except-last', but a searched order treats all microbatches alike"
+    splits = any(
+        action.stage == index and action.kind is Kind.BACKWARD_INPUT for _, action in schedule
+    )
+    if splits and (stage.regions or stage.encoded_runs):
+        return "has regions or encoded runs, which are not possible where backwards are split"
+    return None
 
 
 def _misplaced_run(stage: Stage) -> str | None:
@@ -157,22 +165,14 @@ def _has_named_order(plan: Plan, problem: PlacedProblem) -> bool:
     name = plan.schedule.name
     if name == "search":
         return True
-    if plan.ordering is not None:
-        return (
-            named_schedule(name, _searched_problem(plan, problem)).compute == plan.schedule.compute
-        )
-    return named_schedule_within(name, problem, _excess(plan)).compute == plan.schedule.compute
+    order = named_schedule_within(name, *_capped_problems(plan, problem), _excess(plan))
+    return order.compute == plan.schedule.compute
 
 
-def _searched_problem(plan: Plan, problem: PlacedProblem) -> PlacedProblem:
-    """Return the problem that a search for the order of `plan` begins with."""
-    placement, caps = plan.schedule.placement, plan.options.caps(plan.ranks)
-    return replace(
-        problem,
-        caps=activation_caps(
-            plan.stages, placement, plan.microbatches, caps, plan.allocator, highest=True
-        ),
-    )
+def _capped_problems(plan: Plan, problem: PlacedProblem) -> tuple[PlacedProblem, PlacedProblem]:
+    """Return the problems under which the plan's order was chosen."""
+    caps = plan.options.caps(plan.ranks)
+    return capped_problems(problem, plan.stages, caps, plan.allocator)
 
 
 def _excess(plan: Plan) -> Callable[[Schedule], Sequence[int]]:
@@ -203,7 +203,7 @@ def _has_true_comparison(plan: Plan, ordering: Ordering, problem: PlacedProblem)
         steps_ns = [best]
     return (
         (ordering.named_ns, ordering.bound_ns)
-        == named_steps_and_bound(_searched_problem(plan, problem), _excess(plan))
+        == named_steps_and_bound(*_capped_problems(plan, problem), _excess(plan))
         and ordering.bound_ns <= ordering.searched_ns <= best
         and plan.prediction.step_ns in steps_ns
         and (ordering.is_in_plan or plan.schedule.name != "search")

@@ -17,7 +17,7 @@ from pipecompile.schedule.instance import ScheduleInstance
 from pipecompile.schedule.lower_bound import lower_bound
 from pipecompile.schedule.named_orders import SPLIT, fitting_names, generate
 from pipecompile.schedule.order_search import OPERATIONS_PER_SECOND, OrderSearch
-from pipecompile.schedule.problem import PlacedProblem
+from pipecompile.schedule.problem import PlacedProblem, StageCosts
 from pipecompile.schedule.recompute import add_recomputes, move_recomputes
 from pipecompile.schedule.serial_order import serial_order, single_microbatch_peak
 from pipecompile.schedule.simulator import simulate
@@ -69,13 +69,12 @@ def search(
     InfeasibleError names the rank that cannot hold one microbatch alone.
     """
     named = tuple(simulate_named(problem, objective))
-    _check_that_any_order_fits(problem)
+    instances = _fitting_instances(problem)
     bound_ns = order_lower_bound(problem, objective)
     best = best_named(named)
     candidates = [] if best is None else [(best.value_ns, best.schedule)]
     # A named order that meets the bound cannot be improved.
     if best is None or best.value_ns > bound_ns:
-        instances = list(_instances(problem))
         # Whole seconds, so that it is zero except for large problems.
         spent = len(named) * instances[0].operation_count * LOOKS_PER_NAMED // OPERATIONS_PER_SECOND
         left_seconds = max(seconds / 2, seconds - spent)
@@ -124,18 +123,21 @@ def _is_within_caps(problem: PlacedProblem, timeline: Timeline) -> bool:
     )
 
 
-def _check_that_any_order_fits(problem: PlacedProblem) -> None:
-    """Raise InfeasibleError if one microbatch alone exceeds a cap.
+def _fitting_instances(problem: PlacedProblem) -> list[ScheduleInstance]:
+    """Return the instances to search in which some order fits.
 
-    On its way back a microbatch holds all its stages on a rank.
+    InfeasibleError if one microbatch alone exceeds a cap in each of them. On its way back a
+    microbatch holds all its stages on a rank.
     """
-    if problem.caps is None:
-        return
-    # For one microbatch alone it makes no difference whether backwards are split.
-    instance = ScheduleInstance(problem, tuple(costs.can_split for costs in problem.costs))
-    if serial_order(instance) is not None:
-        return
-    peaks = [single_microbatch_peak(instance, rank) for rank in range(problem.ranks)]
+    fitting = [each for each in _instances(problem) if serial_order(each) is not None]
+    # Whole backwards may fit where input backwards, which leave more than they find, do not.
+    whole = ScheduleInstance(problem, (False,) * problem.stages)
+    if not fitting and serial_order(whole) is not None:
+        fitting = [whole]
+    if fitting:
+        return fitting
+    assert problem.caps is not None, "without caps every order fits"
+    peaks = [single_microbatch_peak(whole, rank) for rank in range(problem.ranks)]
     rank = next(rank for rank, cap in enumerate(problem.caps) if peaks[rank] > cap)
     raise InfeasibleError(
         f"no order fits: one microbatch alone holds {size_text(peaks[rank])} on rank {rank}, "
@@ -148,10 +150,11 @@ def _cheapest_instance(problem: PlacedProblem) -> ScheduleInstance:
     """Return an instance whose backwards take no longer than either whole or in halves.
 
     A lower bound for it holds for all orders, whichever backwards they split. With halves of 4 and
-    5 ns and a full backward of 8 ns, the halves are taken as 4 and 4 ns.
+    5 ns and a full backward of 8 ns, the halves are taken as 4 and 4 ns. A stage that does not
+    recompute all microbatches is taken as if it recomputed none, and kept the less for it.
     """
     costs = []
-    for stage in problem.costs:
+    for stage in map(_cheapest_recompute, problem.costs):
         whole_ns = min(stage.backward_input_ns + stage.backward_weight_ns, stage.backward_ns)
         input_ns = min(stage.backward_input_ns, stage.backward_ns)
         costs.append(
@@ -159,6 +162,21 @@ def _cheapest_instance(problem: PlacedProblem) -> ScheduleInstance:
         )
     split = tuple(stage.can_split for stage in problem.costs)
     return ScheduleInstance(replace(problem, costs=tuple(costs)), split)
+
+
+def _cheapest_recompute(stage: StageCosts) -> StageCosts:
+    if not (stage.recompute and stage.except_last):
+        return stage
+    kept = min(stage.kept_bytes, stage.recomputed_bytes)
+    return replace(
+        stage,
+        recompute=False,
+        except_last=False,
+        recompute_ns=0,
+        kept_bytes=kept,
+        recomputed_bytes=0,
+        between_bytes=min(kept, stage.between_bytes),
+    )
 
 
 def _instances(problem: PlacedProblem) -> Iterator[ScheduleInstance]:

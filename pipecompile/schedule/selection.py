@@ -32,6 +32,7 @@ from pipecompile.schedule.problem import PlacedProblem
 from pipecompile.schedule.receives import add_earliest_receives
 from pipecompile.schedule.recompute import add_recomputes
 from pipecompile.schedule.robustness import is_gain_robust
+from pipecompile.schedule.simulator import simulate
 from pipecompile.schedule.stages import activation_caps, excess_bytes, problem_of_stages
 from pipecompile.schedule.transfers import add_transfers
 
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
     from pipecompile.schedule.search import NamedResult, SearchResult
 
 __all__ = [
+    "capped_problems",
     "in_flight_counts",
     "named_order_of",
     "named_schedule",
@@ -180,16 +182,12 @@ def schedule_plan(
     def excess(schedule: Schedule) -> tuple[int, ...]:
         return excess_bytes(stages, schedule, caps, allocator)
 
-    sufficient = activation_caps(stages, placement, options.microbatches, caps, allocator)
-    safe = replace(problem, caps=sufficient)
+    highest, safe = capped_problems(problem, stages, caps, allocator)
     ordering = None
     if options.schedule == "search":
-        highest = activation_caps(
-            stages, placement, options.microbatches, caps, allocator, highest=True
-        )
-        compute, ordering = _searched(replace(problem, caps=highest), safe, excess)
+        compute, ordering = _searched(highest, safe, excess)
     else:
-        compute = named_schedule_within(options.schedule, safe, excess)
+        compute = named_schedule_within(options.schedule, highest, safe, excess)
     schedule = add_transfers(problem, compute)
     # `problem` has no caps: memory is judged by the memory model, in `excess`.
     violations = check_schedule(schedule, problem)
@@ -197,22 +195,47 @@ def schedule_plan(
     return schedule, ordering
 
 
-def named_schedule_within(name: str, problem: PlacedProblem, excess: Excess) -> Schedule:
+def capped_problems(
+    problem: PlacedProblem,
+    stages: Sequence[Stage],
+    caps: Sequence[int] | None,
+    allocator: AllocatorName,
+) -> tuple[PlacedProblem, PlacedProblem]:
+    """Return the problem of stages under two kinds of caps on activations.
+
+    No order that fits exceeds those of the first; every order within those of the second fits.
+    """
+    highest, safe = (
+        activation_caps(
+            stages, problem.placement, problem.microbatches, caps, allocator, highest=is_highest
+        )
+        for is_highest in (True, False)
+    )
+    return replace(problem, caps=highest), replace(problem, caps=safe)
+
+
+def named_schedule_within(
+    name: str, highest: PlacedProblem, safe: PlacedProblem, excess: Excess
+) -> Schedule:
     """Return the named order with each recompute as early as memory allows.
 
     Where that does not fit, each recompute is right before its backward; InfeasibleError if that
-    does not fit either.
+    does not fit either. The problems are those of `capped_problems`.
     """
+    problems = (highest, safe) if any(safe.recompute) else (safe,)
+    early = [named_schedule(name, problem) for problem in problems]
+    fitting = [schedule for schedule in early if not any(excess(schedule))]
+    if fitting:
+        return min(fitting, key=lambda schedule: simulate(safe, schedule).makespan_ns)
     late = generate(
         name,
-        problem.placement,
-        problem.microbatches,
-        problem.recompute,
-        except_last=[costs.except_last for costs in problem.costs],
+        safe.placement,
+        safe.microbatches,
+        safe.recompute,
+        except_last=[costs.except_last for costs in safe.costs],
     )
-    for schedule in (named_schedule(name, problem), late):
-        if not any(excess(schedule)):
-            return schedule
+    if not any(excess(late)):
+        return late
     over = ", ".join(
         f"rank {rank} by {size_text(size)}" for rank, size in enumerate(excess(late)) if size
     )
@@ -232,9 +255,11 @@ def _searched(
     # Imported here because it may need CP-SAT, which takes a while to load.
     from pipecompile.schedule.search import best_named, order_lower_bound
 
-    all_named = _named_results(problem, excess)
+    all_named = tuple(_named_results(problem, safe, excess))
     named = best_named(all_named)
-    results = _fitting_results(problem, safe, excess)
+    # A search treats all microbatches alike.
+    spares_last = any(costs.except_last for costs in problem.costs)
+    results = () if spares_last else _fitting_results(problem, safe, excess)
     result = min(results, key=lambda candidate: candidate.value_ns, default=None)
     chosen = _preferred(problem, result, named)
     ordering = Ordering(
@@ -295,23 +320,33 @@ def _fitting_results(
                 yield result
 
 
-def _named_results(problem: PlacedProblem, excess: Excess) -> tuple[NamedResult, ...]:
-    """Return the named orders of a placement; those fit whose ranks are within their memory."""
-    from pipecompile.schedule.search import simulate_named
+def _named_results(
+    highest: PlacedProblem, safe: PlacedProblem, excess: Excess
+) -> Iterator[NamedResult]:
+    """Yield the named orders of a placement whose ranks are within their memory."""
+    from pipecompile.schedule.search import NamedResult
 
-    results = simulate_named(problem, "makespan")
-    return tuple(replace(named, fits=not any(excess(named.schedule))) for named in results)
+    for name in fitting_names(safe.placement, safe.microbatches):
+        if name in SPLIT and not safe.can_split:
+            continue
+        with suppress(InfeasibleError):
+            schedule = named_schedule_within(name, highest, safe, excess)
+            timeline = simulate(safe, schedule)
+            yield NamedResult(schedule, timeline.makespan_ns, timeline.peak_bytes, fits=True)
 
 
-def named_steps_and_bound(problem: PlacedProblem, excess: Excess) -> tuple[dict[str, int], int]:
+def named_steps_and_bound(
+    highest: PlacedProblem, safe: PlacedProblem, excess: Excess
+) -> tuple[dict[str, int], int]:
     """Return the steps in ns of the named orders that fit, and the lower bound on all orders.
 
-    A searched plan states both.
+    A searched plan states both. The problems are those of `capped_problems`.
     """
     from pipecompile.schedule.search import order_lower_bound
 
-    return _steps_ns(_named_results(problem, excess)), order_lower_bound(problem, "makespan")
+    named = _named_results(highest, safe, excess)
+    return _steps_ns(named), order_lower_bound(highest, "makespan")
 
 
 def _steps_ns(results: Iterable[NamedResult]) -> dict[str, int]:
-    return {named.schedule.name: named.value_ns for named in results if named.fits}
+    return {named.schedule.name: named.value_ns for named in results}

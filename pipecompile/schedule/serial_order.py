@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from pipecompile.schedule.instance import (
-    BACKWARD,
-    FORWARD,
-    RECOMPUTE,
-    Rows,
-    ScheduleInstance,
-)
+from itertools import accumulate
+
+from pipecompile.schedule.instance import BACKWARD, FORWARD, Rows, ScheduleInstance
 
 __all__ = ["serial_order", "single_microbatch_peak"]
 
@@ -16,16 +12,25 @@ __all__ = ["serial_order", "single_microbatch_peak"]
 def single_microbatch_peak(instance: ScheduleInstance, rank: int) -> int:
     """Return the most bytes that one microbatch alone comes to hold on a rank, in any order.
 
-    While a stage recomputes, all other stages of the rank may be held, except those whose
+    While a stage goes back, all other stages of the rank may be held, except those whose
     backwards must come before.
     """
-    kept, recomputed = instance.task_bytes[FORWARD], instance.task_bytes[RECOMPUTE]
+    kept = instance.task_bytes[FORWARD]
     stages, reach = instance.stages_by_rank[rank], instance.gradient_reach
     peaks = []
     for stage in stages:
         held = [kept[other] for other in stages if not stage < other <= reach[stage]]
-        peaks.append(recomputed[stage] + sum(held))
+        peaks.append(_added_by_backward(instance, stage) + sum(held))
     return max(peaks, default=0)
+
+
+def _added_by_backward(instance: ScheduleInstance, stage: int) -> int:
+    """Return the most bytes that a stage takes from its recompute to the end of its backward.
+
+    An input backward may leave more than it finds, until the weight backward frees all.
+    """
+    changes = [instance.task_bytes[kind][stage] for kind in instance.kinds[stage][1:]]
+    return max(0, *accumulate(changes))
 
 
 def serial_order(instance: ScheduleInstance) -> Rows | None:
@@ -47,22 +52,23 @@ def serial_order(instance: ScheduleInstance) -> Rows | None:
 def _single_microbatch(instance: ScheduleInstance) -> list[tuple[int, int]] | None:
     """Return kinds and stages of one microbatch; None if no order fits.
 
-    Every backward comes as soon as there is memory for its recompute. With its weight backward it
-    frees at least what it takes, so no order can need it to come later.
+    Every backward comes as soon as there is memory for it and its recompute. With its weight
+    backward it frees at least what it takes, so no order can need it to come later.
     """
     problem, held = instance.problem, [0] * instance.problem.ranks
     steps: list[tuple[int, int]] = []
     next_forward, unfinished = 0, set(range(problem.stages))
 
-    def fits(kind: int, stage: int) -> bool:
+    def fits(stage: int, size: int) -> bool:
         rank = problem.placement[stage]
-        size = instance.task_bytes[kind][stage]
         return problem.caps is None or held[rank] + size <= problem.caps[rank]
 
     def can_go_back(stage: int) -> bool:
         inputs = instance.task_inputs[BACKWARD][stage]
         waits = any(source in unfinished for _, source, _ in inputs)
-        return stage in unfinished and not waits and fits(RECOMPUTE, stage)
+        return (
+            stage in unfinished and not waits and fits(stage, _added_by_backward(instance, stage))
+        )
 
     while unfinished:
         # The deepest stage that can go back does so; else the next forward runs.
@@ -70,7 +76,9 @@ def _single_microbatch(instance: ScheduleInstance) -> list[tuple[int, int]] | No
         if stage is not None:
             unfinished.remove(stage)
             kinds = instance.kinds[stage][1:]
-        elif next_forward < problem.stages and fits(FORWARD, next_forward):
+        elif next_forward < problem.stages and fits(
+            next_forward, instance.task_bytes[FORWARD][next_forward]
+        ):
             stage, kinds = next_forward, (FORWARD,)
             next_forward += 1
         else:

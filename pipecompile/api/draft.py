@@ -33,6 +33,7 @@ from pipecompile.ir.serialization import fingerprint
 from pipecompile.ir.stage import Stage
 from pipecompile.layouts.assignment import assignment_of
 from pipecompile.layouts.reading import read_layout
+from pipecompile.partition.cheap_nodes import with_cheap_nodes_copied
 from pipecompile.recompute.planner import RecomputePlanner
 from pipecompile.recompute.stages import owners_of, routes_of, stages_of
 from pipecompile.schedule.selection import placements, schedule_plan
@@ -73,12 +74,40 @@ def draft(
     to stage) that is to be kept. Where the options leave the placement open, the plan with the
     shortest step is returned. InputError if a KV cache is asked for, and no attention is known.
     """
-    graph = planned_graph(graph, options)
+    graph = planned_graph(graph, options, links)
     origin = Origin(
         Fingerprint(graph=graph_digest, costs=costs_digest(graph)),
         capture,
         tuple(tuple(shape) for shape in microbatch_shapes),
     )
+    try:
+        best = _shortest(graph, options, links, origin, assignment)
+    except InfeasibleError:
+        if not graph.copied:
+            raise
+        # Copies may take the last bytes of a rank that would only pass their values on.
+        plain = msgspec.structs.replace(graph, copied=())
+        best = _shortest(plain, options, links, origin, assignment)
+    # It was asked for by a layout, and not by the stage of each node.
+    return msgspec.structs.replace(best, options=options)
+
+
+class Origin(NamedTuple):
+    """What a plan is made for, and how the model became a graph."""
+
+    fingerprint: Fingerprint
+    capture: Provenance
+    microbatch_shapes: tuple[tuple[int, ...], ...]
+
+
+def _shortest(
+    graph: CostGraph,
+    options: Options,
+    links: Links,
+    origin: Origin,
+    assignment: Mapping[str, int] | None,
+) -> Plan:
+    """Return the plan with the shortest step of those on the placements that are possible."""
     fixed = _fixed_by_layout(graph, options)
     # A placement on which nothing fits is no failure as long as another one has a plan.
     plans, refusals = [], []
@@ -90,18 +119,18 @@ def draft(
             refusals.append(error)
     if not plans:
         raise refusals[0]
-    best = min(plans, key=lambda plan: plan.prediction.step_ns)
-    # It was asked for by a layout, and not by the stage of each node.
-    return msgspec.structs.replace(best, options=options)
+    return min(plans, key=lambda plan: plan.prediction.step_ns)
 
 
-def planned_graph(graph: CostGraph, options: Options) -> CostGraph:
-    """Return the graph that is cut: `graph`, or for inference its forward alone.
+def planned_graph(graph: CostGraph, options: Options, links: Links) -> CostGraph:
+    """Return the graph that is planned: `graph`, or for inference its forward alone, with its cheap
+    nodes copied.
 
     InputError if the options speak of a KV cache, and the graph has no attention that is known.
     """
+    # A layout says where nodes lie that nobody has thought of: only what a user pins is held.
     if not options.is_inference:
-        return graph
+        return with_cheap_nodes_copied(graph, options.k, links, options.pin)
     speaks_of_cache = options.kv_tokens is not None or options.kv_token_bytes is not None
     if speaks_of_cache and not any(node.kv_token_bytes for node in graph.nodes):
         raise InputError(
@@ -109,7 +138,8 @@ def planned_graph(graph: CostGraph, options: Options) -> CostGraph:
             "heads, tokens, width) was found in it; leave out kv_tokens and kv_token_bytes, and "
             "subtract the cache from memory"
         )
-    return forward_graph(graph, options.kv_token_bytes)
+    forward = forward_graph(graph, options.kv_token_bytes)
+    return with_cheap_nodes_copied(forward, options.k, links, options.pin)
 
 
 def _fixed_by_layout(graph: CostGraph, options: Options) -> Options:
@@ -120,14 +150,6 @@ def _fixed_by_layout(graph: CostGraph, options: Options) -> Options:
     return msgspec.structs.replace(options, pin=assignment_of(layout, graph, options.layers))
 
 
-class Origin(NamedTuple):
-    """What a plan is made for, and how the model became a graph."""
-
-    fingerprint: Fingerprint
-    capture: Provenance
-    microbatch_shapes: tuple[tuple[int, ...], ...]
-
-
 def _plan_on_placement(
     planner: RecomputePlanner,
     links: Links,
@@ -136,7 +158,7 @@ def _plan_on_placement(
 ) -> Plan:
     """Return the plan whose stages lie on the ranks of the planner's placement."""
     # Imported here: solvers need numpy and networkx, which reading and checking a plan does not.
-    from pipecompile.api.partition import cut, with_memory_time
+    from pipecompile.api.partition import cut, with_all_time
     from pipecompile.api.partition_problem import problem_of
 
     graph, options = planner.graph, planner.options
@@ -145,8 +167,9 @@ def _plan_on_placement(
     if result.recomputes_while_waiting:
         # The cut was scored with regions, which take other times than whole stages.
         problem = problem_of(graph, options, links, planner.view.placement)
-        while_waiting = _while_waiting(planner)
-        partition = with_memory_time(while_waiting, problem, partition.assignment, partition)
+        partition = with_all_time(
+            _while_waiting(planner), problem, links, partition.assignment, partition
+        )
     return assembled(planner, links, origin, partition, result)
 
 
@@ -159,6 +182,7 @@ def assembled(
 ) -> Plan:
     """Return the plan of a cut and of its schedule."""
     graph, options = planner.graph, planner.options
+    whole = planner.with_copies(partition.assignment).cut
     return Plan(
         fingerprint=origin.fingerprint,
         options=options,
@@ -173,7 +197,7 @@ def assembled(
         allocator=graph.allocator,
         time_unit=graph.time_unit,
         stages=result.stages,
-        routes=tuple(routes_of(graph, partition.assignment)),
+        routes=tuple(routes_of(whole.graph, whole.assignment)),
         parameters=tuple(owners_of(graph, result.stages)),
         schedule=result.schedule,
         prediction=result.prediction,
@@ -223,7 +247,7 @@ def scheduled(
 
 def _while_waiting(planner: RecomputePlanner) -> RecomputePlanner:
     """Return the planner for stages that recompute as a whole, while their ranks wait."""
-    return replace(planner, waiting=True, known={})
+    return replace(planner, waiting=True, known={}, expanded={})
 
 
 def _schedule(
@@ -282,7 +306,8 @@ def predicted(
 def costs_digest(graph: CostGraph) -> str:
     """Return the SHA-256 of the costs.
 
-    Source lines are left out, since they change without the model changing.
+    Source lines are left out, since they change without the model changing, and so are the copied
+    nodes, which follow from the costs and the options.
     """
     plain = tuple(msgspec.structs.replace(node, source="") for node in graph.nodes)
-    return fingerprint(msgspec.structs.replace(graph, nodes=plain))
+    return fingerprint(msgspec.structs.replace(graph, nodes=plain, copied=()))

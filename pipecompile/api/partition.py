@@ -16,6 +16,7 @@ import msgspec
 from pipecompile.api.partition_problem import (
     has_recompute_in_compute,
     may_pay_for_memory,
+    planned_step_ns,
     problem_of,
     rank_excess_bytes,
 )
@@ -34,7 +35,7 @@ from pipecompile.partition.solver import solve
 from pipecompile.recompute.planner import RecomputePlanner
 from pipecompile.recompute.stages import stages_of
 
-__all__ = ["best_cut", "cut", "with_memory_time"]
+__all__ = ["best_cut", "cut", "with_all_time"]
 
 SHORT_SECONDS = 0.5  # of work on each other objective, and on each change that might make a cut fit
 SUGGESTIONS = 2
@@ -52,9 +53,10 @@ def cut(
     options = planner.options
     problem, best = best_cut(planner.graph, options, links, planner.view.placement)
     # `planner` is settled: it searches longer than the planner by which cuts were compared.
-    partition = with_memory_time(planner, problem, assignment or best.assignment, best)
-    assert problem.step_ns is not None
-    step_ns = problem.step_ns(partition.assignment)
+    partition = with_all_time(planner, problem, links, assignment or best.assignment, best)
+    whole, _ = with_its_copies(planner, problem, links, partition.assignment)
+    assert whole.step_ns is not None
+    step_ns = whole.step_ns(partition.assignment)
     # A hint for the user only, so it gets little work.
     fastest = fastest_alternative(problem, _other_objectives(options), seconds=SHORT_SECONDS)
     search = msgspec.structs.replace(
@@ -63,28 +65,36 @@ def cut(
         faster=fastest if fastest is not None and fastest.step_ns < step_ns else None,
     )
     if options.is_inference:
-        search = _for_inference(search, options.objective, problem, partition.assignment)
+        search = _for_inference(search, options.objective, problem, whole, partition.assignment)
     return replace(partition, search=search)
 
 
 def _for_inference(
-    search: Search, objective: str, problem: PartitionProblem, assignment: Mapping[str, int]
+    search: Search,
+    objective: str,
+    problem: PartitionProblem,
+    whole: PartitionProblem,
+    assignment: Mapping[str, int],
 ) -> Search:
     """Return a search under the objective that was asked for, with the latency of its cut.
+
+    `whole` is the problem with the copies of the cut, which the bound knows nothing of.
 
     Both sides of a boundary pay for its transfers, and a microbatch waits for them once. So the
     latency is half of Σ load and all compute: with stages of 5 and 6 ns and a transfer of 2 ns in
     between, loads are 7 and 8 ns, and the latency is (15 + 11) / 2 = 13 ns.
     """
-    compute = sum(node.forward_ns for node in problem.graph.nodes)
-    loads = stage_loads(replace(problem, communication="relay"), assignment)
+    least, compute = (
+        sum(node.forward_ns for node in each.graph.nodes) for each in (problem, whole)
+    )
+    loads = stage_loads(replace(whole, communication="relay"), assignment)
     latency = (sum(loads) + compute) // 2
     search = msgspec.structs.replace(
         search, objective=objective, values={**search.values, "latency_ns": latency}
     )
     if objective != "latency":
         return search
-    bound = -(-(search.bound + compute) // 2)
+    bound = -(-(search.bound + least) // 2)
     return msgspec.structs.replace(
         search,
         value=latency,
@@ -107,11 +117,17 @@ def best_cut(
     planner = recompute_planner(graph, options, placement)
     for one_in_flight in (False, True) if options.schedule == "search" else (False,):
         problem = problem_of(graph, options, links, placement, one_in_flight=one_in_flight)
+        is_priced = problem.memory is not None and problem.memory.price is not None
         excess_bytes = partial(_excess_by_rank, planner, one_in_flight)
         try:
-            return problem, corrected_cut(problem, solve(problem), excess_bytes)
+            best = solve(problem)
+            if is_priced and not graph.copied:
+                return problem, best
+            return problem, corrected_cut(problem, best, excess_bytes)
         except InfeasibleError as error:
             refusal = error
+    if graph.copied:  # without copies there may be a cut
+        raise refusal
     raise InfeasibleError(f"{refusal}{_what_would_fit(graph, options, links)}")
 
 
@@ -139,25 +155,43 @@ def _excess_by_rank(
     ]
 
 
-def with_memory_time(
+def with_all_time(
     planner: RecomputePlanner,
     problem: PartitionProblem,
+    links: Links,
     assignment: Mapping[str, int],
     partition: Partition,
 ) -> Partition:
-    """Return this assignment scored with the time that its stages take to fit their ranks.
+    """Return this assignment scored with its copies, and with the time that its stages take to fit
+    their ranks.
 
     Method and bound are those of `partition`.
     """
+    whole, cut = with_its_copies(planner, problem, links, assignment)
     extra_ns: dict[int, int] = {}
     # What `problem` has in its compute already would count twice.
     if may_pay_for_memory(planner.options) and not has_recompute_in_compute(planner.options):
         stages = stages_of(planner.graph, assignment, planner)
         extra_ns = {index: stage.extra_ns for index, stage in enumerate(stages)}
     search = partition.search
-    return Partition.of(
-        problem, assignment, method=search.method, bound=search.bound, extra_ns=extra_ns
-    )
+    return Partition.of(whole, cut, method=search.method, bound=search.bound, extra_ns=extra_ns)
+
+
+def with_its_copies(
+    planner: RecomputePlanner,
+    problem: PartitionProblem,
+    links: Links,
+    assignment: Mapping[str, int],
+) -> tuple[PartitionProblem, Mapping[str, int]]:
+    """Return the problem with the copies of this cut as nodes of its graph, and the cut with them.
+
+    The search leaves copied nodes out. Here cuts are scored as they run.
+    """
+    if not planner.graph.copied:
+        return problem, assignment
+    copying, cut = planner.with_copies(assignment)
+    step_ns = partial(planned_step_ns, copying, links)
+    return replace(problem, graph=cut.graph, step_ns=step_ns), cut.assignment
 
 
 def _other_objectives(options: Options) -> list[str]:

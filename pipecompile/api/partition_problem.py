@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from fractions import Fraction
+from functools import partial
 from operator import attrgetter
 
 import msgspec
@@ -17,6 +18,7 @@ import msgspec
 from pipecompile.api.recompute import recompute_planner
 from pipecompile.errors import InfeasibleError, InputError
 from pipecompile.ir.amount import AllocatorName
+from pipecompile.ir.copied_nodes import without_copied
 from pipecompile.ir.footprint import Footprint
 from pipecompile.ir.graph import CostGraph
 from pipecompile.ir.links import Links
@@ -55,6 +57,7 @@ from pipecompile.schedule.stages import problem_of_stages
 __all__ = [
     "has_recompute_in_compute",
     "may_pay_for_memory",
+    "planned_step_ns",
     "problem_of",
     "rank_excess_bytes",
     "simulated_step_ns",
@@ -77,6 +80,7 @@ def problem_of(
 
     The stages are placed as given, or as the schedule has them. They hold as many microbatches
     between forward and backward as the schedule has in flight, or just one if `one_in_flight`.
+    Copied nodes are left out: times and bytes are lower bounds, which `with_all_time` completes.
     Raise InputError if the objective does not suit the schedule.
     """
     if options.objective == "step-time" and options.schedule == "forward-only":
@@ -85,6 +89,7 @@ def problem_of(
             "or latency"
         )
     placement = tuple(placement or placements(options)[0])
+    copied, graph = graph.copied_set, without_copied(graph)
     planner = recompute_planner(graph, options, placement)
     return PartitionProblem(
         graph,
@@ -96,14 +101,15 @@ def problem_of(
         placement=None if placement == tuple(range(options.k)) else placement,
         recompute=_recomputed_share(options),
         memory=_memory_constraint(planner, one_in_flight),
-        pin=options.pin,
+        # A layout has a stage for copied nodes too.
+        pin={name: stage for name, stage in options.pin.items() if name not in copied},
         # Only cuts whose pipeline sums gradients in the order of the unsplit model, bit for bit.
         precedence=tuple(gradient_sum_order(graph)),
         granularity=options.granularity,
         parameters_everywhere=options.parameters_everywhere,
         microbatches=options.microbatches,
         whole_backwards=options.schedule not in MAY_SPLIT,
-        step_ns=lambda assignment: _step_ns(planner, assignment, links),
+        step_ns=partial(planned_step_ns, planner, links),
     )
 
 
@@ -312,10 +318,11 @@ def simulated_step_ns(
     A searched schedule is represented by a named one.
     """
     planner = recompute_planner(graph, options, placements(options)[0])
-    return _step_ns(planner, assignment, links)
+    return planned_step_ns(planner, links, assignment)
 
 
-def _step_ns(planner: RecomputePlanner, assignment: Mapping[str, int], links: Links) -> int:
+def planned_step_ns(planner: RecomputePlanner, links: Links, assignment: Mapping[str, int]) -> int:
+    """Return the step of an assignment, in ns, with what the planner has its stages recompute."""
     options, placement = planner.options, planner.view.placement
     with_memory = may_pay_for_memory(options)  # else it does not change the times
     stages = stages_of(planner.graph, assignment, planner, with_memory=with_memory)

@@ -281,13 +281,17 @@ class Plan(FileValue, frozen=True, kw_only=True):
             )
 
     def _check_stages(self) -> None:
-        # A node in two stages would run twice for each microbatch.
-        names = [name for stage in self.stages for name in stage.nodes]
+        # A node in two stages runs twice for each microbatch, so it must be a copy.
+        names = [name for stage in self.stages for name in stage.own_nodes]
         _same("distinct nodes", len(set(names)), "nodes in all stages", len(names))
-        for stage in self.stages:
+        before: set[str] = set()
+        for index, stage in enumerate(self.stages):
+            if absent := set(stage.copies) - before:
+                raise ValueError(f"stage {index} copies {min(absent)}, which no earlier stage runs")
+            before.update(stage.own_nodes)
             if stage.module_runs:
                 counted_nodes = sum(run.nodes for run in stage.module_runs)
-                _same("nodes of the module runs", counted_nodes, "nodes", len(stage.nodes))
+                _same("nodes of the module runs", counted_nodes, "nodes", len(stage.own_nodes))
         # Also of what is only relayed: every tensor crosses one boundary at a time.
         for left, right in zip(self.stages, self.stages[1:], strict=False):
             if left.outputs != right.inputs:
@@ -310,8 +314,13 @@ class Plan(FileValue, frozen=True, kw_only=True):
 
     @property
     def assignment(self) -> dict[str, int]:
-        """The stage of each node."""
-        return {name: index for index, stage in enumerate(self.stages) for name in stage.nodes}
+        """The stage of each node: of one with copies the first."""
+        return {name: index for index, stage in enumerate(self.stages) for name in stage.own_nodes}
+
+    @property
+    def copied(self) -> frozenset[str]:
+        """The nodes that several stages run, each for itself."""
+        return frozenset(name for stage in self.stages for name in stage.copies)
 
     @property
     def regions(self) -> dict[int, tuple[tuple[str, ...], ...]]:

@@ -40,6 +40,8 @@ __all__ = [
 
 Granularity = Literal["operators", "modules", "blocks", "auto"]
 GRANULARITIES: tuple[Granularity, ...] = get_args(Granularity)
+Communication = Literal["relay", "overlap"]
+"""What a load pays for transfers: all of them, or what is longer than its compute."""
 Recompute = Literal["auto", "none", "stage", "except-last", "block", "sqrt"]
 RECOMPUTES: tuple[Recompute, ...] = get_args(Recompute)
 LayoutFormat = Literal[
@@ -66,7 +68,8 @@ class Options(Value, frozen=True, kw_only=True):
     state is not counted; `master_weights` are float32 copies of parameters of fewer bits, held
     beside that state. `recompute` is the policy: `auto` takes what fits the cap at the least extra
     time, the others are named in the glossary. `encodings` are the ones of saved tensors that
-    stages may use where that lets them fit. `granularity` is what the model was cut between, and
+    stages may use where that lets them fit. `granularity` is what the model was cut between, `comm`
+    what the loads that were compared pay for transfers (None: what is usual on the device), and
     `leaf` are modules that were taken as one node. `batch_norm` says after what batch norms update
     their running averages; no figure of a plan depends on it. A `layout`, of `layout_format`, is
     the cut; its layers are those in the module `layers`, or found in the model. Over `replicas`
@@ -90,6 +93,7 @@ class Options(Value, frozen=True, kw_only=True):
     groups: tuple[tuple[str, ...], ...] = ()
     parameters_everywhere: bool = False
     granularity: Granularity = "operators"
+    comm: Communication | None = None
     leaf: tuple[str, ...] = ()
     stages_per_rank: Positive | None = None
     placement: Literal["linear", "loop", "v"] | None = None

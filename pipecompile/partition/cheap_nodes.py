@@ -13,7 +13,7 @@ from itertools import chain
 
 from msgspec.structs import replace
 
-from pipecompile.ir.graph import CostGraph, Node, Tensor
+from pipecompile.ir.graph import CostGraph, Node
 from pipecompile.ir.links import Links
 
 __all__ = ["with_cheap_nodes_copied"]
@@ -28,10 +28,10 @@ def with_cheap_nodes_copied(
     """Return the graph with its cheap nodes copied, for `k` stages with these links.
 
     A node is cheap if it and what it is computed from, as far as that is copied too, take no longer
-    than one transfer of its value, or a small share of a stage's load. What must be relayed to it
-    instead, since it is not copied, has fewer bytes. So whatever the cut, a stage that relayed the
-    value, or received it, is slower by no more than that share. Nodes in groups, and those `pinned`
-    to a stage, are not copied.
+    than one transfer of its value, or a small share of a stage's load. To relay what is not copied
+    to it takes less than to relay its value. All copies of a stage together take a small share of
+    its load, so whatever the cut, no stage is longer than with relays by more than that. Nodes in
+    groups, and those `pinned` to a stage, are not copied.
     """
     load_ns = sum(node.forward_ns + node.backward_ns for node in graph.nodes) // k
     if k == 1 or not load_ns:
@@ -95,14 +95,20 @@ class _Choice:
         sources = frozenset({node.name}).union(*(self.sources[name] for name in copied))
         roots = frozenset(set(read).difference(copied)).union(*(self.roots[n] for n in copied))
         ns = sum(self.graph.by_name[name].forward_ns for name in sources)
-        tensor = self._tensors[node.name]
-        relayed = sum(self._tensors[n].bytes + self._tensors[n].gradient_bytes for n in roots)
-        is_smaller = not roots or relayed < tensor.bytes
-        is_quick = ns <= max(self._transfer_ns(tensor), self.load_ns // FREE_SHARE)
-        if is_smaller and is_quick and node.forward_ns <= self._left_ns:
+        is_quick = ns <= max(self._transfer_ns(node.name), self.load_ns // FREE_SHARE)
+        if is_quick and self._is_less(roots, node.name) and node.forward_ns <= self._left_ns:
             self._left_ns -= node.forward_ns
             self.sources[node.name], self.roots[node.name] = sources, roots
 
-    def _transfer_ns(self, tensor: Tensor) -> int:
-        """Return what the value takes over the fastest link."""
-        return min(link.transfer_ns(tensor.bytes) for _, _, link in self.links.pairs())
+    def _is_less(self, roots: Collection[str], name: str) -> bool:
+        """Return whether to relay `roots` is less than to relay the value of the node."""
+        sizes = (self._tensors[n].bytes + self._tensors[n].gradient_bytes for n in roots)
+        return not roots or (
+            sum(sizes) < self._tensors[name].bytes
+            and sum(map(self._transfer_ns, roots)) <= self._transfer_ns(name)
+        )
+
+    def _transfer_ns(self, name: str) -> int:
+        """Return what the value of a node takes over the fastest link."""
+        size = self._tensors[name].bytes
+        return min(link.transfer_ns(size) for _, _, link in self.links.pairs())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
 from torch import fx
@@ -18,11 +18,13 @@ class Place:
 
     Requires a stage for every node except reads of parameters. Ensures that every parameter is read
     in the stage of its reader, that no value flows to an earlier stage, and that the nodes are
-    ordered by stage. A read with readers in several stages becomes one read in each of them.
-    `meta["order"]` is the position that a node had before.
+    ordered by stage. A read with readers in several stages becomes one read in each of them, and so
+    does each node that is `copied`, whatever its stage; `meta["origin"]` of a copy is the node's
+    name. `meta["order"]` is the position that a node had before.
     """
 
     assignment: Mapping[str, int]
+    copied: Collection[str] = ()
 
     def requires(self, graph: fx.Graph) -> None:
         """The assignment covers the graph."""
@@ -36,9 +38,11 @@ class Place:
             node.meta["order"] = order
             if node.op != "get_attr":
                 node.meta["stage"] = self.assignment[node.name]
-        # A list: reads are split, and so replaced, while they are visited.
-        for node in [node for node in graph.nodes if node.op == "get_attr"]:
-            _split_read(graph, node)
+        # A list: nodes are replaced while they are visited. The readers of a node come after it, and
+        # are in their stages when it is split.
+        for node in reversed(list(graph.nodes)):
+            if node.op == "get_attr" or node.name in self.copied:
+                _split(graph, node)
         *nodes, output = graph.nodes
         # Each node in turn is moved to the end. The sort is stable: within a stage the order stays.
         for node in sorted(nodes, key=stage_of):
@@ -54,14 +58,16 @@ class Place:
                 )
 
 
-def _split_read(graph: fx.Graph, read: fx.Node) -> None:
-    """Replace a read of a parameter by one read in each stage that uses it."""
-    for stage in sorted({stage_of(user) for user in read.users}):
-        with graph.inserting_before(read):
-            local = graph.node_copy(read)
+def _split(graph: fx.Graph, node: fx.Node) -> None:
+    """Replace a node by one in each stage that reads it."""
+    for stage in sorted({stage_of(user) for user in node.users}):
+        with graph.inserting_before(node):
+            local = graph.node_copy(node)
         local.meta["stage"] = stage
-        read.replace_all_uses_with(local, delete_user_cb=_is_in_stage(stage))
-    graph.erase_node(read)
+        if node.op != "get_attr":
+            local.meta["origin"] = node.name
+        node.replace_all_uses_with(local, delete_user_cb=_is_in_stage(stage))
+    graph.erase_node(node)
 
 
 def _is_in_stage(stage: int) -> Callable[[fx.Node], bool]:

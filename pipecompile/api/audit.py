@@ -24,7 +24,7 @@ from pipecompile.api.choices import requested_options
 from pipecompile.api.cut_figures import CutFigures, caps_of, parts_of
 from pipecompile.api.draft import Origin, assembled, scheduled
 from pipecompile.api.links import LinksInput, links_for
-from pipecompile.api.partition import best_cut, with_memory_time
+from pipecompile.api.partition import best_cut, with_all_time
 from pipecompile.api.partition_problem import problem_of
 from pipecompile.api.recompute import recompute_planner
 from pipecompile.errors import InfeasibleError, InputError
@@ -39,6 +39,7 @@ from pipecompile.layouts.grains import Sections, kept_whole, sections_by_node
 from pipecompile.layouts.layer_times import read_layer_times
 from pipecompile.layouts.reading import read_layout
 from pipecompile.layouts.shared_state import shared_tensors
+from pipecompile.partition.cheap_nodes import with_cheap_nodes_copied
 from pipecompile.partition.objective import lower_bound
 from pipecompile.partition.problem import PartitionProblem
 from pipecompile.partition.result import Partition
@@ -115,6 +116,7 @@ def audit_graph(graph: CostGraph, options: Options, links: Links = FREE) -> Audi
     options = msgspec.structs.replace(options, objective="max-load")
     sections, notes = _sections(graph, options.layers)
     assignment = assignment_of(layout, graph, options.layers)
+    graph = with_cheap_nodes_copied(graph, options.k, links, options.pin)
     # Plans of any cut: the layout is one of them.
     free = msgspec.structs.replace(options, layout=None, layout_format=None)
     hand = _drafted(graph, free, links, assignment)
@@ -176,7 +178,7 @@ def _plan(
             else:
                 problem = problem_of(graph, options, links, placement)
                 best = Partition.of(problem, assignment, method="layout", bound=0)
-            partition = with_memory_time(planner, problem, best.assignment, best.search)
+            partition = with_all_time(planner, problem, links, best.assignment, best.search)
             result = scheduled(planner, links, best.assignment, most_by_rank)
             plans.append(assembled(planner, links, origin, partition, result))
         except InfeasibleError as error:

@@ -290,6 +290,11 @@ def check_together(options: Options) -> None:
 
 def _check_inference(options: Options) -> None:
     """Raise InputError if a plan for inference has options of training, or the other way around."""
+    if options.comm == "overlap" and options.objective == "latency":
+        raise InputError(
+            "comm='overlap' is of several microbatches, but latency is that of one alone, which "
+            "waits for its messages; leave comm out, or choose throughput"
+        )
     cache = [name for name in ("kv_tokens", "kv_token_bytes") if getattr(options, name) is not None]
     if cache and not options.is_inference:
         raise InputError(

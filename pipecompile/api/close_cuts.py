@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import msgspec
 
-from pipecompile.api.partition import SHORT_SECONDS, other_objectives, with_memory_time
+from pipecompile.api.partition import SHORT_SECONDS, other_objectives, with_all_time
 from pipecompile.api.partition_problem import problem_of
 from pipecompile.ir.links import Links
 from pipecompile.ir.plan import Plan, Search
@@ -36,16 +36,18 @@ def close_cuts(planner: RecomputePlanner, links: Links, plan: Plan) -> Iterator[
     """
     problem = problem_of(planner.graph, planner.options, links, planner.view.placement)
     assert problem.step_ns is not None
-    own_ns = problem.step_ns(plan.assignment)
+    # Copied nodes are no nodes of the problem.
+    own = {node.name: plan.assignment[node.name] for node in problem.graph.nodes}
+    own_ns = problem.step_ns(own)
     found: list[tuple[int, Mapping[str, int]]] = []
-    for assignment in _other_cuts(planner, problem, plan.assignment):
-        if all(assignment != known for known in (plan.assignment, *(cut for _, cut in found))):
+    for assignment in _other_cuts(planner, problem, own):
+        if all(assignment != known for known in (own, *(cut for _, cut in found))):
             found.append((problem.step_ns(assignment), assignment))
     found.sort(key=lambda cut: cut[0])
     shortest_ns = min([own_ns, *(step_ns for step_ns, _ in found)])
     for step_ns, assignment in found[:MOST_CUTS]:
         if is_close(step_ns, shortest_ns):
-            yield _scored(planner, problem, assignment, plan.search)
+            yield _scored(planner, problem, links, assignment, plan.search)
 
 
 def _other_cuts(
@@ -64,10 +66,11 @@ def _other_cuts(
 def _scored(
     planner: RecomputePlanner,
     problem: PartitionProblem,
+    links: Links,
     assignment: Mapping[str, int],
     search: Search,
 ) -> Partition:
-    scored = with_memory_time(planner, problem, assignment, search)
+    scored = with_all_time(planner, problem, links, assignment, search)
     # The hint about a faster objective is about the problem, and not about one cut of it.
     named = msgspec.structs.replace(scored.search, faster=search.faster)
     return replace(scored, search=named)

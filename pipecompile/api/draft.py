@@ -34,6 +34,7 @@ from pipecompile.ir.serialization import fingerprint
 from pipecompile.ir.stage import Stage
 from pipecompile.layouts.assignment import assignment_of
 from pipecompile.layouts.reading import read_layout
+from pipecompile.partition.cheap_nodes import with_cheap_nodes_copied
 from pipecompile.recompute.planner import RecomputePlanner
 from pipecompile.recompute.stages import owners_of, routes_of, stages_of
 from pipecompile.schedule.full_pipeline import full_pipeline_ns
@@ -79,12 +80,40 @@ def draft(
     as fast, the one of least regret. InputError if a KV cache is asked for, and no attention is
     known.
     """
-    graph = planned_graph(graph, options)
+    graph = planned_graph(graph, options, links)
     origin = Origin(
         Fingerprint(graph=graph_digest, costs=costs_digest(graph)),
         capture,
         tuple(tuple(shape) for shape in microbatch_shapes),
     )
+    try:
+        best = _shortest(graph, options, links, origin, assignment)
+    except InfeasibleError:
+        if not graph.copied:
+            raise
+        # Copies may take the last bytes of a rank that would only pass their values on.
+        plain = msgspec.structs.replace(graph, copied=())
+        best = _shortest(plain, options, links, origin, assignment)
+    # It was asked for by a layout, and not by the stage of each node.
+    return msgspec.structs.replace(best, options=options)
+
+
+class Origin(NamedTuple):
+    """What a plan is made for, and how the model became a graph."""
+
+    fingerprint: Fingerprint
+    capture: Provenance
+    microbatch_shapes: tuple[tuple[int, ...], ...]
+
+
+def _shortest(
+    graph: CostGraph,
+    options: Options,
+    links: Links,
+    origin: Origin,
+    assignment: Mapping[str, int] | None,
+) -> Plan:
+    """Return the plan with the shortest step of those on the placements that are possible."""
     fixed = _fixed_by_layout(graph, options)
     # A placement on which nothing fits is no failure as long as another one has a plan.
     plans: list[Plan] = []
@@ -97,18 +126,18 @@ def draft(
             refusals.append(error)
     if not plans:
         raise refusals[0]
-    best = _best(plans, graph, options)
-    # It was asked for by a layout, and not by the stage of each node.
-    return msgspec.structs.replace(best, options=options)
+    return _best(plans, graph, options)
 
 
-def planned_graph(graph: CostGraph, options: Options) -> CostGraph:
-    """Return the graph that is cut: `graph`, or for inference its forward alone.
+def planned_graph(graph: CostGraph, options: Options, links: Links) -> CostGraph:
+    """Return the graph that is planned: `graph`, or for inference its forward alone, with its cheap
+    nodes copied.
 
     InputError if the options speak of a KV cache, and the graph has no attention that is known.
     """
+    # A layout says where nodes lie that nobody has thought of: only what a user pins is held.
     if not options.is_inference:
-        return graph
+        return with_cheap_nodes_copied(graph, options.k, links, options.pin)
     speaks_of_cache = options.kv_tokens is not None or options.kv_token_bytes is not None
     if speaks_of_cache and not any(node.kv_token_bytes for node in graph.nodes):
         raise InputError(
@@ -116,7 +145,8 @@ def planned_graph(graph: CostGraph, options: Options) -> CostGraph:
             "heads, tokens, width) was found in it; leave out kv_tokens and kv_token_bytes, and "
             "subtract the cache from memory"
         )
-    return forward_graph(graph, options.kv_token_bytes)
+    forward = forward_graph(graph, options.kv_token_bytes)
+    return with_cheap_nodes_copied(forward, options.k, links, options.pin)
 
 
 def _fixed_by_layout(graph: CostGraph, options: Options) -> Options:
@@ -125,14 +155,6 @@ def _fixed_by_layout(graph: CostGraph, options: Options) -> Options:
         return options
     layout = read_layout(options.layout, options.layout_format)
     return msgspec.structs.replace(options, pin=assignment_of(layout, graph, options.layers))
-
-
-class Origin(NamedTuple):
-    """What a plan is made for, and how the model became a graph."""
-
-    fingerprint: Fingerprint
-    capture: Provenance
-    microbatch_shapes: tuple[tuple[int, ...], ...]
 
 
 def _best(plans: Sequence[Plan], graph: CostGraph, options: Options) -> Plan:
@@ -183,10 +205,8 @@ class _PlacementDrafter:
     def adopted(self, plan: Plan, options: Options, own: Plan | None) -> Plan:
         """Return the plan of any choice as the plan of `options`; `own` is that of their cut."""
         from pipecompile.api.partition import search_of
-        from pipecompile.api.partition_problem import problem_of
 
-        problem = problem_of(self.graph, options, self.links, self.placement)
-        search = search_of(plan, options, problem, own.search if own else None)
+        search = search_of(plan, self._planner(options), self.links, own.search if own else None)
         step_ns = plan.prediction.step_ns
         return msgspec.structs.replace(plan, options=options, search=_with_step(search, step_ns))
 
@@ -221,15 +241,16 @@ def _plan_of_cut(
     planner: RecomputePlanner, links: Links, origin: Origin, partition: Partition
 ) -> Plan:
     """Return the plan whose stages lie on the ranks of the planner's placement."""
-    from pipecompile.api.partition import with_memory_time
+    from pipecompile.api.partition import with_all_time
     from pipecompile.api.partition_problem import problem_of
 
     result = scheduled(planner, links, partition.assignment)
     if result.recomputes_while_waiting:
         # The cut was scored with regions, which take other times than whole stages.
         problem = problem_of(planner.graph, planner.options, links, planner.view.placement)
-        while_waiting = _while_waiting(planner)
-        partition = with_memory_time(while_waiting, problem, partition.assignment, partition.search)
+        partition = with_all_time(
+            _while_waiting(planner), problem, links, partition.assignment, partition.search
+        )
     return assembled(planner, links, origin, partition, result)
 
 
@@ -266,6 +287,7 @@ def assembled(
 ) -> Plan:
     """Return the plan of a cut and of its schedule."""
     graph, options = planner.graph, planner.options
+    whole = planner.with_copies(partition.assignment).cut
     return Plan(
         fingerprint=origin.fingerprint,
         options=options,
@@ -281,7 +303,7 @@ def assembled(
         time_unit=graph.time_unit,
         cost_notes=graph.cost_notes,
         stages=result.stages,
-        routes=tuple(routes_of(graph, partition.assignment)),
+        routes=tuple(routes_of(whole.graph, whole.assignment)),
         parameters=tuple(owners_of(graph, result.stages)),
         schedule=result.schedule,
         prediction=result.prediction,
@@ -331,7 +353,7 @@ def scheduled(
 
 def _while_waiting(planner: RecomputePlanner) -> RecomputePlanner:
     """Return the planner for stages that recompute as a whole, while their ranks wait."""
-    return replace(planner, waiting=True, known={})
+    return replace(planner, waiting=True, known={}, expanded={})
 
 
 def _schedule(
@@ -422,10 +444,10 @@ def _minibatch_ns(problem: PlacedProblem, schedule: Schedule) -> int | None:
 def costs_digest(graph: CostGraph) -> str:
     """Return the SHA-256 of the costs.
 
-    Source lines are left out, since they change without the model changing, and notes, which are no
-    costs.
+    Source lines are left out, since they change without the model changing, and so are notes, which
+    are no costs, and the copied nodes, which follow from the costs and the options.
     """
     plain = tuple(msgspec.structs.replace(node, source="") for node in graph.nodes)
-    costs = msgspec.to_builtins(msgspec.structs.replace(graph, nodes=plain))
+    costs = msgspec.to_builtins(msgspec.structs.replace(graph, nodes=plain, copied=()))
     del costs["cost_notes"]
     return fingerprint(costs)

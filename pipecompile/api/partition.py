@@ -16,6 +16,7 @@ import msgspec
 from pipecompile.api.partition_problem import (
     has_recompute_in_compute,
     may_pay_for_memory,
+    planned_step_ns,
     problem_of,
     rank_excess_bytes,
 )
@@ -41,7 +42,7 @@ __all__ = [
     "cut",
     "other_objectives",
     "search_of",
-    "with_memory_time",
+    "with_all_time",
 ]
 
 SHORT_SECONDS = 0.5  # of work on each other objective, and on each change that might make a cut fit
@@ -68,16 +69,18 @@ def cut(
     else:
         problem, best = best_cut(planner.graph, options, links, placement, explained=explained)
     # `planner` is settled: it searches longer than the planner by which cuts were compared.
-    partition = with_memory_time(planner, problem, assignment or best.assignment, best.search)
-    assert problem.step_ns is not None
-    step_ns = problem.step_ns(partition.assignment)
+    chosen = assignment or best.assignment
+    partition = with_all_time(planner, problem, links, chosen, best.search)
+    whole, _ = with_its_copies(planner, problem, links, partition.assignment)
+    assert whole.step_ns is not None
+    step_ns = whole.step_ns(partition.assignment)
     search = msgspec.structs.replace(
         partition.search,
         values={**partition.search.values, "step_ns": step_ns},
         faster=_faster_objective(options, problem, step_ns) if explained else None,
     )
     if options.is_inference:
-        search = _for_inference(search, options.objective, problem, partition.assignment)
+        search = _for_inference(search, options.objective, problem, whole, partition.assignment)
     return replace(partition, search=search)
 
 
@@ -88,20 +91,21 @@ def _faster_objective(options: Options, problem: PartitionProblem, step_ns: int)
     return fastest if fastest is not None and fastest.step_ns < step_ns else None
 
 
-def search_of(
-    plan: Plan, options: Options, problem: PartitionProblem, own: Search | None
-) -> Search:
-    """Return how good the cut of a plan is by the problem of `options`, and a faster objective.
+def search_of(plan: Plan, planner: RecomputePlanner, links: Links, own: Search | None) -> Search:
+    """Return how good the cut of a plan is by the problem of the planner's options, and a faster
+    objective.
 
     The cut may be that of other options, whose bound does not hold. `own` is the search for a cut
     by these, if there is a cut.
     """
-    step_ns = plan.prediction.step_ns
+    options, step_ns = planner.options, plan.prediction.step_ns
+    problem = problem_of(planner.graph, options, links, planner.view.placement)
     faster = _faster_objective(options, problem, step_ns)
     if own is plan.search:
         return msgspec.structs.replace(own, faster=faster)
-    simulated = replace(problem, step_ns=lambda _: step_ns)
-    found = scored(options, simulated, plan.assignment, plan.stages, plan.search.method, 0).search
+    whole, cut = with_its_copies(planner, problem, links, plan.assignment)
+    simulated = replace(whole, step_ns=lambda _: step_ns)
+    found = scored(options, simulated, cut, plan.stages, plan.search.method, 0).search
     bound = min(found.value, max(lower_bound(problem), own.bound if own else 0))
     return msgspec.structs.replace(
         found,
@@ -114,23 +118,31 @@ def search_of(
 
 
 def _for_inference(
-    search: Search, objective: str, problem: PartitionProblem, assignment: Mapping[str, int]
+    search: Search,
+    objective: str,
+    problem: PartitionProblem,
+    whole: PartitionProblem,
+    assignment: Mapping[str, int],
 ) -> Search:
     """Return a search under the objective that was asked for, with the latency of its cut.
+
+    `whole` is the problem with the copies of the cut, which the bound knows nothing of.
 
     Both sides of a boundary pay for its transfers, and a microbatch waits for them once. So the
     latency is half of Σ load and all compute: with stages of 5 and 6 ns and a transfer of 2 ns in
     between, loads are 7 and 8 ns, and the latency is (15 + 11) / 2 = 13 ns.
     """
-    compute = sum(node.forward_ns for node in problem.graph.nodes)
-    loads = stage_loads(replace(problem, communication="relay"), assignment)
+    least, compute = (
+        sum(node.forward_ns for node in each.graph.nodes) for each in (problem, whole)
+    )
+    loads = stage_loads(replace(whole, communication="relay"), assignment)
     latency = (sum(loads) + compute) // 2
     search = msgspec.structs.replace(
         search, objective=objective, values={**search.values, "latency_ns": latency}
     )
     if objective != "latency":
         return search
-    bound = -(-(search.bound + compute) // 2)
+    bound = -(-(search.bound + least) // 2)
     return msgspec.structs.replace(
         search,
         value=latency,
@@ -159,14 +171,16 @@ def best_cut(
     planner = recompute_planner(graph, options, placement)
     for one_in_flight in (False, True) if options.schedule == "search" else (False,):
         problem = problem_of(graph, options, links, placement, one_in_flight=one_in_flight)
+        is_priced = problem.memory is not None and problem.memory.price is not None
         excess_bytes = partial(_excess_by_rank, planner, one_in_flight)
         try:
-            return problem, corrected_cut(
-                problem, solve(problem, explained=explained), excess_bytes
-            )
+            best = solve(problem, explained=explained)
+            if is_priced and not graph.copied:
+                return problem, best
+            return problem, corrected_cut(problem, best, excess_bytes)
         except InfeasibleError as error:
             refusal = error
-    if not explained:
+    if graph.copied or not explained:  # without copies there may be a cut
         raise refusal
     raise InfeasibleError(f"{refusal}{_what_would_fit(graph, options, links)}")
 
@@ -195,13 +209,15 @@ def _excess_by_rank(
     ]
 
 
-def with_memory_time(
+def with_all_time(
     planner: RecomputePlanner,
     problem: PartitionProblem,
+    links: Links,
     assignment: Mapping[str, int],
     search: Search,
 ) -> Partition:
-    """Return this assignment scored with the time that its stages take to fit their ranks.
+    """Return this assignment scored with its copies, and with the time that its stages take to fit
+    their ranks.
 
     Method and bound are those of `search`.
     """
@@ -209,7 +225,8 @@ def with_memory_time(
     stages: Sequence[Stage] = ()
     if may_pay_for_memory(options):
         stages = stages_of(planner.graph, assignment, planner)
-    return scored(options, problem, assignment, stages, search.method, search.bound)
+    whole, cut = with_its_copies(planner, problem, links, assignment)
+    return scored(options, whole, cut, stages, search.method, search.bound)
 
 
 def scored(
@@ -226,6 +243,23 @@ def scored(
     if not has_recompute_in_compute(options):
         extra_ns = {index: stage.extra_ns for index, stage in enumerate(stages)}
     return Partition.of(problem, assignment, method=method, bound=bound, extra_ns=extra_ns)
+
+
+def with_its_copies(
+    planner: RecomputePlanner,
+    problem: PartitionProblem,
+    links: Links,
+    assignment: Mapping[str, int],
+) -> tuple[PartitionProblem, Mapping[str, int]]:
+    """Return the problem with the copies of this cut as nodes of its graph, and the cut with them.
+
+    The search leaves copied nodes out. Here cuts are scored as they run.
+    """
+    if not planner.graph.copied:
+        return problem, assignment
+    copying, cut = planner.with_copies(assignment)
+    step_ns = partial(planned_step_ns, copying, links)
+    return replace(problem, graph=cut.graph, step_ns=step_ns), cut.assignment
 
 
 def other_objectives(options: Options) -> list[str]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from fractions import Fraction
+from functools import partial
 from operator import attrgetter
 
 import msgspec
@@ -17,10 +18,11 @@ import msgspec
 from pipecompile.api.recompute import recompute_planner
 from pipecompile.errors import InfeasibleError, InputError
 from pipecompile.ir.amount import AllocatorName
+from pipecompile.ir.copied_nodes import without_copied
 from pipecompile.ir.footprint import Footprint
 from pipecompile.ir.graph import CostGraph
-from pipecompile.ir.links import Links
-from pipecompile.ir.plan import Options
+from pipecompile.ir.links import Link, Links
+from pipecompile.ir.plan import Communication, Options
 from pipecompile.ir.schedule import BACKWARDS
 from pipecompile.ir.size import size_text
 from pipecompile.memory_model.allocator import ALLOCATORS
@@ -55,6 +57,7 @@ from pipecompile.schedule.stages import problem_of_stages
 __all__ = [
     "has_recompute_in_compute",
     "may_pay_for_memory",
+    "planned_step_ns",
     "problem_of",
     "rank_excess_bytes",
     "simulated_step_ns",
@@ -77,6 +80,7 @@ def problem_of(
 
     The stages are placed as given, or as the schedule has them. They hold as many microbatches
     between forward and backward as the schedule has in flight, or just one if `one_in_flight`.
+    Copied nodes are left out: times and bytes are lower bounds, which `with_all_time` completes.
     Raise InputError if the objective does not suit the schedule.
     """
     if options.objective == "step-time" and options.schedule == "forward-only":
@@ -85,26 +89,46 @@ def problem_of(
             "or latency"
         )
     placement = tuple(placement or placements(options)[0])
+    copied, graph = graph.copied_set, without_copied(graph)
     planner = recompute_planner(graph, options, placement)
     return PartitionProblem(
         graph,
         options.k,
         objective=INFERENCE_LOADS.get(options.objective, options.objective),
-        # In a full pipeline the next microbatch is computed while this one is on its way.
-        communication="overlap" if options.objective == "throughput" else "relay",
+        communication=_communication(graph, options, links),
         links=links.among(max(placement) + 1),
         placement=None if placement == tuple(range(options.k)) else placement,
         recompute=_recomputed_share(options),
         memory=_memory_constraint(planner, one_in_flight),
-        pin=options.pin,
+        # A layout has a stage for copied nodes too.
+        pin={name: stage for name, stage in options.pin.items() if name not in copied},
         # Only cuts whose pipeline sums gradients in the order of the unsplit model, bit for bit.
         precedence=tuple(gradient_sum_order(graph)),
         granularity=options.granularity,
         parameters_everywhere=options.parameters_everywhere,
         microbatches=options.microbatches,
         whole_backwards=options.schedule not in MAY_SPLIT,
-        step_ns=lambda assignment: _step_ns(planner, assignment, links),
+        step_ns=partial(planned_step_ns, planner, links),
     )
+
+
+def _communication(graph: CostGraph, options: Options, links: Links) -> Communication:
+    """Return what loads pay for transfers.
+
+    In a full pipeline the next microbatch is computed while this one is on its way, and so it is on
+    GPUs, which send beside their compute. Where a message occupies its ranks (`sending` and
+    `receiving` of the links), the simulator has them wait, and it is paid for in full. The latency
+    of one microbatch has nothing beside its messages.
+    """
+    if options.objective == "latency":
+        return "relay"
+    if options.comm is not None:
+        return options.comm
+    kind = options.costs.partition(":")[0]
+    is_on_gpu = kind in ("measured", "roofline") and graph.allocator == "cuda"
+    are_ranks_free = links.sending == links.receiving == Link()
+    overlaps = options.objective == "throughput" or (is_on_gpu and are_ranks_free)
+    return "overlap" if overlaps else "relay"
 
 
 # Recompute
@@ -312,10 +336,11 @@ def simulated_step_ns(
     A searched schedule is represented by a named one.
     """
     planner = recompute_planner(graph, options, placements(options)[0])
-    return _step_ns(planner, assignment, links)
+    return planned_step_ns(planner, links, assignment)
 
 
-def _step_ns(planner: RecomputePlanner, assignment: Mapping[str, int], links: Links) -> int:
+def planned_step_ns(planner: RecomputePlanner, links: Links, assignment: Mapping[str, int]) -> int:
+    """Return the step of an assignment, in ns, with what the planner has its stages recompute."""
     options, placement = planner.options, planner.view.placement
     with_memory = may_pay_for_memory(options)  # else it does not change the times
     stages = stages_of(planner.graph, assignment, planner, with_memory=with_memory)

@@ -96,7 +96,7 @@ def _with_digests(plan: Plan, digests: Mapping[str, str]) -> Plan:
 
 
 def _stage_with_digests(stage: Stage, digests: Mapping[str, str]) -> Stage:
-    names = iter(stage.nodes)
+    names = iter(stage.own_nodes)
     runs = (
         msgspec.structs.replace(
             run, digests=tuple(digests[name] for name in islice(names, run.nodes))

@@ -7,20 +7,26 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
 from pipecompile.api.costs import profiled
 from pipecompile.api.draft import planned_graph
 from pipecompile.codegen.regions import EncodedRuns, Regions
-from pipecompile.codegen.transfer import transfer, transfer_encodings, transfer_regions
+from pipecompile.codegen.transfer import (
+    transfer,
+    transfer_copied,
+    transfer_encodings,
+    transfer_regions,
+)
 from pipecompile.cost_models.measured import CachedCosts
 from pipecompile.cost_models.protocol import FREE_CALL
 from pipecompile.errors import InputError, PipecompileError
 from pipecompile.frontend.signature import Arguments, InputStructure, arguments_of
 from pipecompile.frontend.target import Target
 from pipecompile.frontend.target_capture import Captured
+from pipecompile.ir.copied_nodes import with_copies
 from pipecompile.ir.graph import FUSED_ATTENTION
 from pipecompile.ir.plan import Plan
 from pipecompile.ir.rank_memory import RankMemory
@@ -99,7 +105,8 @@ def _check_memory(
     """
     if not shapes:
         return
-    before = _memory(plan, target, planned, plan.assignment, plan.regions, plan.encoded_runs)
+    as_planned = _Program(plan.assignment, plan.copied, plan.regions, plan.encoded_runs)
+    before = _memory(plan, target, planned, as_planned)
     for shape in shapes:
         for rank, pair in enumerate(zip(before, _memory_at(plan, planned, shape), strict=True)):
             own, other = (memory.total.bound for memory in pair)
@@ -120,33 +127,43 @@ def _memory_at(plan: Plan, planned: Captured, shape: DeclaredShape) -> Sequence[
     source, module = planned.capture.graph, shape.captured.module
     holders = {n: p.stages for p in plan.parameters for n in (p.name, *p.aliases)}
     stages = transfer(plan.assignment, source, module, holders)
-    regions = transfer_regions(plan.regions, source, module, stages)
-    encoded_runs = transfer_encodings(plan.encoded_runs, source, module, stages)
-    return _memory(plan, shape.target, shape.captured, stages, regions, encoded_runs)
+    copied = transfer_copied(plan.copied, source, module, stages, holders)
+    regions = transfer_regions(plan.regions, source, module, stages, copied)
+    encoded_runs = transfer_encodings(plan.encoded_runs, source, module, stages, copied)
+    program = _Program(stages, copied, regions, encoded_runs)
+    return _memory(plan, shape.target, shape.captured, program)
+
+
+class _Program(NamedTuple):
+    """What stages run: the stage of each node, the copied nodes, and what is recomputed and
+    encoded.
+    """
+
+    stages: Mapping[str, int]
+    copied: frozenset[str]
+    regions: Regions
+    encoded_runs: EncodedRuns
 
 
 def _memory(
-    plan: Plan,
-    target: Target,
-    captured: Captured,
-    stages: Mapping[str, int],
-    regions: Regions,
-    encoded_runs: EncodedRuns,
+    plan: Plan, target: Target, captured: Captured, program: _Program
 ) -> Sequence[RankMemory]:
     # Only sizes count here, so every call is free. The loss is left out, since targets of other
     # shapes are not known.
     sizes = CachedCosts(defaultdict(lambda: FREE_CALL), plan.allocator, FUSED_ATTENTION)
     graph = profiled(replace(target, targets=None), plan.microbatches, captured, sizes)
-    graph = planned_graph(graph, plan.options)
-    ranges = LiveRanges.of(graph, plan.options)
+    graph = planned_graph(graph, plan.options, plan.links)
+    names = tuple(node.name for node in graph.nodes if node.name in program.copied)
+    cut = with_copies(msgspec.structs.replace(graph, copied=names), program.stages)
+    ranges = LiveRanges.of(cut.graph, plan.options)
     copies = weight_copies(plan.schedule.name, plan.schedule.placement)
     footprints = [
         footprint_of(
             ranges,
-            [name for name, stage in stages.items() if stage < index],
-            [name for name, stage in stages.items() if stage == index],
-            regions.get(index, ()),
-            encoded_runs.get(index, ()),
+            [name for name, stage in cut.assignment.items() if stage < index],
+            [name for name, stage in cut.assignment.items() if stage == index],
+            [cut.names_in(index, region) for region in program.regions.get(index, ())],
+            [(cut.names_in(index, n), e) for n, e in program.encoded_runs.get(index, ())],
             copies[index],
         )
         for index in range(plan.k)

@@ -13,6 +13,7 @@ from pipecompile.errors import StalePlanError, StaleProfileError
 from pipecompile.frontend.digest import node_digests
 from pipecompile.frontend.target import Target
 from pipecompile.frontend.target_capture import Captured, capture_target
+from pipecompile.graph.copied_nodes import stages_of_copies
 from pipecompile.ir.finding import Finding
 from pipecompile.ir.plan import Plan
 from pipecompile.ir.serialization import encode
@@ -64,6 +65,9 @@ def _misplaced_node(plan: Plan, graph: fx.Graph) -> str | None:
         # setdefault gives the stage of the first node of the group that was met.
         if group is not None and stage_of_group.setdefault(group, stage) != stage:
             return f"it separates the nodes of group {group}"
+    for name, needed in stages_of_copies(graph, stages, plan.copied).items():
+        if needed != {index for index, stage in enumerate(plan.stages) if name in stage.nodes}:
+            return f"{name} is copied, but not to the stages {sorted(needed)}, which read it"
     return None
 
 

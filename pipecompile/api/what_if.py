@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from pipecompile.api.changes import ChangedOptions, changes, removals
 from pipecompile.api.choices import check_together
-from pipecompile.api.draft import costs_digest, draft
+from pipecompile.api.draft import costs_digest, draft, planned_graph
 from pipecompile.api.links import links_for
 from pipecompile.api.partition_problem import problem_of
 from pipecompile.api.target_costs import TargetCosts
@@ -66,7 +66,8 @@ class Planner:
     def problem(self, plan: Plan) -> PartitionProblem:
         """Return the problem that the cut of `plan` solves; of a layout's, without the layout."""
         options = replace(plan.options, layout=None, layout_format=None, layers=None)
-        return problem_of(self.costs.graph(options), options, plan.links, plan.schedule.placement)
+        graph = planned_graph(self.costs.graph(options), options, plan.links)
+        return problem_of(graph, options, plan.links, plan.schedule.placement)
 
 
 def what_ifs(planner: Planner, current: Plan, target: str, time_limit: float) -> Iterator[WhatIf]:

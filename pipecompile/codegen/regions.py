@@ -14,12 +14,13 @@ replaces them by single nodes (region_replacement.py).
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import combinations
 
 from torch import fx
 
 from pipecompile.errors import InputError
+from pipecompile.graph.copied_nodes import stages_of_copies
 from pipecompile.graph.recomputability import RecomputeLimits, recompute_limits
 from pipecompile.ir.encodings import Encoding
 
@@ -31,12 +32,18 @@ EncodedRuns = Mapping[int, Sequence[tuple[Sequence[str], tuple[Encoding, ...]]]]
 """By stage its encoded runs: the names of the nodes in order, and the encodings by name."""
 
 
-def stage_order(graph: fx.Graph, assignment: Mapping[str, int], stage: int) -> list[str]:
-    """Return the names of a stage's nodes in their order, without reads of parameters."""
+def stage_order(
+    graph: fx.Graph, assignment: Mapping[str, int], stage: int, copied: Collection[str] = ()
+) -> list[str]:
+    """Return the names of a stage's nodes in their order, without reads of parameters.
+
+    Nodes of `copied` are in each stage that reads them.
+    """
+    copies = stages_of_copies(graph, assignment, copied)
     return [
         node.name
         for node in graph.nodes
-        if node.op != "get_attr" and assignment[node.name] == stage
+        if node.op != "get_attr" and stage in copies.get(node.name, (assignment[node.name],))
     ]
 
 
@@ -45,14 +52,16 @@ def check_regions(
     assignment: Mapping[str, int],
     regions: Regions,
     encoded_runs: EncodedRuns,
+    copied: Collection[str] = (),
 ) -> None:
-    """Check that stages can have these regions and encoded runs under `assignment`.
+    """Check that stages can have these regions and encoded runs under `assignment`; nodes of
+    `copied` are in each stage that reads them.
 
     Raise InputError with the nodes of the first one that is not possible.
     """
     limits = recompute_limits(module)
     for stage, runs in encoded_runs.items():
-        order = stage_order(module.graph, assignment, stage)
+        order = stage_order(module.graph, assignment, stage, copied)
         for names, _ in runs:
             if error := region_error(limits, order, names):
                 raise InputError(
@@ -61,7 +70,7 @@ def check_regions(
                 )
         _check_runs_are_apart(stage, [names for names, _ in runs], regions.get(stage, ()))
     for stage, stage_regions in regions.items():
-        order = stage_order(module.graph, assignment, stage)
+        order = stage_order(module.graph, assignment, stage, copied)
         for region in stage_regions:
             if error := region_error(limits, order, region):
                 raise InputError(f"region {_shortened(region)} of stage {stage} {error}")

@@ -9,7 +9,7 @@ boundary is sent contiguous, and the receiving stage restores its layout first:
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -110,8 +110,11 @@ def emit(
     regions: Regions = MappingProxyType({}),
     encoded_runs: EncodedRuns = MappingProxyType({}),
     batch_norm: BatchNormUpdate = "microbatch",
+    copied: Collection[str] = (),
 ) -> tuple[StageModule, ...]:
     """Return the stages of `module` (an instantiated capture); `assignment` maps nodes to stages.
+
+    Each stage that reads the value of a node of `copied` runs it, whatever the assignment says.
 
     `regions` are recomputed in the backward, and the saved tensors of `encoded_runs` are encoded
     (see regions.py). Both require groups (`meta["group"]`); InputError names those that are not
@@ -120,10 +123,10 @@ def emit(
     relays are inserted for tensors that skip stages.
     """
     if regions or encoded_runs:
-        check_regions(module, assignment, regions, encoded_runs)
+        check_regions(module, assignment, regions, encoded_runs, copied)
     if batch_norm == "minibatch":
         apply_passes(module.graph, [MarkBatchNorms()])
-    apply_passes(module.graph, [Place(assignment), Relay()])
+    apply_passes(module.graph, [Place(assignment, copied), Relay()])
     count = 1 + max(map(stage_of, module.graph.nodes))
     return tuple(
         _stage(module, index, count, regions.get(index, ()), encoded_runs.get(index, ()))
@@ -149,7 +152,7 @@ def _stage(
     else:
         (output,) = (node for node in nodes if node.op == "output")
         _finish(graph, tuple(copies[node] for node in output.args[0]))
-    copy_by_name = {node.name: copy for node, copy in copies.items()}
+    copy_by_name = {origin_of(node): copies[node] for node in nodes if node in copies}
     replace_regions(
         graph,
         [[copy_by_name[name] for name in region] for region in regions],

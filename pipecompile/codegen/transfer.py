@@ -1,4 +1,4 @@
-"""Transfer of stages, regions and encoded runs to another graph of the same model.
+"""Transfer of stages, copied nodes, regions and encoded runs to another graph of the same model.
 
 A plan is made for the training graph. The graph of the evaluation, for example, has no dropout, so
 its nodes differ a little. `training/programs.py` calls this when the model runs in another mode, or
@@ -7,18 +7,19 @@ on batches of another shape.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from difflib import SequenceMatcher
 
 from torch import fx
 
 from pipecompile.codegen.regions import EncodedRuns, Regions, region_error, stage_order
 from pipecompile.errors import CaptureError
+from pipecompile.graph.copied_nodes import is_copyable, stages_of_copies
 from pipecompile.graph.recomputability import recompute_limits
 from pipecompile.graph.ties import names_of_read_state
 from pipecompile.ir.encodings import Encoding
 
-__all__ = ["transfer", "transfer_encodings", "transfer_regions"]
+__all__ = ["transfer", "transfer_copied", "transfer_encodings", "transfer_regions"]
 
 NodeKey = tuple[str, str, str]
 """The kind of a node, what it calls, and the path of the module that contains it."""
@@ -82,10 +83,57 @@ def _first_possible_stage(
     )
 
 
+def transfer_copied(
+    copied: Collection[str],
+    source: fx.Graph,
+    module: fx.GraphModule,
+    assignment: Mapping[str, int],
+    holders: Mapping[str, tuple[int, ...]],
+) -> frozenset[str]:
+    """Return the nodes of `module`, whose nodes have the stages `assignment`, that correspond to
+    those of `source` that are `copied`.
+
+    A node is left out, and so relayed, if a stage that reads it does not hold the buffers that it
+    needs, or if it does here what no copy may.
+    """
+    old = [node for node in source.nodes if node.op != "get_attr"]
+    new = [node for node in module.graph.nodes if node.op != "get_attr"]
+    pairs = _counterparts(old, new).items() if copied else ()
+    found = {
+        node.name: node
+        for node, counterpart in pairs
+        if counterpart.name in copied and node.meta["group"] is None and is_copyable(node)
+    }
+    # One that is left out may be read in fewer stages, and with it what only it reads.
+    while True:
+        stages = stages_of_copies(module.graph, assignment, found)
+        unheld = [name for name in found if not _all_hold(module, found[name], stages, holders)]
+        if not unheld:
+            return frozenset(found)
+        for name in unheld:
+            del found[name]
+
+
+def _all_hold(
+    module: fx.GraphModule,
+    node: fx.Node,
+    stages: Mapping[str, Collection[int]],
+    holders: Mapping[str, tuple[int, ...]],
+) -> bool:
+    """Return whether all stages that are to run a copy hold the buffers that it reads."""
+    holding = _holding_stages(module, node, holders)
+    return holding is None or holding.issuperset(stages[node.name])
+
+
 def transfer_regions(
-    regions: Regions, source: fx.Graph, module: fx.GraphModule, assignment: Mapping[str, int]
+    regions: Regions,
+    source: fx.Graph,
+    module: fx.GraphModule,
+    assignment: Mapping[str, int],
+    copied: Collection[str] = (),
 ) -> dict[int, list[list[str]]]:
-    """Return regions for `module`, whose nodes have the stages `assignment`.
+    """Return regions for `module`, whose nodes have the stages `assignment`; those of `copied` are
+    in each stage that reads them.
 
     Each goes from the first to the last node that corresponds to one of the source's region. It is
     left out if it is not possible in `module`: its nodes then keep what they save. Requires groups
@@ -99,7 +147,7 @@ def transfer_regions(
     }
     transferred: dict[int, list[list[str]]] = {}
     for stage, stage_regions in regions.items():
-        order = stage_order(module.graph, assignment, stage)
+        order = stage_order(module.graph, assignment, stage, copied)
         for region in map(frozenset, stage_regions):
             # Nodes in between that only this graph has become a part of the region.
             positions = [p for p, name in enumerate(order) if old_names.get(name) in region]
@@ -115,6 +163,7 @@ def transfer_encodings(
     source: fx.Graph,
     module: fx.GraphModule,
     assignment: Mapping[str, int],
+    copied: Collection[str] = (),
 ) -> dict[int, list[tuple[Sequence[str], tuple[Encoding, ...]]]]:
     """Return encoded runs for `module`, transferred as `transfer_regions` transfers regions."""
     transferred: dict[int, list[tuple[Sequence[str], tuple[Encoding, ...]]]] = {}
@@ -124,7 +173,7 @@ def transfer_encodings(
             stage: [names for names, run_encodings in runs if run_encodings == encodings]
             for stage, runs in encoded_runs.items()
         }
-        regions = transfer_regions(same_encodings, source, module, assignment)
+        regions = transfer_regions(same_encodings, source, module, assignment, copied)
         for stage, stage_regions in regions.items():
             transferred.setdefault(stage, []).extend((names, encodings) for names in stage_regions)
     return transferred

@@ -49,7 +49,8 @@ class Node(Value, frozen=True, kw_only=True):
     `is_recomputable` may run twice for a microbatch; `buffer_copies` are the sizes of the buffers
     that are then copied before the forward, as nodes write to them (those of a group are with one
     of its nodes). `per_step_ns` is its share of what a step takes once: gradients are divided.
-    `kv_token_bytes` is what its attention adds to a KV cache for each token, 0 if it is none.
+    `kv_token_bytes` is what its attention adds to a KV cache for each token, 0 if it is none. If
+    it `is_copyable`, each stage that reads its value may run it.
     """
 
     name: str
@@ -68,6 +69,7 @@ class Node(Value, frozen=True, kw_only=True):
     workspace_bytes: NonNegative = 0
     saves_at: SavesAt = "after"
     is_recomputable: bool = True
+    is_copyable: bool = False
     input_bytes: NonNegative = 0
     kv_token_bytes: NonNegative = 0
     saved: tuple[NonNegative, ...] = ()
@@ -187,6 +189,8 @@ class CostGraph(Value, frozen=True, kw_only=True, dict=True):
     once; `contents` are those of the same storages, None where they are not known. `allocator` says
     what holds them on the device, and `fused_attention` for which data types the device fuses
     attention. The nodes of each set in `recomputed_together` are recomputed together or not at all.
+    No stage of a cut has the nodes `copied` for itself: each that reads their values runs them
+    (copied_nodes.py).
     """
 
     schema: Literal["pipecompile/cost-graph/1"] = "pipecompile/cost-graph/1"
@@ -202,6 +206,7 @@ class CostGraph(Value, frozen=True, kw_only=True, dict=True):
     gradients: tuple[GradientStorage, ...] = ()
     recomputed_together: tuple[tuple[str, ...], ...] = ()
     cost_notes: tuple[str, ...] = ()
+    copied: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         # First of all: `by_name` is a dict, and would hide a second node of the same name.
@@ -213,6 +218,7 @@ class CostGraph(Value, frozen=True, kw_only=True, dict=True):
         for index, gradient in enumerate(self.gradients):
             self._check_gradient(index, gradient)
         self._check_contents()
+        self._check_names("the copied nodes", self.copied)
         for node in self.nodes:
             self._check_node(node)
 
@@ -281,6 +287,11 @@ class CostGraph(Value, frozen=True, kw_only=True, dict=True):
     def by_name(self) -> dict[str, Node]:
         """Nodes by name."""
         return {node.name: node for node in self.nodes}
+
+    @cached_property
+    def copied_set(self) -> frozenset[str]:
+        """The names of the copied nodes."""
+        return frozenset(self.copied)
 
     @cached_property
     def places(self) -> dict[str, int]:

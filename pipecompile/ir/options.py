@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal, TypedDict, get_args, get_origin, get
 
 from pipecompile.errors import InputError, unknown
 from pipecompile.ir.encodings import Encoding
-from pipecompile.ir.plan import BatchNormUpdate, Granularity, LayoutFormat, Recompute
+from pipecompile.ir.plan import BatchNormUpdate, Communication, Granularity, LayoutFormat, Recompute
 
 __all__ = [
     "DEFAULT_STAGES",
@@ -311,6 +311,15 @@ class ChoiceTypes(TypedDict, total=False):
         Option(
             "operators",
             "What the model is cut between; auto opens blocks where balance or memory needs it.",
+        ),
+    ]
+    comm: Annotated[
+        Communication | None,
+        Option(
+            None,
+            "What the load of a rank pays for its transfers while cuts are compared: all of them "
+            "(relay), or what is longer than its compute (overlap).",
+            default_text="overlap for throughput and on GPUs, else relay",
         ),
     ]
     leaf: Annotated[

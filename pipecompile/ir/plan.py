@@ -41,6 +41,8 @@ __all__ = [
 
 Granularity = Literal["operators", "modules", "blocks", "auto"]
 GRANULARITIES: tuple[Granularity, ...] = get_args(Granularity)
+Communication = Literal["relay", "overlap"]
+"""What a load pays for transfers: all of them, or what is longer than its compute."""
 Recompute = Literal["auto", "none", "stage", "except-last", "block", "sqrt"]
 RECOMPUTES: tuple[Recompute, ...] = get_args(Recompute)
 LayoutFormat = Literal[
@@ -67,7 +69,8 @@ class Options(Value, frozen=True, kw_only=True):
     state is not counted; `master_weights` are float32 copies of parameters of fewer bits, held
     beside that state. `recompute` is the policy: `auto` takes what fits the cap at the least extra
     time, the others are named in the glossary. `encodings` are the ones of saved tensors that
-    stages may use where that lets them fit. `granularity` is what the model was cut between, and
+    stages may use where that lets them fit. `granularity` is what the model was cut between, `comm`
+    what the loads that were compared pay for transfers (None: what is usual on the device), and
     `leaf` are modules that were taken as one node. `batch_norm` says after what batch norms update
     their running averages; no figure of a plan depends on it. A `layout`, of `layout_format`, is
     the cut; its layers are those in the module `layers`, or found in the model. Over `replicas`
@@ -92,6 +95,7 @@ class Options(Value, frozen=True, kw_only=True):
     groups: tuple[tuple[str, ...], ...] = ()
     parameters_everywhere: bool = False
     granularity: Granularity = "operators"
+    comm: Communication | None = None
     leaf: tuple[str, ...] = ()
     stages_per_rank: Positive | None = None
     placement: Literal["linear", "loop", "v"] | None = None
@@ -298,13 +302,17 @@ class Plan(FileValue, frozen=True, kw_only=True):
             )
 
     def _check_stages(self) -> None:
-        # A node in two stages would run twice for each microbatch.
-        names = [name for stage in self.stages for name in stage.nodes]
+        # A node in two stages runs twice for each microbatch, so it must be a copy.
+        names = [name for stage in self.stages for name in stage.own_nodes]
         _same("distinct nodes", len(set(names)), "nodes in all stages", len(names))
-        for stage in self.stages:
+        before: set[str] = set()
+        for index, stage in enumerate(self.stages):
+            if absent := set(stage.copies) - before:
+                raise ValueError(f"stage {index} copies {min(absent)}, which no earlier stage runs")
+            before.update(stage.own_nodes)
             if stage.module_runs:
                 counted_nodes = sum(run.nodes for run in stage.module_runs)
-                _same("nodes of the module runs", counted_nodes, "nodes", len(stage.nodes))
+                _same("nodes of the module runs", counted_nodes, "nodes", len(stage.own_nodes))
         # Also of what is only relayed: every tensor crosses one boundary at a time.
         for left, right in zip(self.stages, self.stages[1:], strict=False):
             if left.outputs != right.inputs:
@@ -327,8 +335,13 @@ class Plan(FileValue, frozen=True, kw_only=True):
 
     @property
     def assignment(self) -> dict[str, int]:
-        """The stage of each node."""
-        return {name: index for index, stage in enumerate(self.stages) for name in stage.nodes}
+        """The stage of each node: of one with copies the first."""
+        return {name: index for index, stage in enumerate(self.stages) for name in stage.own_nodes}
+
+    @property
+    def copied(self) -> frozenset[str]:
+        """The nodes that several stages run, each for itself."""
+        return frozenset(name for stage in self.stages for name in stage.copies)
 
     @property
     def regions(self) -> dict[int, tuple[tuple[str, ...], ...]]:

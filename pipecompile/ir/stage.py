@@ -79,7 +79,8 @@ class Stage(Value, frozen=True, kw_only=True, dict=True, rename={"blocks": "node
 
     `blocks` (in files: `nodes`) are the names of its nodes in the order of the forward, in runs
     that lie in one block of the model. `module_runs` say where each of them lies in the model, for
-    `pipecompile export`; plans of older versions have none. `per_step_ns` is what it costs once a
+    `pipecompile export`; plans of older versions have none. `copies` are those of its nodes that an
+    earlier stage runs too, which are in no run: it makes their values itself. `per_step_ns` is what it costs once a
     step: the division of its gradients, and entering and leaving the step. `replica_sum` is what it
     exchanges with the same stage of other replicas, if there are any, and `tied_sums` what its rank
     exchanges after it with others that hold the same parameters. `kv_token_bytes` is what each of
@@ -96,6 +97,7 @@ class Stage(Value, frozen=True, kw_only=True, dict=True, rename={"blocks": "node
     blocks: tuple[tuple[str, ...], ...]
     modules: tuple[str, ...]
     module_runs: tuple[ModuleRun, ...] = ()
+    copies: tuple[str, ...] = ()
     groups: tuple[str, ...]
     forward_ns: NonNegative
     backward_ns: NonNegative
@@ -118,6 +120,11 @@ class Stage(Value, frozen=True, kw_only=True, dict=True, rename={"blocks": "node
     def nodes(self) -> tuple[str, ...]:
         """The names of all its nodes, in the order of the forward."""
         return tuple(chain.from_iterable(self.blocks))
+
+    @cached_property
+    def own_nodes(self) -> tuple[str, ...]:
+        """The names of its nodes that no earlier stage runs, in the order of the forward."""
+        return tuple(name for name in self.nodes if name not in self.copies)
 
     @property
     def extra_ns(self) -> int:

@@ -35,7 +35,7 @@ def rows_of(plan: Plan) -> list[PlanRow]:
                 "the plan does not say in which modules its nodes lie: it was made by an older "
                 "version; plan again"
             )
-        nodes = iter(stage.nodes)
+        nodes = iter(stage.own_nodes)
         for run in stage.module_runs:
             names = tuple(next(nodes) for _ in range(run.nodes))
             rows.append(PlanRow(run.place, run.module, number, names, run.ns))

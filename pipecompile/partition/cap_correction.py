@@ -1,7 +1,7 @@
-"""Cuts of ranks whose memory the search underestimates: those that run several stages.
+"""Cuts of ranks whose memory the search underestimates: those that run several stages, or copies.
 
-Stages that share a rank cannot be priced one by one, so the search goes by lower bounds of what
-they hold. A cut that needs more is searched again with lower caps.
+Stages that share a rank cannot be priced one by one, and a search leaves copied nodes out, so it
+goes by lower bounds of what they hold. A cut that needs more is searched again with lower caps.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def corrected_cut(
     that does not help.
     """
     memory = problem.memory
-    if memory is None or memory.price is not None:
+    if memory is None:
         return partition
     caps = memory.caps
     for _ in range(CORRECTIONS_MAX):

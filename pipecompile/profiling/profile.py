@@ -11,6 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from pipecompile.cost_models.protocol import CallCost, CostModel
 from pipecompile.graph.attention_path import training_attention
+from pipecompile.graph.copied_nodes import is_copyable
 from pipecompile.graph.kv_cache import kv_token_bytes
 from pipecompile.graph.model_state import has_values, named_state
 from pipecompile.graph.storages import size_bytes
@@ -153,6 +154,7 @@ def _nodes(
             forward_peak_bytes=observed.forward_peak,
             backward_peak_bytes=observed.backward_peak,
             saves_at=observed.saves_at,
+            is_copyable=is_copyable(node),
             workspace_bytes=workspace,
             input_bytes=_input_bytes(workload, node, observed),
             kv_token_bytes=kv_token_bytes(workload.module, node),

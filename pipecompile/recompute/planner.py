@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import NamedTuple
 
+from pipecompile.ir.copied_nodes import CutGraph, with_copies
 from pipecompile.ir.graph import CostGraph
 from pipecompile.ir.plan import Options
 from pipecompile.recompute.capped_stage import CappedStage
@@ -31,7 +33,7 @@ class RecomputePlanner:
     While cuts are compared, choices must be quick; once the cut is `settled`, a longer search is
     worth it. With `waiting`, stages that do not fit recompute as a whole wherever they then fit:
     that takes longer, but the schedule may run it while the rank waits. Choices are remembered in
-    `known`, by stage and memory cap.
+    `known`, by stage and memory cap, and planners of graphs with copies in `expanded`, by cut.
     """
 
     graph: CostGraph
@@ -42,6 +44,23 @@ class RecomputePlanner:
     known: dict[tuple[StageSlice, int | None], StageRecompute | None] = field(
         default_factory=dict, repr=False, compare=False
     )
+    expanded: dict[tuple[int, ...], CopyPlanner] = field(
+        default_factory=dict, repr=False, compare=False
+    )
+
+    def with_copies(self, assignment: Mapping[str, int]) -> CopyPlanner:
+        """Return the planner for the graph in which each copy is a node of the stage that runs it.
+
+        `assignment` has the stages of all nodes that are not copied.
+        """
+        if not self.graph.copied:
+            return CopyPlanner(self, CutGraph(self.graph, assignment, {}))
+        plain = [n.name for n in self.graph.nodes if n.name not in self.graph.copied_set]
+        key = tuple(assignment[name] for name in plain)
+        if key not in self.expanded:
+            cut = with_copies(self.graph, dict(zip(plain, key, strict=True)))
+            self.expanded[key] = CopyPlanner(replace(self, graph=cut.graph, known={}), cut)
+        return self.expanded[key]
 
     def of_all(self, nodes_by_stage: Sequence[tuple[str, ...]]) -> list[StageRecompute | None]:
         """Return what each stage recomputes; None for a stage whose rank nothing lets fit.
@@ -192,3 +211,10 @@ class RecomputePlanner:
     def policies(self) -> RecomputePolicies:
         """What stages recompute by named policies, and what their ranks hold then."""
         return RecomputePolicies(self.graph, self.options, self.view)
+
+
+class CopyPlanner(NamedTuple):
+    """A planner for the graph of a cut, and that graph with its cut."""
+
+    planner: RecomputePlanner
+    cut: CutGraph

@@ -10,6 +10,8 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
 
+from msgspec.structs import replace
+
 from pipecompile.errors import InfeasibleError
 from pipecompile.ir.graph import CostGraph, Node
 from pipecompile.ir.module_paths import block_of
@@ -33,6 +35,10 @@ def stages_of(
     Without memory, they have no recompute and no footprint. InfeasibleError if a stage must
     recompute or encode saved tensors to fit its rank, and cannot.
     """
+    if graph.copied:
+        copying, cut = planner.with_copies(assignment)
+        stages = stages_of(cut.graph, cut.assignment, copying, with_memory=with_memory)
+        return tuple(_by_original_names(graph, stage, cut.originals) for stage in stages)
     k = planner.options.k
     names: list[list[str]] = [[] for _ in range(k)]
     for node in graph.nodes:
@@ -43,17 +49,33 @@ def stages_of(
         recomputes = planner.of_all(nodes_by_stage)
     # Boundary s is before stage s: the first one has no tensors, and neither has the last.
     boundaries = [tuple(_boundary(graph, assignment, stage)) for stage in range(-1, k)]
-    stages = []
+    made: list[Stage] = []
     tied_sums = _tied_sums(graph, nodes_by_stage, planner.view.placement, planner.options)
     for index, (nodes, recompute) in enumerate(zip(nodes_by_stage, recomputes, strict=True)):
         if recompute is None:
             raise InfeasibleError(_misfit(planner, index))
         inputs, outputs = boundaries[index : index + 2]
         replica_sum = _replica_sum(graph, nodes, planner.options)
-        stages.append(
-            _stage(graph, nodes, recompute, inputs, outputs, replica_sum, tied_sums[index])
-        )
-    return tuple(stages)
+        made.append(_stage(graph, nodes, recompute, inputs, outputs, replica_sum, tied_sums[index]))
+    return tuple(made)
+
+
+def _by_original_names(graph: CostGraph, stage: Stage, originals: Mapping[str, str]) -> Stage:
+    """Return the stage with the nodes of `graph`, which copies are of, in the place of copies."""
+
+    def named(names: Iterable[str]) -> tuple[str, ...]:
+        return tuple(originals.get(name, name) for name in names)
+
+    own = [graph.by_name[name] for name in stage.nodes if name not in originals]
+    return replace(
+        stage,
+        blocks=tuple(map(named, stage.blocks)),
+        # A copy is no part of the model: its original lies in the runs of an earlier stage.
+        module_runs=tuple(_module_runs(graph, own)),
+        copies=named(name for name in stage.nodes if name in originals),
+        regions=tuple(map(named, stage.regions)),
+        encoded_runs=tuple(replace(run, nodes=named(run.nodes)) for run in stage.encoded_runs),
+    )
 
 
 def _misfit(planner: RecomputePlanner, stage: int) -> str:

@@ -73,7 +73,7 @@ def plan_outline(plan: Plan) -> Outline | None:
     placed: list[tuple[int, OutlinedNode]] = []
     ns_by_module: dict[str, int] = {}
     for stage in plan.stages:
-        names = iter(stage.nodes)
+        names = iter(stage.own_nodes)
         if not all(run.digests for run in stage.module_runs) or not stage.module_runs:
             return None
         for run in stage.module_runs:

@@ -30,6 +30,7 @@ ChangeKind = Literal[
     "memory",
     "load",
     "move",
+    "copies",
     "recompute",
     "schedule",
     "search",
@@ -111,6 +112,7 @@ def compare_plans(old: Plan, new: Plan) -> PlanDiff:
         *_memory(old, new),
         *_loads(old, new),
         *moved,
+        *_copies(old, new),
         *_recompute(old, new),
         *schedule,
         *_fields("search", old.search, new.search, ["gap", "proven"]),
@@ -220,6 +222,16 @@ def _move(move: StageMove, where: str) -> PlanChange:
 
 def _stages(stages: tuple[int, ...]) -> int | tuple[int, ...] | None:
     return (stages[0] if len(stages) == 1 else stages) if stages else None
+
+
+def _copies(old: Plan, new: Plan) -> Iterator[PlanChange]:
+    """Yield the nodes that only one of the plans has in several stages."""
+    if old.copied != new.copied:
+        before, after = (
+            tuple(sorted(old.copied - new.copied)),
+            tuple(sorted(new.copied - old.copied)),
+        )
+        yield PlanChange(kind="copies", where="run in several stages", before=before, after=after)
 
 
 def _recompute(old: Plan, new: Plan) -> Iterator[PlanChange]:

@@ -26,6 +26,7 @@ _HEADINGS: dict[ChangeKind, str] = {
     "memory": "memory",
     "load": "loads",
     "move": "moved",
+    "copies": "copied nodes",
     "recompute": "recompute",
     "schedule": "schedule",
     "search": "search",

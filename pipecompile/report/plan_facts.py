@@ -108,7 +108,7 @@ def _modules(stages: Iterator[Stage]) -> list[ModuleTime]:
     """Return what each module takes in these stages, heaviest first."""
     runs: dict[str, list[tuple[int, int, str]]] = defaultdict(list)
     for stage in stages:
-        nodes = iter(stage.nodes)
+        nodes = iter(stage.own_nodes)
         for run in stage.module_runs:
             names = [next(nodes) for _ in range(run.nodes)]
             runs[run.module].append((run.nodes, run.ns, names[0]))

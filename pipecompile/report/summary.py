@@ -72,6 +72,7 @@ def summary(plan: Plan, draw: DrawTable = plain_table) -> str:
         _recompute(plan, draw),
         _by_stage("regions that are recomputed", region_texts, plan),
         _by_stage("encoded saved tensors", encoding_texts, plan),
+        _by_stage("run once more by each stage that reads them", copy_texts, plan),
         _routes(plan),
         _tied(plan),
     ]
@@ -375,6 +376,14 @@ def _by_stage(title: str, texts: Callable[[Stage], Iterable[str]], plan: Plan) -
     rows = [(index, ", ".join(texts(stage))) for index, stage in enumerate(plan.stages)]
     lines = [_fitted(f"  stage {index:>2}  {text}", 100) for index, text in rows if text]
     return [title, *lines] if lines else []
+
+
+def copy_texts(stage: Stage) -> Iterator[str]:
+    """Yield the nodes that a stage runs besides earlier ones, by the first and the last of them."""
+    if stage.copies:
+        first, last = stage.copies[0], stage.copies[-1]
+        ends = first if first == last else f"{first} … {last}"
+        yield f"{counted(len(stage.copies), 'node')}: {ends}"
 
 
 def _routes(plan: Plan) -> list[str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from operator import attrgetter, is_
 from typing import Any
@@ -34,7 +34,8 @@ ABSENT = object()
 
 class Program:
     """A graph of the model cut as the plan says, captured while its modules were in the modes
-    `modes`. What was captured on the meta device runs on `device`.
+    `modes`. What was captured on the meta device runs on `device`. Nodes of `copied` run in each
+    stage that reads them.
     """
 
     def __init__(
@@ -46,6 +47,7 @@ class Program:
         encoded_runs: EncodedRuns,
         batch_norm: BatchNormUpdate,
         device: torch.device,
+        copied: Collection[str] = (),
     ) -> None:
         self.captured = captured
         self._loss = held_loss(module)
@@ -55,7 +57,7 @@ class Program:
         # Before it is cut: all stages of the graph then make their tensors where they run.
         apply_passes(module.graph, [LeaveMeta(device)])
         self.stages: tuple[StageModule, ...] = emit(
-            module, assignment, regions, encoded_runs, batch_norm
+            module, assignment, regions, encoded_runs, batch_norm, copied
         )
         self.ties: dict[str, Tie] = ties_of(module, module.graph, captured.first_names)
         values = [node.meta["val"] for node in module.graph.nodes if node.op == "placeholder"]

@@ -11,7 +11,12 @@ from typing import NamedTuple
 
 from torch import fx, nn
 
-from pipecompile.codegen.transfer import transfer, transfer_encodings, transfer_regions
+from pipecompile.codegen.transfer import (
+    transfer,
+    transfer_copied,
+    transfer_encodings,
+    transfer_regions,
+)
 from pipecompile.frontend.captured_graph import Capture
 from pipecompile.frontend.target import Target
 from pipecompile.frontend.target_capture import Captured, capture_for_remainder, capture_target
@@ -60,6 +65,7 @@ class Programs:
             plan.encoded_runs,
             plan.options.batch_norm,
             share.device_for_meta,
+            plan.copied,
         )
         self.declared = [self.planned]
         self._programs = {(self.planned.modes, 0): self.planned}
@@ -142,12 +148,14 @@ class Programs:
 
     def _cut_like_the_plan(self, capture: Capture, module: fx.GraphModule) -> Program:
         plan, graph = self._plan, self._planned_graph
-        stages = transfer(plan.assignment, graph, module, self._holders(module))
-        regions = transfer_regions(plan.regions, graph, module, stages)
-        encodings = transfer_encodings(plan.encoded_runs, graph, module, stages)
+        holders = self._holders(module)
+        stages = transfer(plan.assignment, graph, module, holders)
+        copied = transfer_copied(plan.copied, graph, module, stages, holders)
+        regions = transfer_regions(plan.regions, graph, module, stages, copied)
+        encodings = transfer_encodings(plan.encoded_runs, graph, module, stages, copied)
         batch_norm = plan.options.batch_norm
         device = self._share.device_for_meta
-        program = Program(capture, module, stages, regions, encodings, batch_norm, device)
+        program = Program(capture, module, stages, regions, encodings, batch_norm, device, copied)
         self.bind(program)
         return program
 

@@ -190,6 +190,7 @@ class StageTimer:
             plan.encoded_runs,
             plan.options.batch_norm,
             self.device,
+            plan.copied,
         )
 
     @cached_property

@@ -67,6 +67,7 @@ class Flops:
     real: ClassVar[bool] = False
     time_unit: ClassVar[TimeUnit] = "relative"
     reproducible: ClassVar[bool] = True
+    by_signature: ClassVar[bool] = True
     allocator: ClassVar[AllocatorName] = "cpu"
     fused_attention: ClassVar[tuple[FusedType, ...]] = FUSED_ATTENTION
     costs_by_signature: dict[Hashable, CallCost] = field(

@@ -45,6 +45,7 @@ class Measured:
     real: ClassVar[bool] = True
     time_unit: ClassVar[TimeUnit] = "ns"
     reproducible: ClassVar[bool] = False
+    by_signature: ClassVar[bool] = True
     costs_by_signature: dict[Hashable, CallCost] = field(
         default_factory=dict, init=False, repr=False
     )
@@ -138,6 +139,7 @@ class CachedCosts:
     real: ClassVar[bool] = False
     time_unit: ClassVar[TimeUnit] = "ns"
     reproducible: ClassVar[bool] = False
+    by_signature: ClassVar[bool] = False
 
     def cost(self, call: NodeCall) -> CallCost:
         """Return the cost that was measured before."""

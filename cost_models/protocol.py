@@ -72,6 +72,13 @@ class CostModel(Protocol):
         `check` then makes the plan again, to find whether the costs have changed.
         """
 
+    @property
+    def by_signature(self) -> bool:
+        """Whether calls of one `signature` cost the same.
+
+        Equal blocks of a graph are then asked about a few times only, and else every node is.
+        """
+
     def cost(self, call: NodeCall) -> CallCost:
         """Return the times of `call`, which may be run any number of times.
 

@@ -33,6 +33,7 @@ class DeviceCostModel:
     real: ClassVar[bool] = False
     time_unit: ClassVar[TimeUnit] = "ns"
     reproducible: ClassVar[bool] = True
+    by_signature: ClassVar[bool] = True
 
     @property
     def allocator(self) -> AllocatorName:

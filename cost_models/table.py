@@ -34,6 +34,7 @@ class Table:
     name: str = "table"
     real: ClassVar[bool] = False
     reproducible: ClassVar[bool] = True
+    by_signature: ClassVar[bool] = False
 
     @property
     def time_unit(self) -> TimeUnit:
@@ -121,6 +122,7 @@ class Function:
     # The function has a unit of its own, and it is not there where a plan is checked.
     time_unit: ClassVar[TimeUnit] = "relative"
     reproducible: ClassVar[bool] = False
+    by_signature: ClassVar[bool] = False
     allocator: ClassVar[AllocatorName] = "cuda"
     fused_attention: ClassVar[tuple[FusedType, ...]] = FUSED_ATTENTION
 

@@ -17,6 +17,7 @@ from pipecompile.graph.model_state import has_values, named_state
 from pipecompile.graph.storages import size_bytes
 from pipecompile.ir import graph as ir
 from pipecompile.profiling.cuda import as_on_cuda
+from pipecompile.profiling.folding import Fold, IrregularError, folds_of
 from pipecompile.profiling.kernel_workspace import workspace_on
 from pipecompile.profiling.node_costs import costs_of_nodes
 from pipecompile.profiling.observation import NodeObservation, StepObservation
@@ -44,23 +45,7 @@ def profile(
     """
     workload = Workload(graph_module, graph_module.graph, tuple(inputs), loss, tuple(targets))
     with _restored_state(graph_module), training_attention():
-        kernels = (
-            as_on_cuda(cost_model.fused_attention)
-            if cost_model.allocator == "cuda"
-            else nullcontext()
-        )
-        with (
-            _reproducible_fakes(),
-            FakeTensorMode(allow_non_fake_inputs=True),
-            kernels,
-            workload.faked() as fake,
-        ):
-            observation = observe(fake, workspace_on(cost_model.allocator))
-            # Fake tensors belong to this mode, so their costs are found inside it.
-            costs = {} if cost_model.real else costs_of_nodes(fake, observation, cost_model)
-        # The costs of real tensors are found outside of the fake mode, on the device's own kernels.
-        if cost_model.real:
-            costs = costs_of_nodes(workload, observation, cost_model)
+        observation, costs = _observed(workload, cost_model)
     numbering = _storage_numbering(workload.graph, observation)
     return ir.CostGraph(
         allocator=cost_model.allocator,
@@ -73,6 +58,53 @@ def profile(
         parameters=tuple(_parameters(graph_module)),
         gradients=observation.gradients,
     )
+
+
+def _observed(
+    workload: Workload, cost_model: CostModel
+) -> tuple[StepObservation, dict[str, CallCost]]:
+    """Return what a step shows, and the costs of nodes; equal blocks are run a few times only."""
+    folds = folds_of(workload)
+    try:
+        observation, costs = _observed_folded(workload, folds, cost_model)
+    except IrregularError:
+        observation, costs = _observed_folded(workload, (), cost_model)
+    # The costs of real tensors are found outside of the fake mode, on the device's own kernels.
+    if cost_model.real:
+        costs = costs_of_nodes(workload, observation, cost_model)
+    return observation, costs
+
+
+def _observed_folded(
+    workload: Workload, folds: Sequence[Fold], cost_model: CostModel
+) -> tuple[StepObservation, dict[str, CallCost]]:
+    """Return what a step shows, by a run of what the folds leave, and the costs of fake tensors."""
+    with _fakes(cost_model, folds[-1].folded if folds else workload) as fake:
+        observation = observe(fake, workspace_on(cost_model.allocator))
+        costs = {}
+        # Fake tensors belong to this mode, so their costs are found inside it.
+        if cost_model.by_signature and not cost_model.real:
+            costs = costs_of_nodes(fake, observation, cost_model)
+    for fold in reversed(folds):
+        observation = fold.unfolded(observation)
+        costs = fold.unfolded_costs(costs) if costs else {}
+    if not cost_model.by_signature and not cost_model.real:
+        with _fakes(cost_model, workload) as fake:
+            costs = costs_of_nodes(fake, observation, cost_model)
+    return observation, costs
+
+
+@contextmanager
+def _fakes(cost_model: CostModel, workload: Workload) -> Iterator[Workload]:
+    """The workload on fake tensors, for the kernels of the device that costs are of."""
+    is_cuda = cost_model.allocator == "cuda"
+    with (
+        _reproducible_fakes(),
+        FakeTensorMode(allow_non_fake_inputs=True),
+        as_on_cuda(cost_model.fused_attention) if is_cuda else nullcontext(),
+        workload.faked() as fake,
+    ):
+        yield fake
 
 
 @contextmanager

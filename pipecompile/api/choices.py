@@ -27,7 +27,7 @@ from pipecompile.ir.serialization import read
 from pipecompile.ir.size import parse_caps
 from pipecompile.layouts.layout import Layout
 from pipecompile.layouts.reading import layout_text, read_layout
-from pipecompile.schedule.named_orders import MAY_SPLIT, required_placement
+from pipecompile.schedule.named_orders import ASYNCHRONOUS, MAY_SPLIT, required_placement
 from pipecompile.schedule.selection import placements
 
 __all__ = ["Choices", "check_names", "check_together", "requested_options", "unknown_costs"]
@@ -269,6 +269,7 @@ def check_together(options: Options) -> None:
             "microbatches alike; choose stage, or a named schedule"
         )
     _check_inference(options)
+    _check_post_validation(options)
     if options.sharded and options.replicas == 1:
         raise InputError(
             "sharded divides stages over replicas, but the plan is for one; give replicas=2 or more"
@@ -297,11 +298,29 @@ def _check_inference(options: Options) -> None:
         )
 
 
+def _check_post_validation(options: Options) -> None:
+    """Raise InputError if updates cannot be validated later with the other options."""
+    if not options.post_validation:
+        return
+    if options.sharded:
+        raise InputError(
+            "post_validation keeps copies of what a step overwrites, which is not done for sharded "
+            "parameters; leave one of the two out"
+        )
+    if options.schedule in ASYNCHRONOUS:
+        raise InputError(
+            f"post_validation is for steps, but schedule {options.schedule!r} has none: its "
+            "updates wait for no other rank; leave it out, or choose a synchronous schedule such "
+            "as 'zb-h2'"
+        )
+
+
 NO_TRAINING: Mapping[str, Any] = {
     "recompute": "none",
     "encodings": (),
     "optimizer": None,
     "master_weights": False,
+    "post_validation": False,
     "sharded": False,
 }
 """The options of training as they are in a plan for inference."""

@@ -199,6 +199,16 @@ class ChoiceTypes(TypedDict, total=False):
         bool,
         Option(False, "Count float32 copies of parameters that have fewer bits.", form="switch"),
     ]
+    post_validation: Annotated[
+        bool,
+        Option(
+            False,
+            "Let each rank update its weights and begin the next step before it knows the norm of "
+            "all gradients, and roll back where that was wrong; train(batches, factory) then does "
+            "so, and memory counts the copies.",
+            form="switch",
+        ),
+    ]
     recompute: Annotated[
         Recompute,
         Option(

@@ -182,8 +182,10 @@ def peak_snapshots(row: Sequence[Action]) -> tuple[Snapshot, ...]:
     highest: dict[tuple[object, ...], list[Snapshot]] = {}
     for snapshot in all_snapshots(row):
         has_gradients = snapshot.states[snapshot.stage].has_gradients
-        key = (snapshot.kind, snapshot.stage, has_gradients, snapshot.frees_outputs)
-        # The workspace depends on the key alone, so within one key the states can be compared.
+        has_begun = any(state.has_gradients for state in snapshot.states.values())
+        key = (snapshot.kind, snapshot.stage, has_gradients, has_begun, snapshot.frees_outputs)
+        # The workspace depends on the key alone, and so does whether copies are held for a
+        # rollback: within one key the states can be compared.
         rivals = highest.setdefault(key, [])
         if not any(_covers(rival, snapshot) for rival in rivals):
             rivals[:] = [rival for rival in rivals if not _covers(snapshot, rival)] + [snapshot]

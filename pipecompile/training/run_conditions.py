@@ -21,6 +21,7 @@ from pipecompile.ir.schedule import Schedule
 from pipecompile.runtime import world
 from pipecompile.runtime.place import RankPlace
 from pipecompile.runtime.shards import local_part, rows_of
+from pipecompile.runtime.update_rule import UpdateRule
 
 __all__ = [
     "check_links",
@@ -185,7 +186,7 @@ def refuse_without_steps(schedule: Schedule, what: str) -> None:
 
 
 def refuse_in_flight(
-    plan: Plan, target: Target, max_norm: float | None, *, is_divided: bool, engine: str
+    plan: Plan, target: Target, rule: UpdateRule, *, is_divided: bool, engine: str
 ) -> None:
     """Raise InputError for what cannot be right while minibatches are in flight.
 
@@ -194,10 +195,14 @@ def refuse_in_flight(
     name, versions = plan.schedule.name, plan.schedule.weight_versions
     for is_given, reason in (
         (
-            max_norm is not None and versions != "double-buffered",
+            rule.max_norm is not None and versions != "double-buffered",
             "max_norm needs the gradients of all stages before any of them steps, but the first "
             "stage steps before the last one has the gradients; leave it out, or plan with "
             "'pipedream-2bw', which has a minibatch of time for that",
+        ),
+        (
+            rule.skip_nonfinite,
+            "microbatches wait for the version that skip_nonfinite would leave out; leave it out",
         ),
         (
             plan.options.batch_norm == "minibatch",

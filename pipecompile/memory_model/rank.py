@@ -298,8 +298,8 @@ def _has_copies(stages: Mapping[int, Footprint], snapshot: Snapshot) -> bool:
     """
     if not any(stage.is_validated_later for stage in stages.values()):
         return False
-    has_begun = any(state.has_gradients for state in snapshot.states.values())
-    return snapshot.kind is Kind.STEP or (snapshot.kind is Kind.FORWARD and not has_begun)
+    is_leading = snapshot.kind is Kind.FORWARD and snapshot.is_before_backwards
+    return snapshot.kind is Kind.STEP or is_leading
 
 
 def _sum(amounts: Iterable[Amount]) -> Amount:

@@ -113,6 +113,8 @@ def _header(plan: Plan) -> Iterator[str]:
             f"  weights    {plan.schedule.weight_versions}; no flush: the step is that of one "
             f"minibatch alone, in a full pipeline one takes {steady} or more"
         )
+    if plan.options.post_validation:
+        yield "  updates    validated later; simulate says what a step takes in a row"
     variance = variance_text(loads, unit)
     yield (
         f"  imbalance  {imbalance_of(loads):.3f} (largest load / mean load), "

@@ -71,6 +71,12 @@ class EarlyUpdate:
         self._before, self._gradients = [], {}
         return is_right
 
+    @property
+    def held_bytes(self) -> int:
+        """The bytes that are held until it is validated."""
+        copies = sum(before.bytes for before in self._before)
+        return copies + sum(gradient.nbytes for gradient in self._gradients.values())
+
     def _redo(self, norm: Tensor) -> None:
         """Put back what was overwritten, and make the update that the rule wants."""
         for before in self._before:
@@ -108,6 +114,13 @@ class _OptimizerCopy:
         stepped = [p for g in optimizer.param_groups for p in g["params"] if p.grad is not None]
         self._parameters = {p: p.detach().clone() for p in stepped}
         self._state = {p: copy.deepcopy(optimizer.state.get(p)) for p in stepped}
+
+    @property
+    def bytes(self) -> int:
+        """The bytes of parameters and state."""
+        slots = (slot for state in self._state.values() for slot in (state or {}).values())
+        state = [slot.nbytes for slot in slots if isinstance(slot, Tensor)]
+        return sum(value.nbytes for value in self._parameters.values()) + sum(state)
 
     def restore(self) -> None:
         """Put it all back."""

@@ -18,6 +18,7 @@ from tests.distributed.training_jobs import MICROBATCH, Run, run_of
 from tests.training.test_continuous_training import batches_of
 
 STEPS, PLANTED = 20, (5, 6, 13)
+MAX_NORM = 3.9  # between the norms of the mixture's gradients
 OPTIMIZERS: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {
     "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=0.01, weight_decay=0.1),
     "momentum": lambda parameters: torch.optim.SGD(
@@ -107,6 +108,39 @@ def _planting(value: float | None) -> Iterator[None]:
 
     with patch.object(Pipeline, "_train", planting):
         yield
+
+
+def disturbed(folder: str) -> list[bool]:
+    """Whether a run that is drained, evaluated, saved and stepped by hand on the way ends where an
+    undisturbed one does, and so one that goes on from its checkpoint.
+    """
+    through, own, again = (
+        run_of(2, 1, schedule="zb-h1", post_validation=True).pipeline for _ in range(3)
+    )
+    batches, rule = batches_of(MICROBATCH * 4, 10), {"max_norm": MAX_NORM}
+    list(through.train(batches, OPTIMIZERS["adamw"], _halved, **rule))
+    losses = own.train(batches, OPTIMIZERS["adamw"], _halved, **rule)
+    for _ in range(3):
+        next(losses)
+    own.drain()
+    own.evaluate(batches[0][0])
+    next(losses)
+    own.checkpoint().save(folder)
+    next(losses)
+    own.step(*batches[0])  # its gradients are dropped by the next step of the run
+    own.steps -= 1
+    list(losses)
+    losses = again.train(batches[4:], OPTIMIZERS["adamw"], _halved, **rule)
+    next(losses)  # whose update is not validated
+    again.checkpoint().load(folder)
+    rest = again.train(batches[4:], OPTIMIZERS["adamw"], _halved, **rule)
+    again.checkpoint().load(folder)
+    list(rest)
+    return [_same_weights(each, through) for each in (own, again)]
+
+
+def _same_weights(one: Pipeline, other: Pipeline) -> bool:
+    return all(map(torch.equal, one.parameters(), other.parameters()))
 
 
 def leads(store_folder: str, *, post_validation: bool) -> bool:

@@ -11,7 +11,7 @@ from tests.distributed import post_validation_jobs as jobs
 from tests.distributed.workers import Workers
 
 # Between the norms of the mixture's gradients.
-MAX_NORMS = {"adamw": 3.9, "momentum": 2.0}
+MAX_NORMS = {"adamw": jobs.MAX_NORM, "momentum": 2.0}
 
 
 @pytest.mark.one_case_in(3)
@@ -56,6 +56,13 @@ def test_all_ranks_leave_out_what_one_of_them_cannot_use(
         assert found.is_same
         assert found.total == found.total  # no weight is NaN
         assert (found.stood, found.rolled_back) == (jobs.STEPS - 3, 3)
+
+
+def test_a_run_that_is_disturbed_goes_on_as_it_would_have(
+    workers: Workers, tmp_path: Path
+) -> None:
+    for are_same in workers.run(2, jobs.disturbed, str(tmp_path / "saved"), folder=str(tmp_path)):
+        assert all(are_same)
 
 
 def test_the_next_step_begins_before_the_norm_is_known(workers: Workers, tmp_path: Path) -> None:

@@ -58,9 +58,7 @@ def test_all_ranks_leave_out_what_one_of_them_cannot_use(
         assert (found.stood, found.rolled_back) == (jobs.STEPS - 3, 3)
 
 
-def test_a_run_that_is_disturbed_goes_on_as_it_would_have(
-    workers: Workers, tmp_path: Path
-) -> None:
+def test_a_run_that_is_disturbed_goes_on_as_it_would_have(workers: Workers, tmp_path: Path) -> None:
     for are_same in workers.run(2, jobs.disturbed, str(tmp_path / "saved"), folder=str(tmp_path)):
         assert all(are_same)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
@@ -149,6 +150,7 @@ def leads(store_folder: str, *, post_validation: bool) -> bool:
     """
     run = run_of(2, 1, schedule="1f1b", post_validation=post_validation, step_timeout=20)
     store = dist.FileStore(store_folder, 2)
+    store.set_timeout(timedelta(seconds=30))
     begin_norm, forward = Pipeline._begin_norm, RankStep._forward
     waited = []
 

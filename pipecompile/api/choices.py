@@ -274,10 +274,10 @@ def check_together(options: Options) -> None:
         raise InputError(
             "sharded divides stages over replicas, but the plan is for one; give replicas=2 or more"
         )
-    if options.sharded and options.optimizer == "adafactor":
+    if options.sharded and options.optimizer in ("adafactor", "sm3"):
         raise InputError(
-            "optimizer='adafactor' is not possible with sharded: torch's cannot step parts of "
-            "parameters; choose another"
+            f"optimizer={options.optimizer!r} is not possible with sharded: it takes means or "
+            "maxima over rows, so it cannot step parts of parameters; choose another"
         )
     if options.encodings:
         _check_encodings(options, placement)

@@ -55,7 +55,7 @@ Objective = Literal["variance", "max-load", "step-time", "throughput", "latency"
 INFERENCE_OBJECTIVES: tuple[Objective, ...] = ("throughput", "latency")
 """The objectives of plans for inference, whose schedule is forward-only."""
 PlacementShape = Literal["linear", "loop", "v"]
-OptimizerName = Literal["sgd", "momentum", "rmsprop", "adam", "adamw", "adafactor"]
+OptimizerName = Literal["sgd", "momentum", "rmsprop", "adam", "adamw", "adafactor", "sm3"]
 
 DEFAULT_STAGES = 4
 INDENT = "    "

@@ -28,10 +28,11 @@ def step_figures(
 ) -> dict[str, Any]:
     """Return the step for scripts.
 
-    `in_a_row_ns` is what a step takes among many with post-validation, None without. `memory` is what each rank holds at its peak, as the plan has it. `activation_bounds` are the
-    bytes that microbatches in flight keep on each rank at most: pairs of a time and of the bytes
-    from then on. Of each action on the critical path: rank, action, start, end, and why it does not
-    begin earlier.
+    `in_a_row_ns` is what a step takes among many with post-validation, None without. `memory` is
+    what each rank holds at its peak, as the plan has it. `activation_bounds` are the bytes that
+    microbatches in flight keep on each rank at most: pairs of a time and of the bytes from then on.
+    Of each action on the critical path: rank, action, start, end, and why it does not begin
+    earlier.
     """
     return {
         "time_unit": plan.time_unit,

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Self, overload
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, fx, nn
 from torch.amp.grad_scaler import GradScaler
 from torch.distributed.device_mesh import DeviceMesh
@@ -22,6 +23,7 @@ from pipecompile.ir.plan import Plan
 from pipecompile.ir.schedule import Timeline
 from pipecompile.runtime.action_recorder import ActionRecorder
 from pipecompile.runtime.batch_statistics import MinibatchStatistics
+from pipecompile.runtime.communication_hook import CommunicationHook
 from pipecompile.runtime.distributed_pipeline import Engine
 from pipecompile.runtime.gradients import StepGradients, divide_gradients
 from pipecompile.runtime.local_share import LocalShare
@@ -266,6 +268,7 @@ class Pipeline(HeldModel):
                 "a scaler": scaler is not None,
                 "everywhere=True": everywhere,
                 **({} if rule is None else {str(rule): True}),
+                "a communication hook": self._runner.has_communication_hook,
                 **self._loss.flags,
             }
             result = self._train(program, remainder, minibatch, sizes, flags, validate)
@@ -338,6 +341,24 @@ class Pipeline(HeldModel):
             norm = self._begin_norm(norm_type).wait(self._runner.deadline)
         clip_to_norm(gradient_parts(self.parameters()), norm, max_norm)
         return norm
+
+    @property
+    def replica_group(self) -> dist.ProcessGroup | None:
+        """The processes that hold the same stages with other data; None if nobody else does."""
+        return self._share.place.replica_group
+
+    def register_comm_hook(
+        self, state: Any, hook: Callable[[Any, Any], torch.futures.Future[Any]]
+    ) -> None:
+        """Let `hook(state, bucket)` make the mean of gradients over replicas, as
+        DistributedDataParallel does: such as torch's `bf16_compress_hook` with
+        `pipeline.replica_group` as its state.
+
+        It is called once a step for each bucket of gradients, one after the other, and returns a
+        future of the mean. Every rank registers it. InputError without replicas, with sharded
+        stages, and under asynchronous schedules.
+        """
+        self._runner.hook_into_sums(CommunicationHook(state, hook))
 
     def zero_grad(self) -> None:
         """Drop the gradients of this process, and those that steps have put aside."""

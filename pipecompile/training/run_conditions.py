@@ -19,12 +19,14 @@ from pipecompile.ir.plan import Plan
 from pipecompile.ir.plurals import counted
 from pipecompile.ir.schedule import Schedule
 from pipecompile.runtime import world
+from pipecompile.runtime.communication_hook import CommunicationHook
 from pipecompile.runtime.place import RankPlace
 from pipecompile.runtime.shards import local_part, rows_of
 from pipecompile.runtime.update_rule import UpdateRule
 
 __all__ = [
     "check_links",
+    "refuse_hook",
     "refuse_in_flight",
     "refuse_shared_memory",
     "refuse_untrainable",
@@ -182,6 +184,34 @@ def refuse_without_steps(schedule: Schedule, what: str) -> None:
             f"{what}, but under schedule {schedule.name!r} minibatches follow each other without "
             "steps, and gradients are gone when a loss is there; plan with a synchronous schedule "
             "such as '1f1b', or see train(batches, factory)"
+        )
+
+
+def refuse_hook(
+    hook: CommunicationHook, schedule: Schedule, place: RankPlace, *, is_divided: bool
+) -> None:
+    """Raise InputError for a communication hook that cannot sum the gradients of these replicas."""
+    refuse_without_steps(schedule, "a communication hook is called once a step for each bucket")
+    if not callable(hook.function):
+        raise InputError(
+            f"the communication hook is a {type(hook.function).__name__}; give a function of "
+            "(state, bucket), such as torch's bf16_compress_hook"
+        )
+    if place.replica_group is None:
+        raise InputError(
+            "a communication hook sums gradients over replicas, but there is one only; launch a "
+            "multiple of the plan's ranks, or leave it out"
+        )
+    if hook.state is None:
+        raise InputError(
+            "the state of the communication hook is None, for which torch's hooks take all "
+            "processes, and these hold other stages; give the group of the replicas: "
+            "pipeline.register_comm_hook(pipeline.replica_group, hook)"
+        )
+    if is_divided:
+        raise InputError(
+            "parallelize lets FSDP2 sum gradients, which calls no hook of the pipeline; leave one "
+            "of the two out"
         )
 
 

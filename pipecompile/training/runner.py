@@ -17,6 +17,7 @@ from pipecompile.frontend.target import Target
 from pipecompile.ir.plan import Plan
 from pipecompile.ir.schedule import Schedule
 from pipecompile.runtime import one_process, world
+from pipecompile.runtime.communication_hook import CommunicationHook
 from pipecompile.runtime.distributed_pipeline import DistributedPipeline, Engine, SizedStages
 from pipecompile.runtime.gradients import spread_overflow
 from pipecompile.runtime.leading_forwards import LeadingForwards
@@ -37,7 +38,7 @@ from pipecompile.schedule.post_validation import leading_forwards
 from pipecompile.training.eager_stages import local_stages, rank_stages, tied_parameters
 from pipecompile.training.parallel_stages import Parallelize, ParallelStages, first_holders
 from pipecompile.training.program import Program
-from pipecompile.training.run_conditions import refuse_in_flight
+from pipecompile.training.run_conditions import refuse_hook, refuse_in_flight
 from pipecompile.training.step_agreement import StepAgreement
 from pipecompile.training.trial_forward import TrialOutputs, check_trial, trial_outputs
 
@@ -77,6 +78,7 @@ class Runner:
         self.watch: StepWatch | None = None
         self._agreement = StepAgreement(plan, share.place)
         self._parallel: ParallelStages | None = None
+        self._hook: CommunicationHook | None = None
         if share.is_distributed:
             place = share.place
             peers = [place.global_ranks[rank] for rank in plan.schedule.placement]
@@ -224,6 +226,18 @@ class Runner:
             with_loss=with_loss,
             remainder=None if remainder is None else self._local_stages(remainder),
         )
+
+    def hook_into_sums(self, hook: CommunicationHook) -> None:
+        """Let a user's hook sum gradients over replicas; InputError where it cannot."""
+        refuse_hook(
+            hook, self._plan.schedule, self._share.place, is_divided=self._parallel is not None
+        )
+        self._hook = hook
+
+    @property
+    def has_communication_hook(self) -> bool:
+        """Whether a user's hook sums gradients over replicas."""
+        return self._hook is not None
 
     def refuse_in_flight(self, rule: UpdateRule) -> None:
         """Raise InputError for what cannot be right while minibatches are in flight."""
@@ -398,7 +412,7 @@ class Runner:
         # Each once, in the same order on every replica.
         read = [p for each in parameters.values() for p in each if p in tied]
         late = dict.fromkeys([*read, *(p for p in summed if p not in managed)])
-        return ReplicaSums(own, list(late), group, self.deadline, sharded)
+        return ReplicaSums(own, list(late), group, self.deadline, sharded, self._hook)
 
     def _pipeline(self, program: Program) -> DistributedPipeline:
         """Return the stages of this rank, for the microbatches of the planned size."""

@@ -28,7 +28,7 @@ from pipecompile.ir.share import parse_share
 from pipecompile.ir.size import parse_caps
 from pipecompile.layouts.layout import Layout
 from pipecompile.layouts.reading import layout_text, read_layout
-from pipecompile.schedule.named_orders import SPLIT, required_placement
+from pipecompile.schedule.named_orders import ASYNCHRONOUS, SPLIT, required_placement
 from pipecompile.schedule.selection import placements
 
 __all__ = ["Choices", "check_names", "check_together", "requested_options", "unknown_costs"]
@@ -275,14 +275,15 @@ def check_together(options: Options) -> None:
             "choose auto or stage"
         )
     _check_inference(options)
+    _check_post_validation(options)
     if options.sharded and options.replicas == 1:
         raise InputError(
             "sharded divides stages over replicas, but the plan is for one; give replicas=2 or more"
         )
-    if options.sharded and options.optimizer == "adafactor":
+    if options.sharded and options.optimizer in ("adafactor", "sm3"):
         raise InputError(
-            "optimizer='adafactor' is not possible with sharded: torch's cannot step parts of "
-            "parameters; choose another"
+            f"optimizer={options.optimizer!r} is not possible with sharded: it takes means or "
+            "maxima over rows, so it cannot step parts of parameters; choose another"
         )
     if options.encodings:
         _check_encodings(options, placement)
@@ -308,11 +309,29 @@ def _check_inference(options: Options) -> None:
         )
 
 
+def _check_post_validation(options: Options) -> None:
+    """Raise InputError if updates cannot be validated later with the other options."""
+    if not options.post_validation:
+        return
+    if options.sharded:
+        raise InputError(
+            "post_validation keeps copies of what a step overwrites, which is not done for sharded "
+            "parameters; leave one of the two out"
+        )
+    if options.schedule in ASYNCHRONOUS:
+        raise InputError(
+            f"post_validation is for steps, but schedule {options.schedule!r} has none: its "
+            "updates wait for no other rank; leave it out, or choose a synchronous schedule such "
+            "as 'zb-h2'"
+        )
+
+
 NO_TRAINING: Mapping[str, Any] = {
     "recompute": "none",
     "encodings": (),
     "optimizer": None,
     "master_weights": False,
+    "post_validation": False,
     "sharded": False,
     "noise": None,
 }

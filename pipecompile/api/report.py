@@ -28,6 +28,7 @@ from pipecompile.report.tables import DrawTable, plain_table, terminal_table
 from pipecompile.report.timeline_text import timeline_text
 from pipecompile.report.trace import trace
 from pipecompile.schedule.critical_path import critical_path
+from pipecompile.schedule.post_validation import step_in_a_row_ns
 from pipecompile.schedule.simulator import simulate_plan
 from pipecompile.schedule.stages import problem_of_plan
 
@@ -96,10 +97,17 @@ def trace_of(plan: Plan) -> bytes:
 def step_text_of(plan: Plan, draw: DrawTable = plain_table) -> str:
     """Return one step for people: when ranks wait, and which actions decide how long it takes."""
     timeline = timeline_of(plan)
-    return step_text(plan, timeline, critical_path(problem_of_plan(plan), timeline), draw)
+    path = critical_path(problem_of_plan(plan), timeline)
+    return step_text(plan, timeline, path, draw, _in_a_row_ns(plan, timeline))
 
 
 def step_figures_of(plan: Plan) -> dict[str, Any]:
     """Return one step as figures for JSON: when ranks wait, and which actions decide."""
     timeline = timeline_of(plan)
-    return step_figures(plan, timeline, critical_path(problem_of_plan(plan), timeline))
+    path = critical_path(problem_of_plan(plan), timeline)
+    return step_figures(plan, timeline, path, _in_a_row_ns(plan, timeline))
+
+
+def _in_a_row_ns(plan: Plan, timeline: Timeline) -> int | None:
+    """Return what a step takes among many with post-validation, None without."""
+    return step_in_a_row_ns(plan.schedule, timeline) if plan.options.post_validation else None

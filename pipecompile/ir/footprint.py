@@ -98,6 +98,9 @@ class Footprint(Value, frozen=True, kw_only=True):
     exchanges tensors with `replica_peers` more. Of a sharded stage
     `parameters` are the whole ones and the part that stays between steps, `optimizer` is for that
     part, and `optimizer_workspace` is no less than what gathering takes beyond gradients.
+
+    If an update `is_validated_later`, copies of the trained parameters and of the optimizer's state
+    are held from the step to the next step's first backward, and so are its gradients.
     """
 
     parameters: Amount
@@ -121,6 +124,7 @@ class Footprint(Value, frozen=True, kw_only=True):
     gradient_copies: Amount = ZERO
     replica_sum_peak: Amount = ZERO
     replica_peers: int = 0
+    is_validated_later: bool = False
     received: tuple[ReceivedTensor, ...] = ()
     received_gradients: tuple[ReceivedTensor, ...] = ()
     sent_outputs: tuple[MessageStorage, ...] = ()

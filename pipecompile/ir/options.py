@@ -55,7 +55,7 @@ Objective = Literal["variance", "max-load", "step-time", "throughput", "latency"
 INFERENCE_OBJECTIVES: tuple[Objective, ...] = ("throughput", "latency")
 """The objectives of plans for inference, whose schedule is forward-only."""
 PlacementShape = Literal["linear", "loop", "v"]
-OptimizerName = Literal["sgd", "momentum", "rmsprop", "adam", "adamw", "adafactor"]
+OptimizerName = Literal["sgd", "momentum", "rmsprop", "adam", "adamw", "adafactor", "sm3"]
 
 DEFAULT_STAGES = 4
 INDENT = "    "
@@ -209,6 +209,16 @@ class ChoiceTypes(TypedDict, total=False):
     master_weights: Annotated[
         bool,
         Option(False, "Count float32 copies of parameters that have fewer bits.", form="switch"),
+    ]
+    post_validation: Annotated[
+        bool,
+        Option(
+            False,
+            "Let each rank update its weights and begin the next step before it knows the norm of "
+            "all gradients, and roll back where that was wrong; train(batches, factory) then does "
+            "so, and memory counts the copies.",
+            form="switch",
+        ),
     ]
     recompute: Annotated[
         Recompute,

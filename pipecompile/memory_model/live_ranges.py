@@ -51,6 +51,7 @@ class LiveRanges:
     replicas: int = 1
     sharded: bool = False
     kv_tokens: int = 0
+    post_validation: bool = False
 
     @staticmethod
     def of(graph: CostGraph, options: Options) -> LiveRanges:
@@ -62,6 +63,7 @@ class LiveRanges:
             options.replicas,
             options.sharded,
             options.kv_tokens or 0,
+            options.post_validation,
         )
 
     @cached_property

@@ -119,14 +119,18 @@ def stage_memory(
         snapshots,
         key=lambda snapshot: _held(stages, snapshot, microbatches, allocator).total.expected,
     )
+    is_copied = _has_copies(stages, peak)
     with_gradients = {
-        index: stage for index, stage in stages.items() if peak.states[index].has_gradients
+        index: stage
+        for index, stage in stages.items()
+        if peak.states[index].has_gradients or is_copied
     }
     return {
         index: RankMemory(
-            parameters=_added_by(stages, index, "parameters"),
+            parameters=_added_by(stages, index, "parameters")
+            + _added_by(stages, index, "gradients") * is_copied,
             gradients=_added_by(with_gradients, index, "gradients"),
-            optimizer=_added_by(stages, index, "optimizer"),
+            optimizer=_added_by(stages, index, "optimizer") * (1 + is_copied),
             activations=_activations(stage, peak.states[index]),
             buffers=stage.inputs * microbatches
             + held_messages(stages, index, peak.states[index])
@@ -230,6 +234,8 @@ def available_for_activations(
     keep only outputs of a forward, and copies of buffers. The result is negative if no order fits.
     """
     always = _always(stages, microbatches, "parameters", "gradients", "optimizer")
+    if any(stage.is_validated_later for stage in stages.values()):
+        always += _sum(_counted_once(stages.values(), kind) for kind in ("gradients", "optimizer"))
     step = always + _optimizer_workspace(stages, allocator)
     always += _sum(stage.gradient_copies for stage in stages.values())
     for index in stages:
@@ -269,18 +275,31 @@ def _held(
 ) -> RankMemory:
     """Return by kind what is held in a snapshot, with the most that lives in its action."""
     pairs = [(stage, snapshot.states[index]) for index, stage in sorted(stages.items())]
-    with_gradients = [stage for stage, state in pairs if state.has_gradients]
+    is_copied = _has_copies(stages, snapshot)
+    with_gradients = [stage for stage, state in pairs if state.has_gradients or is_copied]
     messages = (held_messages(stages, i, state) for i, state in snapshot.states.items())
     copies = (stage.gradient_copies * state.has_all_gradients for stage, state in pairs)
     return RankMemory(
-        parameters=_counted_once(stages.values(), "parameters"),
+        # Gradients are as large as the parameters that are trained.
+        parameters=_counted_once(stages.values(), "parameters")
+        + _counted_once(stages.values(), "gradients") * is_copied,
         gradients=_counted_once(with_gradients, "gradients"),
-        optimizer=_counted_once(stages.values(), "optimizer"),
+        optimizer=_counted_once(stages.values(), "optimizer") * (1 + is_copied),
         activations=_sum(_activations(stage, state) for stage, state in pairs),
         buffers=_minibatch(stages, microbatches) + _sum(messages) + _sum(copies),
         workspace=_workspace(stages, snapshot, allocator),
         kv_cache=_kv_cache(stages),
     )
+
+
+def _has_copies(stages: Mapping[int, Footprint], snapshot: Snapshot) -> bool:
+    """Return whether copies are held of what the last update has overwritten: from the step to the
+    first backward after it.
+    """
+    if not any(stage.is_validated_later for stage in stages.values()):
+        return False
+    is_leading = snapshot.kind is Kind.FORWARD and snapshot.is_before_backwards
+    return snapshot.kind is Kind.STEP or is_leading
 
 
 def _sum(amounts: Iterable[Amount]) -> Amount:

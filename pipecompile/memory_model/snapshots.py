@@ -115,6 +115,13 @@ class Snapshot(NamedTuple):
     states: Mapping[int, StageState]
     frees_outputs: bool = False
 
+    @property
+    def is_before_backwards(self) -> bool:
+        """Whether no backward of the step has begun on this rank."""
+        between = (state.in_flight - state.with_activations for state in self.states.values())
+        has_gradients = any(state.has_gradients for state in self.states.values())
+        return not has_gradients and not any(between)
+
 
 class _Span(NamedTuple):
     """A field of a stage's state is one higher after action `begin` until `end` is done."""
@@ -182,8 +189,10 @@ def peak_snapshots(row: Sequence[Action]) -> tuple[Snapshot, ...]:
     highest: dict[tuple[object, ...], list[Snapshot]] = {}
     for snapshot in all_snapshots(row):
         has_gradients = snapshot.states[snapshot.stage].has_gradients
-        key = (snapshot.kind, snapshot.stage, has_gradients, snapshot.frees_outputs)
-        # The workspace depends on the key alone, so within one key the states can be compared.
+        kind = snapshot.kind, snapshot.is_before_backwards
+        key = (kind, snapshot.stage, has_gradients, snapshot.frees_outputs)
+        # The workspace depends on the key alone, and so does whether copies are held for a
+        # rollback: within one key the states can be compared.
         rivals = highest.setdefault(key, [])
         if not any(_covers(rival, snapshot) for rival in rivals):
             rivals[:] = [rival for rival in rivals if not _covers(snapshot, rival)] + [snapshot]

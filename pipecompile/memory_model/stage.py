@@ -124,6 +124,7 @@ class _StageMemory(StageBackward):
             replica_sum_peak=amount([self._replica_sum_peak]),
             # Around a ring of replicas a rank receives from one and sends to one.
             replica_peers=min(2, self.ranges.replicas - 1),
+            is_validated_later=self.ranges.post_validation,
             received=tuple(self._received()),
             received_gradients=tuple(self._received_gradients()),
             sent_outputs=tuple(self._sent_outputs()),

@@ -23,18 +23,22 @@ __all__ = ["step_figures", "step_text"]
 _SHOWN = 12  # actions of a rank's part of the critical path: half from its start, half from its end
 
 
-def step_figures(plan: Plan, timeline: Timeline, path: Sequence[CriticalEvent]) -> dict[str, Any]:
+def step_figures(
+    plan: Plan, timeline: Timeline, path: Sequence[CriticalEvent], in_a_row_ns: int | None = None
+) -> dict[str, Any]:
     """Return the step for scripts.
 
-    `memory` is what each rank holds at its peak, as the plan has it. `activation_bounds` are the
-    bytes that microbatches in flight keep on each rank at most: pairs of a time and of the bytes
-    from then on. Of each action on the critical path: rank, action, start, end, and why it does not
-    begin earlier.
+    `in_a_row_ns` is what a step takes among many with post-validation, None without. `memory` is
+    what each rank holds at its peak, as the plan has it. `activation_bounds` are the bytes that
+    microbatches in flight keep on each rank at most: pairs of a time and of the bytes from then on.
+    Of each action on the critical path: rank, action, start, end, and why it does not begin
+    earlier.
     """
     return {
         "time_unit": plan.time_unit,
         "makespan_ns": timeline.makespan_ns,
         "span_ns": timeline.span_ns,
+        "in_a_row_ns": in_a_row_ns,
         "bubble": timeline.bubble,
         "idle": [msgspec.to_builtins(idle) for idle in timeline.idle],
         "memory": [msgspec.to_builtins(memory) for memory in plan.prediction.memory],
@@ -50,8 +54,12 @@ def step_text(
     timeline: Timeline,
     path: Sequence[CriticalEvent],
     draw: DrawTable = plain_table,
+    in_a_row_ns: int | None = None,
 ) -> str:
-    """Return the step as `simulate` prints it: figures, ranks, critical path, timeline."""
+    """Return the step as `simulate` prints it: figures, ranks, critical path, timeline.
+
+    `in_a_row_ns` is what it takes among many with post-validation, None without.
+    """
     step, span = (
         time_with_unit(time_ns, plan.time_unit)
         for time_ns in (timeline.makespan_ns, timeline.span_ns)
@@ -60,6 +68,9 @@ def step_text(
         f"step {step}, largest span {span}, bubble {timeline.bubble:.1%}",
         f"costs {costs_text(plan.options.costs, plan.time_unit)}",
     ]
+    if in_a_row_ns is not None:
+        in_a_row = time_with_unit(in_a_row_ns, plan.time_unit)
+        head.insert(1, f"in a row, with updates that are validated later: {in_a_row} a step")
     parts = [head, list(_ranks(plan, timeline, draw)), list(_path(plan, timeline, path))]
     return "\n\n".join(
         ["\n".join(part) for part in parts if part]

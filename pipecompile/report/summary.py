@@ -110,6 +110,8 @@ def _header(plan: Plan) -> Iterator[str]:
         yield f"  latency    {latency_text(plan)}"
     if plan.schedule.weight_versions != "synchronous":
         yield from _full_pipeline(plan)
+    if plan.options.post_validation:
+        yield "  updates    validated later; simulate says what a step takes in a row"
     variance = variance_text(loads, unit)
     yield (
         f"  imbalance  {imbalance_of(loads):.3f} (largest load / mean load), "

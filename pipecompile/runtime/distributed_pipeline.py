@@ -13,6 +13,7 @@ With `engine="torch"` the runtime of torch.distributed.pipelining walks through 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Literal, NamedTuple
 
 import torch
@@ -20,6 +21,7 @@ import torch.distributed as dist
 
 from pipecompile.ir.schedule import BACKWARDS, Schedule
 from pipecompile.runtime.agreement import Agreement
+from pipecompile.runtime.leading_forwards import LeadingForwards
 from pipecompile.runtime.messages import Boundaries, Messages
 from pipecompile.runtime.rank_step import (
     ActionObserver,
@@ -83,25 +85,28 @@ class DistributedPipeline:
         observers: Sequence[ActionObserver] = (),
         with_loss: bool = False,
         remainder: SizedStages | None = None,
+        leading: LeadingForwards | None = None,
     ) -> StepResult | None:
         """Perform this rank's row of `schedule`, with no message before the ranks' `agreement`.
 
         Return what the last stage returns; None on ranks without it. `reducer` is told when the
         gradients of a stage are complete. A schedule without backwards returns the model's output
         tensors, or if it is `with_loss` losses. `remainder` are the stages for the last microbatch
-        if that is smaller than the others.
+        if that is smaller than the others. With `leading` forwards ranks agree only after these.
         """
         messages = self._messages(schedule)
         last = schedule.microbatches - 1
-        row = schedule.rows[dist.get_rank(self._group)]
+        rank = dist.get_rank(self._group)
+        row = rest = schedule.rows[rank]
         trains = any(action.kind in BACKWARDS for action in row)
         messages.begin(
             watch.deadline,
-            agreement,
+            agreement if leading is None else None,
             None if remainder is None else (last, remainder.boundaries),
             trains=trains,
         )
-        rank_step = RankStep(
+        begun = partial(
+            RankStep,
             self._stages,
             len(self._boundaries),
             batch,
@@ -113,11 +118,20 @@ class DistributedPipeline:
             with_loss=with_loss,
             remainder=None if remainder is None else remainder.stages,
         )
+        rank_step = begun()
         with torch.set_grad_enabled(trains):
+            if leading is not None:
+                written = [buffer for stage in self._stages.values() for buffer in stage.buffers]
+                agree = partial(messages.agree, agreement)
+                if leading.perform(rank_step, row, rank, written, agree):
+                    rest = row[leading.counts[rank] :]
+                else:
+                    rank_step = begun()
+                    leading.drop_messages(schedule, rank, messages)
             if self._torch is not None:
                 self._torch.perform(schedule, rank_step)
             else:
-                for action in row:
+                for action in rest:
                     rank_step.perform(action)
         watch.actions_are_done()
         rank_step.finish()

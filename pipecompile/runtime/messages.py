@@ -171,15 +171,16 @@ class Messages:
     def begin(
         self,
         deadline: Deadline,
-        agreement: Agreement,
+        agreement: Agreement | None,
         remainder: tuple[int, Boundaries] | None = None,
         *,
         trains: bool = True,
     ) -> None:
         """Begin a step that ends by `deadline`; forget what one that failed has left.
 
-        No message is exchanged before the ranks' `agreement`. `remainder` is the microbatch that is
-        smaller than the others, and its boundaries.
+        No message is exchanged before the ranks' `agreement`; without it `agree` is called before
+        the first message of gradients. `remainder` is the microbatch that is smaller than the
+        others, and its boundaries.
         """
         self._deadline = deadline
         self._agreement = agreement
@@ -192,6 +193,11 @@ class Messages:
         self._missing.begin_step()
         self._sending.clear()
         self._sent_before.clear()
+
+    def agree(self, agreement: Agreement) -> None:
+        """Wait for the ranks' `agreement` about the step."""
+        self._agreement = agreement
+        self._agree()
 
     def go_on(self, deadline: Deadline) -> None:
         """Go on with a run that has no end, whose next minibatch ends by `deadline`.

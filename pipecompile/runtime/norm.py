@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from math import inf
 
 import torch
@@ -12,19 +13,40 @@ from torch import Tensor
 from pipecompile.errors import InputError
 from pipecompile.runtime.watch import Deadline
 
-__all__ = ["clip_to_norm", "total_norm"]
+__all__ = ["NormOnItsWay", "begin_norm", "clip_to_norm"]
 
 
-def total_norm(
+@dataclass
+class NormOnItsWay:
+    """The norm of all gradients while ranks reduce it, and that of this process's part (`own`).
+
+    Both come from the same arithmetic, so `own` is never above the whole norm. `powers` are reduced
+    in place by `work`.
+    """
+
+    own: Tensor
+    powers: Tensor
+    norm_type: float
+    work: dist.Work | None = None
+
+    def wait(self, deadline: Deadline) -> Tensor:
+        """Return the norm over all processes, for which to wait until the `deadline`."""
+        if self.work is not None:
+            deadline.wait(self.work)
+            self.work = None
+        return _root(self.powers, self.norm_type)
+
+
+def begin_norm(
     gradients: Sequence[Tensor],
     norm_type: float,
     device: torch.device,
     deadline: Deadline | None,
-) -> Tensor:
-    """Return the norm of the gradients of all processes, as one vector.
+) -> NormOnItsWay:
+    """Begin to reduce the norm of the gradients of all processes, as one vector.
 
-    `deadline` is until when to wait for the others; without it the norm is that of this process.
-    Each gradient, or each part of it, must be given by one process only. It is computed like
+    `deadline` is until when ranks may reduce; without it the norm is that of this process. Each
+    gradient, or each part of it, must be given by one process only. It is computed like
     torch.nn.utils.get_total_norm: the norm of the norms, so the sum of their powers over ranks
     gives the same.
     """
@@ -32,14 +54,18 @@ def total_norm(
         raise InputError(f"norm_type={norm_type}, but it is a number above 0, or inf")
     local = torch.nn.utils.get_total_norm(gradients, norm_type).to(device)
     if deadline is None:
-        return local
-    local = local.double()  # ranks with gradients of several types must send the same
-    if norm_type == inf:
-        deadline.all_reduce(local, None, dist.ReduceOp.MAX)
-        return local
-    powers = local**norm_type
-    deadline.all_reduce(powers, None)
-    return powers ** (1 / norm_type)
+        return NormOnItsWay(local, local, inf)
+    # Ranks with gradients of several types must send the same.
+    powers = local.double() if norm_type == inf else local.double() ** norm_type
+    own = _root(powers, norm_type)
+    operation = dist.ReduceOp.MAX if norm_type == inf else dist.ReduceOp.SUM
+    return NormOnItsWay(own, powers, norm_type, deadline.start_all_reduce(powers, None, operation))
+
+
+def _root(powers: Tensor, norm_type: float) -> Tensor:
+    """Return the norm of a vector, from the sum of the powers of its elements."""
+    # A copy, since `powers` are reduced in place.
+    return powers.clone() if norm_type == inf else powers ** (1 / norm_type)
 
 
 @torch.no_grad()

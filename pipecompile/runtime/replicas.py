@@ -16,6 +16,7 @@ runs other actions. Large gradients are summed where they are, small ones togeth
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from itertools import accumulate
 
 import torch
 import torch.distributed as dist
@@ -23,6 +24,7 @@ from torch import Tensor
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
 from pipecompile.memory_model.replicas import buckets
+from pipecompile.runtime.communication_hook import CommunicationHook, HookedBuckets
 from pipecompile.runtime.sharded_stages import ShardedStages
 from pipecompile.runtime.shards import local_part, settle_gradient
 from pipecompile.runtime.watch import Deadline
@@ -48,7 +50,7 @@ class ReplicaSums:
 
     `parameters` are those of each stage that no other stage of the model reads; they are summed
     when their stage is complete. `late` ones are summed at the end, by `finish`. Those that FSDP2
-    manages are in neither: `sharded` sums them.
+    manages are in neither: `sharded` sums them. A user's `hook` sums in its own way.
     """
 
     def __init__(
@@ -58,6 +60,7 @@ class ReplicaSums:
         group: dist.ProcessGroup | None,
         deadline: Deadline,
         sharded: ShardedStages | None = None,
+        hook: CommunicationHook | None = None,
     ) -> None:
         self._deadline = deadline
         self._parameters = parameters
@@ -67,16 +70,25 @@ class ReplicaSums:
         self._works: list[dist.Work] = []
         self._buckets: list[tuple[Tensor, list[Tensor]]] = []
         self._missing: list[tuple[Tensor, Sequence[Tensor], list[bool]]] = []
+        self._hooked = None
+        self._first_bucket: dict[int | None, int] = {}
+        if hook is not None and group is not None:
+            counts = [len(_runs(_trained(each))) for each in (*parameters.values(), late)]
+            first = accumulate(counts, initial=0)
+            self._first_bucket = dict(zip((*parameters, None), first, strict=False))
+            self._hooked = HookedBuckets(hook, sum(counts), dist.get_world_size(group))
 
     def start(self, stage: int) -> None:
         """Begin to sum the gradients of `stage`."""
         if self._sharded is not None:
             self._sharded.reduce(stage)
-        self._sum(self._parameters[stage])
+        self._sum(self._parameters[stage], stage)
 
     def finish(self) -> None:
         """Sum what is late, and wait until every gradient is the sum over replicas."""
-        self._sum(self._late)
+        self._sum(self._late, None)
+        if self._hooked is not None:
+            self._hooked.wait()
         while self._works:
             self._deadline.wait(self._works.pop())
         while self._buckets:
@@ -86,19 +98,24 @@ class ReplicaSums:
             torch._foreach_copy_(gradients, list(parts))
         self._drop_missing()
 
-    def _sum(self, parameters: Collection[Tensor]) -> None:
+    def _sum(self, parameters: Collection[Tensor], stage: int | None) -> None:
+        """Begin to sum the gradients of a stage, or with None those that are late."""
         for parameter in parameters:
             settle_gradient(parameter)
         if self._group is None:
             return
-        trained = [parameter for parameter in parameters if parameter.requires_grad]
+        trained = _trained(parameters)
         if not trained:
             return
+        if self._hooked is not None:
+            self._hooked.wait()
         self._tell_missing(trained)
         gradients = [local_part(p.grad) for p in trained if p.grad is not None]
-        sizes, types = [each.nbytes for each in gradients], [each.dtype for each in gradients]
-        for run in buckets(sizes, types):
+        for number, run in enumerate(_runs(gradients), self._first_bucket.get(stage, 0)):
             bucket = [gradients[index] for index in run]
+            if self._hooked is not None:
+                self._hooked.give(number, [trained[index] for index in run], bucket)
+                continue
             # In place if it can be: a flat copy of a large gradient would take its size again.
             if len(bucket) == 1 and bucket[0].is_contiguous():
                 self._start(bucket[0])
@@ -130,3 +147,12 @@ class ReplicaSums:
 
     def _start(self, tensor: Tensor) -> None:
         self._works.append(self._deadline.start_all_reduce(tensor, self._group))
+
+
+def _trained(parameters: Collection[Tensor]) -> list[Tensor]:
+    return [parameter for parameter in parameters if parameter.requires_grad]
+
+
+def _runs(tensors: Sequence[Tensor]) -> list[range]:
+    """Return which of these gradients, or of those of these parameters, are summed together."""
+    return list(buckets([each.nbytes for each in tensors], [each.dtype for each in tensors]))

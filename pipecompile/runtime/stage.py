@@ -97,7 +97,7 @@ class EagerStage:
         self.loss = None if loss is None else StageLoss(loss, loss_module)
         self._precision = precision
         self._gradient_inputs = tuple(gradient_inputs)
-        self._buffers = tuple(buffers)
+        self.buffers = tuple(buffers)
         self._random = random
         self.tied_to_earlier = frozenset(tied_to_earlier)
         self.tied_to_later = frozenset(tied_to_later)
@@ -116,7 +116,7 @@ class EagerStage:
         With `recompute` only the inputs are kept: `recompute` must be called before the backward.
         """
         leaves = tuple(self._leaf(index, value) for index, value in enumerate(inputs))
-        before = tuple(buffer.clone() for buffer in self._buffers) if recompute else ()
+        before = tuple(buffer.clone() for buffer in self.buffers) if recompute else ()
         saved = SavedForward(stream_key, leaves, target, None, before)
         for index, leaf in enumerate(leaves):
             if leaf.requires_grad:
@@ -152,7 +152,7 @@ class EagerStage:
         """Run the forward once more, with the random numbers and buffers of the first time."""
         # It runs on copies of the buffers: a second run must not update them a second time, nor
         # write to what the backward will read.
-        copies = {id(own): before for own, before in zip(self._buffers, saved.buffers, strict=True)}
+        copies = {id(own): before for own, before in zip(self.buffers, saved.buffers, strict=True)}
         states, device = saved.generators, _device_of(saved.inputs)
         draws = nullcontext() if states is None else replayed_generators(states, device)
         with swapped_state(self.module, copies), draws:

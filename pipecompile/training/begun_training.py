@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from functools import partial
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
+from pipecompile.runtime.update_rule import UpdateRule
 from pipecompile.training.continuous_training import ContinuousTraining, PipelineParts
+from pipecompile.training.early_training import EarlyTraining
 from pipecompile.training.run_conditions import refuse_without_gradients
 from pipecompile.training.saved_versions import SavedVersions
 from pipecompile.training.stage_optimizers import (
@@ -19,7 +20,7 @@ from pipecompile.training.stage_optimizers import (
     StageOptimizers,
     owned_parameters,
 )
-from pipecompile.training.synchronous_training import train_by_steps
+from pipecompile.training.synchronous_training import PipelineSteps, train_by_steps
 from pipecompile.training.training_run import TrainingRun
 
 __all__ = ["BegunTraining"]
@@ -33,39 +34,49 @@ class BegunTraining:
         self._run = run
         self._optimizers: StageOptimizers | None = None
         self._continuous: ContinuousTraining | None = None
+        self._early: EarlyTraining | None = None
 
     def begin(
         self,
         batches: Iterable[Any],
         optimizer: OptimizerFactory,
         scheduler: SchedulerFactory | None,
-        max_norm: float | None,
-        *,
-        step: Callable[[Any, Any], Any],
-        clip: Callable[[float], object],
+        rule: UpdateRule,
+        steps: PipelineSteps,
     ) -> Iterator[Any]:
         """Return the losses of minibatches as they are trained on: without emptying the pipeline
-        under an asynchronous schedule, and else by `step` and `clip`.
+        under an asynchronous schedule, and else by `steps`. Updates follow the `rule`.
         """
         if self._continuous is not None:
             self._continuous.end()
-        self._continuous = None
+        self.validate()
+        self._continuous = self._early = None
         parts, schedule = self._parts, self._parts.plan.schedule
         refuse_without_gradients(schedule)
         if schedule.weight_versions != "synchronous":
-            parts.runner.refuse_in_flight(max_norm)
+            parts.runner.refuse_in_flight(rule)
         owned = owned_parameters(parts.programs.planned, parts.target.model_with_loss, parts.share)
         made = self._optimizers = StageOptimizers.made_by(optimizer, scheduler, owned)
-        if schedule.weight_versions == "synchronous":
-            own_clip = None if max_norm is None else partial(clip, max_norm)
-            return train_by_steps(batches, made, step, self._run.zero_grad, own_clip)
-        self._continuous = ContinuousTraining(parts, self._run, batches, made, max_norm)
-        return self._continuous
+        if schedule.weight_versions != "synchronous":
+            self._continuous = ContinuousTraining(parts, self._run, batches, made, rule.max_norm)
+            return self._continuous
+        if not parts.plan.options.post_validation or parts.runner.watch is None:
+            # One process knows the norm at once.
+            return train_by_steps(batches, made, steps, rule)
+        parts.runner.refuse_early_updates()
+        self._early = EarlyTraining(made, steps, rule)
+        return self._early.losses(batches)
 
     def drain(self) -> None:
-        """Let the minibatches in flight go back."""
+        """Let the minibatches in flight go back, and validate the last update."""
         if self._continuous is not None:
             self._continuous.drain()
+        self.validate()
+
+    def validate(self) -> None:
+        """Make the last update the right one, if that is not known yet."""
+        if self._early is not None:
+            self._early.drain()
 
     @property
     def optimizers(self) -> list[torch.optim.Optimizer]:

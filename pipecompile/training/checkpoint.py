@@ -208,6 +208,7 @@ class Checkpoint:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Set everything to `state`, which has the keys of `state_dict`."""
+        self._run.drain()
         named = {key.removeprefix("model."): key for key in _keys(state, "model.")}
         values = {name: _unwrapped(state[key]) for name, key in named.items()}
         self._model.load_state_dict(values, strict=False)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, Self, overload
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, fx, nn
 from torch.amp.grad_scaler import GradScaler
 from torch.distributed.device_mesh import DeviceMesh
@@ -22,14 +23,16 @@ from pipecompile.ir.plan import Plan
 from pipecompile.ir.schedule import Timeline
 from pipecompile.runtime.action_recorder import ActionRecorder
 from pipecompile.runtime.batch_statistics import MinibatchStatistics
+from pipecompile.runtime.communication_hook import CommunicationHook
 from pipecompile.runtime.distributed_pipeline import Engine
 from pipecompile.runtime.gradients import StepGradients, divide_gradients
 from pipecompile.runtime.local_share import LocalShare
 from pipecompile.runtime.messages import Boundaries
-from pipecompile.runtime.norm import clip_to_norm
+from pipecompile.runtime.norm import NormOnItsWay, clip_to_norm
 from pipecompile.runtime.place import RankPlace
 from pipecompile.runtime.rank_step import Minibatch, StepResult
 from pipecompile.runtime.shards import gradient_parts
+from pipecompile.runtime.update_rule import UpdateRule
 from pipecompile.schedule.simulator import simulate_plan
 from pipecompile.training.batch_reader import BatchReader
 from pipecompile.training.begun_training import BegunTraining
@@ -53,6 +56,7 @@ from pipecompile.training.run_recorder import RunRecorder
 from pipecompile.training.runner import Runner
 from pipecompile.training.stage_optimizers import OptimizerFactory, SchedulerFactory
 from pipecompile.training.step_loss import StepLoss
+from pipecompile.training.synchronous_training import PipelineSteps
 
 __all__ = ["Pipeline"]
 
@@ -224,6 +228,25 @@ class Pipeline(HeldModel):
         modes other than the planned ones the model is captured once more and cut like the plan,
         whose figures do not hold for them.
         """
+        self._training.validate()
+        return self._step(
+            batch, target, accumulate=accumulate, scaler=scaler, everywhere=everywhere
+        )
+
+    def _step(
+        self,
+        batch: Any,
+        target: Any,
+        validate: Callable[[], bool] | None = None,
+        rule: UpdateRule | None = None,
+        *,
+        accumulate: bool = False,
+        scaler: GradScaler | None = None,
+        everywhere: bool = False,
+    ) -> Any:
+        """Step; `validate` makes the weights right after the leading forwards. Ranks compare the
+        `rule` by which they will update them.
+        """
         name = f"step {self.steps}"
         with self._runner.refusing_together(name):
             refuse_untrainable(self.plan.schedule)
@@ -251,9 +274,11 @@ class Pipeline(HeldModel):
                 "accumulate=True": accumulate,
                 "a scaler": scaler is not None,
                 "everywhere=True": everywhere,
+                **({} if rule is None else {str(rule): True}),
+                "a communication hook": self._runner.has_communication_hook,
                 **self._loss.flags,
             }
-            result = self._train(program, remainder, minibatch, sizes, flags)
+            result = self._train(program, remainder, minibatch, sizes, flags, validate)
             if scaler is not None and not accumulate:
                 self._runner.spread_overflow(program.parameters)
             self.steps += 1
@@ -326,12 +351,28 @@ class Pipeline(HeldModel):
         tied parameter counts once. After `step`, and with a scaler after its `unscale_`.
         """
         refuse_without_steps(self.plan.schedule, "clip_grad_norm_() is for what a step leaves")
-        named = self.named_parameters()
-        counted = gradient_parts(each for name, each in named if self._share.counts(name))
         with self._watched(f"the clipping after {self.steps} steps"):
-            norm = self._runner.norm_over_ranks(counted, norm_type)
+            norm = self._begin_norm(norm_type).wait(self._runner.deadline)
         clip_to_norm(gradient_parts(self.parameters()), norm, max_norm)
         return norm
+
+    @property
+    def replica_group(self) -> dist.ProcessGroup | None:
+        """The processes that hold the same stages with other data; None if nobody else does."""
+        return self._share.place.replica_group
+
+    def register_comm_hook(
+        self, state: Any, hook: Callable[[Any, Any], torch.futures.Future[Any]]
+    ) -> None:
+        """Let `hook(state, bucket)` make the mean of gradients over replicas, as
+        DistributedDataParallel does: such as torch's `bf16_compress_hook` with
+        `pipeline.replica_group` as its state.
+
+        It is called once a step for each bucket of gradients, one after the other, and returns a
+        future of the mean. Every rank registers it. InputError without replicas, with sharded
+        stages, and under asynchronous schedules.
+        """
+        self._runner.hook_into_sums(CommunicationHook(state, hook))
 
     def zero_grad(self) -> None:
         """Drop the gradients of this process, and those that steps have put aside."""
@@ -353,6 +394,7 @@ class Pipeline(HeldModel):
         scheduler: SchedulerFactory | None = None,
         *,
         max_norm: float | None = None,
+        skip_nonfinite: bool = False,
     ) -> Iterator[Any]: ...
 
     def train(
@@ -362,6 +404,7 @@ class Pipeline(HeldModel):
         scheduler: SchedulerFactory | None = None,
         *,
         max_norm: float | None = None,
+        skip_nonfinite: bool = False,
     ) -> Any:
         """Put all modules, also a loss that is one, into train mode or into eval mode; or train on
         many minibatches:
@@ -372,11 +415,13 @@ class Pipeline(HeldModel):
         optimizer    Makes an optimizer of a list of parameters; it is called once for each stage.
         scheduler    Makes a scheduler of an optimizer's learning rate, stepped after each update.
         max_norm     All gradients of an update are scaled so that their norm is at most that.
+        skip_nonfinite   An update is left out on all ranks if a gradient on one of them has a NaN
+                     or an infinity.
 
         Returns an iterator of what `step` returns. Under an asynchronous schedule minibatches
         follow each other without emptying the pipeline, and weights are updated meanwhile; one call
-        is one run, which begins with the weights that there are. Under others it steps. Modules
-        stay in their modes.
+        is one run, which begins with the weights that there are. Under others it steps; a plan with
+        `post_validation` lets ranks begin the next step meanwhile. Modules stay in their modes.
         """
         if optimizer is None:
             self.drain()
@@ -384,12 +429,20 @@ class Pipeline(HeldModel):
             if isinstance(self._target.loss_fn, nn.Module):
                 self._target.loss_fn.train(mode)
             return self
-        begin = partial(self._training.begin, step=self.step, clip=self.clip_grad_norm_)
-        return begin(mode, optimizer, scheduler, max_norm)
+        steps = PipelineSteps(
+            self._step,
+            self.zero_grad,
+            lambda: gradient_parts(self.parameters()),
+            self._begin_norm,
+            lambda norm: norm.wait(self._runner.deadline),
+            lambda: self._watched(f"the update after {self.steps} steps"),
+        )
+        rule = UpdateRule(max_norm, skip_nonfinite)
+        return self._training.begin(mode, optimizer, scheduler, rule, steps)
 
     def drain(self) -> None:
-        """Let the minibatches in flight go back, of a run that `train` has begun. Every rank calls
-        it after the same loss; the run goes on as if nobody had.
+        """Let the minibatches in flight go back, of a run that `train` has begun, and validate its
+        last update. Every rank calls it after the same loss; the run goes on as if nobody had.
         """
         self._training.drain()
 
@@ -431,6 +484,7 @@ class Pipeline(HeldModel):
         minibatch: Minibatch,
         sizes: MicrobatchSizes,
         flags: Mapping[str, bool],
+        validate: Callable[[], bool] | None,
     ) -> StepResult | None:
         """Leave the gradients of a minibatch on the parameters; return what the last stage does."""
         parameters, rows = program.parameters, len(minibatch.inputs)
@@ -447,6 +501,7 @@ class Pipeline(HeldModel):
                 reduces=not accumulate,
                 observers=self._recorders,
                 remainder=remainder,
+                validate=None if validate is None else partial(self._validate, validate),
             )
             divisor = self._loss.divisor(result, sizes, accumulate=accumulate)
             if not accumulate:
@@ -455,6 +510,19 @@ class Pipeline(HeldModel):
         for recorder in self._recorders:
             recorder.end_step(self.steps, rows, partial(_boundaries, program, remainder, rows))
         return result
+
+    def _begin_norm(self, norm_type: float = 2.0) -> NormOnItsWay:
+        """Begin to reduce the norm of all gradients over ranks; a tied parameter counts once."""
+        named = self.named_parameters()
+        counted = gradient_parts(each for name, each in named if self._share.counts(name))
+        return self._runner.begin_norm(counted, norm_type)
+
+    def _validate(self, validate: Callable[[], bool]) -> bool:
+        """Validate the weights; a step that begins once more is recorded from there on."""
+        is_right = validate()
+        for recorder in () if is_right else self._recorders:
+            recorder.begin_step()
+        return is_right
 
     def _watched(self, name: str, steps: int = 1) -> AbstractContextManager[None]:
         """Return the context in which a failure is traced to the rank at fault.

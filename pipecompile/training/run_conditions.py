@@ -19,11 +19,14 @@ from pipecompile.ir.plan import Plan
 from pipecompile.ir.plurals import counted
 from pipecompile.ir.schedule import Schedule
 from pipecompile.runtime import world
+from pipecompile.runtime.communication_hook import CommunicationHook
 from pipecompile.runtime.place import RankPlace
 from pipecompile.runtime.shards import local_part, rows_of
+from pipecompile.runtime.update_rule import UpdateRule
 
 __all__ = [
     "check_links",
+    "refuse_hook",
     "refuse_in_flight",
     "refuse_shared_memory",
     "refuse_untrainable",
@@ -184,8 +187,36 @@ def refuse_without_steps(schedule: Schedule, what: str) -> None:
         )
 
 
+def refuse_hook(
+    hook: CommunicationHook, schedule: Schedule, place: RankPlace, *, is_divided: bool
+) -> None:
+    """Raise InputError for a communication hook that cannot sum the gradients of these replicas."""
+    refuse_without_steps(schedule, "a communication hook is called once a step for each bucket")
+    if not callable(hook.function):
+        raise InputError(
+            f"the communication hook is a {type(hook.function).__name__}; give a function of "
+            "(state, bucket), such as torch's bf16_compress_hook"
+        )
+    if place.replica_group is None:
+        raise InputError(
+            "a communication hook sums gradients over replicas, but there is one only; launch a "
+            "multiple of the plan's ranks, or leave it out"
+        )
+    if hook.state is None:
+        raise InputError(
+            "the state of the communication hook is None, for which torch's hooks take all "
+            "processes, and these hold other stages; give the group of the replicas: "
+            "pipeline.register_comm_hook(pipeline.replica_group, hook)"
+        )
+    if is_divided:
+        raise InputError(
+            "parallelize lets FSDP2 sum gradients, which calls no hook of the pipeline; leave one "
+            "of the two out"
+        )
+
+
 def refuse_in_flight(
-    plan: Plan, target: Target, max_norm: float | None, *, is_divided: bool, engine: str
+    plan: Plan, target: Target, rule: UpdateRule, *, is_divided: bool, engine: str
 ) -> None:
     """Raise InputError for what cannot be right while minibatches are in flight.
 
@@ -194,10 +225,14 @@ def refuse_in_flight(
     name, versions = plan.schedule.name, plan.schedule.weight_versions
     for is_given, reason in (
         (
-            max_norm is not None and versions != "double-buffered",
+            rule.max_norm is not None and versions != "double-buffered",
             "max_norm needs the gradients of all stages before any of them steps, but the first "
             "stage steps before the last one has the gradients; leave it out, or plan with "
             "'pipedream-2bw', which has a minibatch of time for that",
+        ),
+        (
+            rule.skip_nonfinite,
+            "microbatches wait for the version that skip_nonfinite would leave out; leave it out",
         ),
         (
             plan.options.batch_norm == "minibatch",

@@ -12,29 +12,33 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, fx, nn
 
-from pipecompile.errors import PipecompileError
+from pipecompile.errors import InputError, PipecompileError
 from pipecompile.frontend.target import Target
 from pipecompile.ir.plan import Plan
 from pipecompile.ir.schedule import Schedule
 from pipecompile.runtime import one_process, world
+from pipecompile.runtime.communication_hook import CommunicationHook
 from pipecompile.runtime.distributed_pipeline import DistributedPipeline, Engine, SizedStages
 from pipecompile.runtime.gradients import spread_overflow
+from pipecompile.runtime.leading_forwards import LeadingForwards
 from pipecompile.runtime.local_share import LocalShare
 from pipecompile.runtime.messages import Messages
-from pipecompile.runtime.norm import total_norm
+from pipecompile.runtime.norm import NormOnItsWay, begin_norm
 from pipecompile.runtime.place import device_of_this_rank
 from pipecompile.runtime.rank_step import ActionObserver, Minibatch, StepResult
 from pipecompile.runtime.replicas import ReplicaSums
 from pipecompile.runtime.shards import gradient_parts
 from pipecompile.runtime.stage import EagerStage
 from pipecompile.runtime.ties import Ties, sum_tied_gradients, tie_groups
+from pipecompile.runtime.update_rule import UpdateRule
 from pipecompile.runtime.watch import Deadline, StepWatch
 from pipecompile.runtime.weight_updates import GradientExchange
 from pipecompile.schedule.plan_orders import PlanOrders
+from pipecompile.schedule.post_validation import leading_forwards
 from pipecompile.training.eager_stages import local_stages, rank_stages, tied_parameters
 from pipecompile.training.parallel_stages import Parallelize, ParallelStages, first_holders
 from pipecompile.training.program import Program
-from pipecompile.training.run_conditions import refuse_in_flight
+from pipecompile.training.run_conditions import refuse_hook, refuse_in_flight
 from pipecompile.training.step_agreement import StepAgreement
 from pipecompile.training.trial_forward import TrialOutputs, check_trial, trial_outputs
 
@@ -63,6 +67,7 @@ class Runner:
         self._planned = planned
         self._engine = engine
         self._orders = PlanOrders(plan)
+        self._leading_counts: dict[Schedule, tuple[int, ...]] = {}
         self._local: dict[Program, list[EagerStage]] = {}
         self._own: dict[Program, SizedStages] = {}
         self._pipelines: dict[Program, DistributedPipeline] = {}
@@ -73,6 +78,7 @@ class Runner:
         self.watch: StepWatch | None = None
         self._agreement = StepAgreement(plan, share.place)
         self._parallel: ParallelStages | None = None
+        self._hook: CommunicationHook | None = None
         if share.is_distributed:
             place = share.place
             peers = [place.global_ranks[rank] for rank in plan.schedule.placement]
@@ -140,14 +146,17 @@ class Runner:
         reduces: bool = True,
         observers: Sequence[ActionObserver] = (),
         remainder: Program | None = None,
+        validate: Callable[[], bool] | None = None,
     ) -> StepResult | None:
         """Run one step; return what the last stage returns, None elsewhere.
 
         Gradients are left on the parameters, summed over microbatches, and if it `reduces` over
         ties and replicas. `remainder` runs the last microbatch if that is smaller than planned.
-        `flags` are what all ranks must give to the step alike.
+        `flags` are what all ranks must give to the step alike. `validate` makes the weights right
+        after the leading forwards, and returns whether they were right before.
         """
         if self.watch is None:
+            assert validate is None, "one process knows at once what is right"
             order = self._orders.actions(schedule)
             smaller = None if remainder is None else self._local_stages(remainder)
             return one_process.step(self._local_stages(program), order, batch, observers, smaller)
@@ -166,6 +175,7 @@ class Runner:
                 reducer=sums,
                 observers=[*observers, *sharded],
                 remainder=None if remainder is None else self._own_stages(remainder),
+                leading=None if validate is None else self._leading(schedule, validate),
             )
         if reduces:
             # A rank that sums ties earlier could wait for ever for a rank that itself waits for a
@@ -174,6 +184,13 @@ class Runner:
         if sums is not None:
             sums.finish()
         return result
+
+    def _leading(self, schedule: Schedule, validate: Callable[[], bool]) -> LeadingForwards:
+        if self._engine == "torch":  # whose runtime performs a row as a whole
+            return LeadingForwards((0,) * schedule.ranks, validate)
+        if schedule not in self._leading_counts:
+            self._leading_counts[schedule] = leading_forwards(schedule)
+        return LeadingForwards(self._leading_counts[schedule], validate)
 
     def evaluate(
         self,
@@ -210,12 +227,30 @@ class Runner:
             remainder=None if remainder is None else self._local_stages(remainder),
         )
 
-    def refuse_in_flight(self, max_norm: float | None) -> None:
+    def hook_into_sums(self, hook: CommunicationHook) -> None:
+        """Let a user's hook sum gradients over replicas; InputError where it cannot."""
+        refuse_hook(
+            hook, self._plan.schedule, self._share.place, is_divided=self._parallel is not None
+        )
+        self._hook = hook
+
+    @property
+    def has_communication_hook(self) -> bool:
+        """Whether a user's hook sums gradients over replicas."""
+        return self._hook is not None
+
+    def refuse_in_flight(self, rule: UpdateRule) -> None:
         """Raise InputError for what cannot be right while minibatches are in flight."""
         is_divided = self._parallel is not None
-        refuse_in_flight(
-            self._plan, self._target, max_norm, is_divided=is_divided, engine=self._engine
-        )
+        refuse_in_flight(self._plan, self._target, rule, is_divided=is_divided, engine=self._engine)
+
+    def refuse_early_updates(self) -> None:
+        """Raise InputError for what updates that are validated later cannot be right with."""
+        if self._parallel is not None:
+            raise InputError(
+                "post_validation keeps copies of what a step overwrites, which is not done for "
+                "parameters that parallelize divides; leave one of the two out"
+            )
 
     def untied_stages(self, program: Program) -> Mapping[int, EagerStage]:
         """Return the stages of this process, whose gradients of tied parameters stay apart."""
@@ -275,10 +310,10 @@ class Runner:
         if self._share.is_distributed:
             spread_overflow(gradient_parts(parameters), self.device, self.deadline)
 
-    def norm_over_ranks(self, gradients: Sequence[Tensor], norm_type: float) -> Tensor:
-        """Return the norm of gradients, or of parts of them, each of which one rank gives."""
+    def begin_norm(self, gradients: Sequence[Tensor], norm_type: float = 2.0) -> NormOnItsWay:
+        """Begin to reduce the norm of gradients, or parts of them, each of which one rank gives."""
         deadline = self.deadline if self._share.is_distributed else None
-        return total_norm(gradients, norm_type, self.device, deadline)
+        return begin_norm(gradients, norm_type, self.device, deadline)
 
     def everywhere(self, returned: Any) -> Any:
         """Return what the last stage's rank returns, on every rank of the pipeline."""
@@ -377,7 +412,7 @@ class Runner:
         # Each once, in the same order on every replica.
         read = [p for each in parameters.values() for p in each if p in tied]
         late = dict.fromkeys([*read, *(p for p in summed if p not in managed)])
-        return ReplicaSums(own, list(late), group, self.deadline, sharded)
+        return ReplicaSums(own, list(late), group, self.deadline, sharded, self._hook)
 
     def _pipeline(self, program: Program) -> DistributedPipeline:
         """Return the stages of this rank, for the microbatches of the planned size."""

@@ -67,9 +67,12 @@ class StageOptimizers:
         return cls(optimizers, schedulers)
 
     def step(self) -> None:
-        """Step all optimizers, and then all schedulers."""
+        """Step all optimizers."""
         for optimizer in self.optimizers.values():
             optimizer.step()
+
+    def step_schedulers(self) -> None:
+        """Step all schedulers, of which an update that was left out counts as one."""
         for scheduler in self.schedulers.values():
             scheduler.step()
 

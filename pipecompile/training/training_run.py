@@ -27,6 +27,9 @@ class TrainingRun(Protocol):
     def zero_grad(self) -> None:
         """Drop gradients, which are those of other weights."""
 
+    def drain(self) -> None:
+        """Let what is in flight end: it would write to weights that were loaded meanwhile."""
+
 
 class HeldState(Protocol):
     """What of the model's state this process holds; `LocalShare` is one.
@@ -55,6 +58,9 @@ class ModelRun:
     def zero_grad(self) -> None:
         """Drop the gradients."""
         self.model.zero_grad(set_to_none=True)
+
+    def drain(self) -> None:
+        """Nothing is in flight."""
 
 
 @dataclass

@@ -178,6 +178,26 @@ def test_master_weights_are_twice_the_parameters_of_two_bytes() -> None:
     assert held(plan) == [(2 + 4) * p + c for p, c in zip(parameters, counters(plan), strict=True)]
 
 
+def test_updates_that_are_validated_later_keep_what_they_overwrite() -> None:
+    """Parameters and state twice in the optimizer's step, which is this model's peak."""
+    plan, later = (planned(target("adam"), post_validation=each) for each in (False, True))
+    for kind, copies in (("optimizer", 2), ("parameters", 2), ("gradients", 1)):
+        assert held(later, kind) == [copies * size for size in held(plan, kind)]
+    fits = {"memory": max(memory.total.bound for memory in later.prediction.memory)}
+    assert planned(target("adam"), post_validation=True, **fits)
+    with pytest.raises(InfeasibleError):
+        planned(target("adam"), post_validation=True, memory=fits["memory"] - 2048)
+
+
+def test_updates_are_validated_later_only_where_there_are_steps_of_whole_parameters() -> None:
+    with pytest.raises(InputError, match="post_validation is for steps, but schedule 'pipedream'"):
+        options_for(target(), k=2, schedule="pipedream", post_validation=True)
+    with pytest.raises(InputError, match="is not done for sharded parameters"):
+        options_for(target(), k=2, replicas=2, sharded=True, post_validation=True)
+    with pytest.raises(InputError, match="post_validation is of training"):
+        options_for(target(), k=2, schedule="forward-only", post_validation=True)
+
+
 @pytest.mark.sweep
 def test_an_optimizer_that_does_not_fit_is_refused() -> None:
     needed = max(memory.total.bound for memory in planned(target()).prediction.memory)

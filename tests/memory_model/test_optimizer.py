@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from pipecompile.errors import InputError
 from pipecompile.ir.graph import Parameter
 from pipecompile.memory_model.optimizer import OPTIMIZERS, optimizer_bytes
+from tests.sm3 import SM3
 
 SHAPES = ((), (7,), (64,), (16, 40), (3, 5, 2), (8, 4, 3, 3), (1, 9))
 REAL: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
@@ -22,6 +23,7 @@ REAL: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "adam": torch.optim.Adam,
     "adamw": torch.optim.AdamW,
     "adafactor": torch.optim.Adafactor,
+    "sm3": SM3,
 }
 SCALARS = 64  # bytes: numbers that torch wraps into tensors while it steps
 

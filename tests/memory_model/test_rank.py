@@ -191,7 +191,10 @@ def test_moments_that_are_left_out_hold_no_more(
 ) -> None:
     cut = data.draw(stages_of(graph))
     schedule = data.draw(_schedules(len(cut)))
-    footprints = _footprints(graph, cut, "adamw")
+    later = data.draw(st.booleans())
+    footprints = [
+        replace(each, is_validated_later=later) for each in _footprints(graph, cut, "adamw")
+    ]
     for rank, row in enumerate(schedule.rows):
         every = list(all_snapshots(row))
         totals = [
@@ -262,7 +265,10 @@ def test_there_is_never_less_room_than_said(
     """Every order that keeps no more than `available_for_activations` fits the cap."""
     cut = data.draw(stages_of(graph))
     schedule = data.draw(_schedules(len(cut)))
-    footprints = _footprints(graph, cut, optimizer)
+    later = data.draw(st.booleans())
+    footprints = [
+        replace(each, is_validated_later=later) for each in _footprints(graph, cut, optimizer)
+    ]
     allocator, microbatches = ALLOCATORS[graph.allocator], schedule.microbatches
     for rank, row in enumerate(schedule.rows):
         held = _held(schedule, rank, footprints)

@@ -1,0 +1,43 @@
+"""What an update does with gradients of a given norm."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from pipecompile.runtime.norm import clip_to_norm
+
+__all__ = ["UpdateRule"]
+
+
+@dataclass(frozen=True)
+class UpdateRule:
+    """Gradients are scaled so that their norm is at most `max_norm`, if there is one; with
+    `skip_nonfinite` an update whose norm is NaN or infinite is left out.
+    """
+
+    max_norm: float | None = None
+    skip_nonfinite: bool = False
+
+    @property
+    def needs_norm(self) -> bool:
+        """Whether an update needs the norm of all gradients."""
+        return self.max_norm is not None or self.skip_nonfinite
+
+    def changes_nothing(self, norm: Tensor) -> bool:
+        """Return whether gradients of this norm are used as they are. If not, they are not for any
+        higher norm.
+        """
+        if not norm.isfinite():
+            return False
+        return self.max_norm is None or bool(self.max_norm / (norm + 1e-6) >= 1)
+
+    def apply(self, gradients: Sequence[Tensor], norm: Tensor) -> bool:
+        """Scale `gradients` in place; return False if the update is to be left out."""
+        if self.skip_nonfinite and not norm.isfinite():
+            return False
+        if self.max_norm is not None:
+            clip_to_norm(gradients, norm, self.max_norm)
+        return True

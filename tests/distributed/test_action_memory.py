@@ -1,0 +1,23 @@
+"""What a rank holds after each action, by the allocator's own events, against the plan."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.distributed import action_memory_jobs as jobs
+from tests.distributed.workers import Workers
+from tests.sweeps import sweep
+
+
+@pytest.mark.parametrize(
+    ("schedule", "recompute"),
+    [("1f1b", "none"), ("zb-h1", "none"), sweep("gpipe", "none"), sweep("1f1b", "stage")],
+)
+def test_a_microbatch_is_freed_as_soon_as_its_backward_is_done(
+    workers: Workers, tmp_path: Path, schedule: str, recompute: str
+) -> None:
+    """So a rank never holds more than its microbatches in flight, whatever is still to come."""
+    for wrong in workers.run(2, jobs.held_at_actions, schedule, 6, recompute, folder=str(tmp_path)):
+        assert not wrong, wrong

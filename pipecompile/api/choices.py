@@ -269,13 +269,14 @@ def check_together(options: Options) -> None:
             "microbatches alike; choose stage, or a named schedule"
         )
     _check_inference(options)
-    if options.sharded and options.replicas == 1:
+    if options.shard and options.replicas == 1:
         raise InputError(
-            "sharded divides stages over replicas, but the plan is for one; give replicas=2 or more"
+            f"shard={options.shard!r} divides stages over replicas, but the plan is for one; give "
+            "replicas=2 or more"
         )
-    if options.sharded and options.optimizer == "adafactor":
+    if options.shard and options.optimizer == "adafactor":
         raise InputError(
-            "optimizer='adafactor' is not possible with sharded: torch's cannot step parts of "
+            "optimizer='adafactor' is not possible with shard: torch's cannot step parts of "
             "parameters; choose another"
         )
     if options.encodings:
@@ -302,7 +303,7 @@ NO_TRAINING: Mapping[str, Any] = {
     "encodings": (),
     "optimizer": None,
     "master_weights": False,
-    "sharded": False,
+    "shard": None,
 }
 """The options of training as they are in a plan for inference."""
 

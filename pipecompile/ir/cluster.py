@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import chain, groupby
 from typing import Literal
 
-from pipecompile.ir.links import FREE, Link, Links
+from pipecompile.ir.links import FREE, Link, Links, links_of_pairs
 from pipecompile.ir.serialization import FileValue
 
 __all__ = ["Cluster"]
@@ -57,12 +57,7 @@ class Cluster(FileValue, frozen=True, kw_only=True):
             return Links.of(*distinct) if distinct else FREE
         homes = [index for index, node in enumerate(self.nodes) for _ in node]
         table = [[self._link(one, other) for other in homes] for one in homes]
-        return Links(
-            bandwidth_bytes_per_s=tuple(
-                tuple(link.bandwidth_bytes_per_s for link in row) for row in table
-            ),
-            latency_ns=tuple(tuple(link.latency_ns for link in row) for row in table),
-        )
+        return links_of_pairs(table)
 
     def _pairs(self) -> list[tuple[int, int]]:
         """Return the nodes of two devices that are joined, each kind of pair once."""

@@ -37,6 +37,7 @@ from benchmarks.command_line import chosen_names
 from benchmarks.models import CONVOLUTIONAL, MODELS
 from pipecompile.api.compilation import pipecompile
 from pipecompile.frontend.target import Target
+from pipecompile.ir.plan import ShardLevel
 from pipecompile.runtime.shards import local_part
 from pipecompile.schedule.named_orders import MAY_SPLIT
 from pipecompile.training.pipeline import Pipeline
@@ -66,7 +67,7 @@ class PlanSetting(NamedTuple):
     stages_per_rank: int = 1
     encodings: tuple[str, ...] = ()
     replicas: int = 1
-    sharded: bool = False
+    shard: ShardLevel | None = None
 
     @property
     def ranks(self) -> int:
@@ -80,7 +81,7 @@ class PlanSetting(NamedTuple):
         words += ["recompute", self.recompute] if self.recompute != "none" else []
         words += ["half way"] if self.mean_cap else []
         words += [f"replicas={self.replicas}"] if self.replicas > 1 else []
-        words += ["sharded"] if self.sharded else []
+        words += [f"shard {self.shard}"] if self.shard else []
         return " ".join([*words, *self.encodings])
 
 
@@ -116,8 +117,8 @@ SETTINGS = (
     PlanSetting("1f1b", 2, 4, "adamw", replicas=2),
     PlanSetting("zb-h1", 2, 4, "momentum", replicas=2),
     PlanSetting("interleaved-1f1b", 4, 4, "adam", stages_per_rank=2, replicas=2),
-    PlanSetting("gpipe", 2, 2, "adamw", replicas=2, sharded=True),
-    PlanSetting("1f1b", 2, 4, "sgd", "stage", replicas=2, sharded=True),
+    PlanSetting("gpipe", 2, 2, "adamw", replicas=2, shard="optimizer"),
+    PlanSetting("1f1b", 2, 4, "sgd", "stage", replicas=2, shard="optimizer"),
 )
 
 
@@ -218,8 +219,8 @@ def _compiled(target: Target, setting: PlanSetting, **choices: Any) -> Pipeline:
         sample_target=target.targets,
         self_check=False,
         mesh=mesh,
-        parallelize=_shard if setting.sharded else None,
-        sharded=setting.sharded,
+        parallelize=_shard if setting.shard else None,
+        shard=setting.shard,
         **choices,
     )
 

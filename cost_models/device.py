@@ -12,6 +12,7 @@ from msgspec.structs import replace
 from pipecompile.errors import InputError
 from pipecompile.ir.amount import AllocatorName
 from pipecompile.ir.graph import FusedType
+from pipecompile.ir.links import Link
 from pipecompile.ir.serialization import NonNegative, Positive, Value, decode, read
 
 __all__ = [
@@ -34,6 +35,7 @@ FIGURES = (
     "launch_ns",
     "fused_attention",
 )
+LINKS = ("within_node", "between_nodes")
 
 
 OperatorClass = Literal["attention", "convolution", "move", "product"]
@@ -62,8 +64,9 @@ class Device(Value, frozen=True, kw_only=True):
     than `launch_ns`. Kernels of a class that has an entry in `efficiency` reach what that says of
     their size instead; a device that was not calibrated has one share for all sizes. `allocator` is
     what gives out its memory, and `fused_attention` for which data types a GPU fuses attention (see
-    `CostModel`). `sources` says of every figure where it comes from: a datasheet, a calibration or
-    an assumption.
+    `CostModel`). `within_node` joins two such devices of one node, and `between_nodes` those of
+    two; None if that is not known. `sources` says of every figure where it comes from: a datasheet,
+    a calibration or an assumption.
     """
 
     schema: Literal["pipecompile/device/1"] = "pipecompile/device/1"
@@ -77,6 +80,8 @@ class Device(Value, frozen=True, kw_only=True):
     launch_ns: NonNegative
     efficiency: dict[OperatorClass, EfficiencyCurve] = {}
     fused_attention: tuple[FusedType, ...]
+    within_node: Link | None = None
+    between_nodes: Link | None = None
     sources: dict[str, str]
 
     def __post_init__(self) -> None:
@@ -84,7 +89,8 @@ class Device(Value, frozen=True, kw_only=True):
             raise ValueError(
                 f"device {self.name!r} has no peak for float32, which other types fall back to"
             )
-        for figure in (*FIGURES, *["efficiency"] * bool(self.efficiency)):
+        optional = [name for name in ("efficiency", *LINKS) if getattr(self, name)]
+        for figure in (*FIGURES, *optional):
             if not self.sources.get(figure):
                 raise ValueError(
                     f"device {self.name!r} does not say in sources where its {figure} comes from"

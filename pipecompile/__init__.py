@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from pipecompile.ir.encodings import Encoding
     from pipecompile.ir.explanation import Explanation
     from pipecompile.ir.options import Objective, OptimizerName, PlacementShape, ScheduleName
-    from pipecompile.ir.plan import BatchNormUpdate, Granularity, Plan, Recompute
+    from pipecompile.ir.plan import BatchNormUpdate, Granularity, Plan, Recompute, ShardLevel
     from pipecompile.ir.recorded_run import RecordedRun
     from pipecompile.report.plan_diff import PlanChange, PlanDiff
     from pipecompile.training.checkpoint import Checkpoint
@@ -61,6 +61,7 @@ __all__ = [
     "RecordedRun",
     "ScheduleError",
     "ScheduleName",
+    "ShardLevel",
     "StalePlanError",
     "StaleProfileError",
     "__version__",
@@ -92,6 +93,7 @@ _HOMES = {
     "Recompute": "pipecompile.ir.plan",
     "RecordedRun": "pipecompile.ir.recorded_run",
     "ScheduleName": "pipecompile.ir.options",
+    "ShardLevel": "pipecompile.ir.plan",
     "diff": "pipecompile.api.diff",
     "explain": "pipecompile.api.explain",
     "pipecompile": "pipecompile.api.compilation",

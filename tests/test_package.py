@@ -46,6 +46,7 @@ PUBLIC = """
     RecordedRun
     ScheduleError
     ScheduleName
+    ShardLevel
     StalePlanError
     StaleProfileError
     __version__

@@ -276,13 +276,14 @@ def check_together(options: Options) -> None:
         )
     _check_inference(options)
     _check_post_validation(options)
-    if options.sharded and options.replicas == 1:
+    if options.shard and options.replicas == 1:
         raise InputError(
-            "sharded divides stages over replicas, but the plan is for one; give replicas=2 or more"
+            f"shard={options.shard!r} divides stages over replicas, but the plan is for one; give "
+            "replicas=2 or more"
         )
-    if options.sharded and options.optimizer in ("adafactor", "sm3"):
+    if options.shard and options.optimizer in ("adafactor", "sm3"):
         raise InputError(
-            f"optimizer={options.optimizer!r} is not possible with sharded: it takes means or "
+            f"optimizer={options.optimizer!r} is not possible with shard: it takes means or "
             "maxima over rows, so it cannot step parts of parameters; choose another"
         )
     if options.encodings:
@@ -313,7 +314,7 @@ def _check_post_validation(options: Options) -> None:
     """Raise InputError if updates cannot be validated later with the other options."""
     if not options.post_validation:
         return
-    if options.sharded:
+    if options.shard:
         raise InputError(
             "post_validation keeps copies of what a step overwrites, which is not done for sharded "
             "parameters; leave one of the two out"
@@ -332,7 +333,7 @@ NO_TRAINING: Mapping[str, Any] = {
     "optimizer": None,
     "master_weights": False,
     "post_validation": False,
-    "sharded": False,
+    "shard": None,
     "noise": None,
 }
 """The options of training as they are in a plan for inference."""

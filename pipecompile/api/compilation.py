@@ -219,7 +219,7 @@ def _replicas_here(k: int | None, choices: Choices, mesh: DeviceMesh | None) -> 
     if world.size() == 1:
         return 1
     # Whether shards go with the number of replicas can be said when that is known.
-    shape: Choices = {**choices, "sharded": False}
+    shape: Choices = {**choices, "shard": None}
     return max(1, running_replicas(max(placements(requested_options(k=k, **shape))[0]) + 1, mesh))
 
 

@@ -176,25 +176,27 @@ def _memory_constraint(planner: RecomputePlanner, one_in_flight: bool) -> Memory
     # If there are more microbatches than fit in flight, a backward has run before most are in
     # flight, and its gradients of parameters are there.
     is_full = options.microbatches > max(in_flight) and not one_in_flight
+    ranges = planner.policies.ranges
     resident, saved = bytes_lower_bounds(
         graph,
         options.recompute,
-        gradients=is_full and not options.is_inference,
+        gradients=is_full and not options.is_inference and not ranges.divides_gradients,
         encodings=options.encodings,
         kv_tokens=options.kv_tokens or 0,
+        # Of several stages of a rank only one has its parameters gathered at a time.
+        parts=options.replicas if ranges.gathers_in_actions and ranks != options.k else 1,
     )
     constraint = MemoryConstraint(caps, in_flight, resident, saved)
     if ranks != options.k:
         return constraint
     can_free = options.recompute == "auto" or bool(options.encodings)
-    rate = planner.policies.ranges.bytes_per_ns
     return replace(
         constraint,
         price=_price(planner, one_in_flight),
         boundary_buffers=BoundaryBuffers(
             *received_bytes(graph), _received_counts(options, placement, one_in_flight)
         ),
-        freeable=freeable_bytes(graph, options.recompute, options.encodings, rate)
+        freeable=freeable_bytes(graph, options.recompute, options.encodings, ranges.bytes_per_ns)
         if can_free
         else (),
     )

@@ -97,7 +97,11 @@ class Footprint(Value, frozen=True, kw_only=True):
     gradients are summed, `replica_sum_peak` is the most that the sum takes besides, and the rank
     exchanges tensors with `replica_peers` more. Of a sharded stage
     `parameters` are the whole ones and the part that stays between steps, `optimizer` is for that
-    part, and `optimizer_workspace` is no less than what gathering takes beyond gradients.
+    part, and `optimizer_workspace` is no less than what gathering takes beyond gradients. Where
+    parameters are gathered for each action, they are `gathered` and only their part is among
+    `parameters`. Where each backward sums its gradients over replicas, `gradients` are the part
+    that it leaves, all backwards have the peaks of the first one, and `backward_sum_peak` is what
+    the sum takes with the whole gradients.
 
     If an update `is_validated_later`, copies of the trained parameters and of the optimizer's state
     are held from the step to the next step's first backward, and so are its gradients.
@@ -123,6 +127,8 @@ class Footprint(Value, frozen=True, kw_only=True):
     kv_cache: Amount = ZERO
     gradient_copies: Amount = ZERO
     replica_sum_peak: Amount = ZERO
+    gathered: Amount = ZERO
+    backward_sum_peak: Amount = ZERO
     replica_peers: int = 0
     is_validated_later: bool = False
     received: tuple[ReceivedTensor, ...] = ()
@@ -131,6 +137,11 @@ class Footprint(Value, frozen=True, kw_only=True):
     sent_by_backward: tuple[MessageStorage, ...] = ()
     sent_by_input_backward: tuple[MessageStorage, ...] = ()
     shared: tuple[SharedParameter, ...] = ()
+
+    @property
+    def sums_in_backwards(self) -> bool:
+        """Whether each backward makes gradients of parameters, sums them and keeps a part."""
+        return self.backward_sum_peak.bound > 0
 
     @property
     def outputs(self) -> Amount:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise, permutations
 from typing import Literal, NamedTuple
 
@@ -10,7 +10,7 @@ import msgspec
 
 from pipecompile.ir.serialization import NonNegative, Positive, Value
 
-__all__ = ["FREE", "Hop", "Link", "Links"]
+__all__ = ["FREE", "Hop", "Link", "Links", "links_of_pairs", "slowest"]
 
 
 class Link(Value, frozen=True, kw_only=True):
@@ -31,6 +31,16 @@ class Link(Value, frozen=True, kw_only=True):
         return -(-size * 10**9 // self.bandwidth_bytes_per_s) + self.latency_ns
 
 
+def slowest(links: Iterable[Link]) -> Link:
+    """Return a link with the least bandwidth and the longest latency of `links`."""
+    every = list(links)
+    rates = [link.bandwidth_bytes_per_s for link in every]
+    return Link(
+        bandwidth_bytes_per_s=min((rate for rate in rates if rate is not None), default=None),
+        latency_ns=max(link.latency_ns for link in every),
+    )
+
+
 class Hop(NamedTuple):
     """The links across a boundary: values go forward, their gradients go back."""
 
@@ -47,10 +57,9 @@ class Links(Value, frozen=True, kw_only=True):
 
     Either is one value for all pairs of ranks, or a matrix from each rank (row) to each other one
     (column); its diagonal is not used, as nothing is sent within a rank. The ranks of several
-    replicas follow one another, replica by replica; messages of all pipelines take as long as
-    those of the first. A bandwidth of None means
-    that any size takes no time. Of the time of a message, its sender cannot compute for `sending`,
-    and its receiver for `receiving`.
+    replicas follow one another, replica by replica; messages of all pipelines take as long as in
+    the slowest one. A bandwidth of None means that any size takes no time. Of the time of a
+    message, its sender cannot compute for `sending`, and its receiver for `receiving`.
     """
 
     schema: Literal["pipecompile/links/1"] = "pipecompile/links/1"
@@ -105,13 +114,20 @@ class Links(Value, frozen=True, kw_only=True):
         return Hop(self.link(source, destination), self.link(destination, source))
 
     def among(self, ranks: int) -> Links:
-        """Return the links among the first `ranks` ranks: those of the first replica."""
-        rate, delay = self.bandwidth_bytes_per_s, self.latency_ns
-        if isinstance(rate, tuple):
-            rate = tuple(row[:ranks] for row in rate[:ranks])
-        if isinstance(delay, tuple):
-            delay = tuple(row[:ranks] for row in delay[:ranks])
-        return msgspec.structs.replace(self, bandwidth_bytes_per_s=rate, latency_ns=delay)
+        """Return the links of a pipeline of `ranks`: of each pair the slowest one in any replica.
+
+        Replicas step together, so a pipeline waits for the one whose boundary lies between nodes.
+        """
+        if self.ranks is None or self.ranks == ranks:
+            return self
+        # Rank r of replica i is row i · ranks + r.
+        begins = range(0, self.ranks - ranks + 1, ranks)
+        table = [
+            [slowest(self.link(at + one, at + other) for at in begins) for other in range(ranks)]
+            for one in range(ranks)
+        ]
+        own = {"sending": self.sending, "receiving": self.receiving}
+        return msgspec.structs.replace(links_of_pairs(table), **own)
 
     def between_replicas(self, rank: int, ranks: int) -> Link:
         """Return the slowest link around the ring of all replicas of `rank`, one of `ranks`.
@@ -124,12 +140,7 @@ class Links(Value, frozen=True, kw_only=True):
 
     def around(self, ranks: Sequence[int]) -> Link:
         """Return the slowest link around the ring of `ranks`."""
-        links = [self.link(one, other) for one, other in pairwise([*ranks, ranks[0]])]
-        rates = [link.bandwidth_bytes_per_s for link in links]
-        return Link(
-            bandwidth_bytes_per_s=min((rate for rate in rates if rate is not None), default=None),
-            latency_ns=max(link.latency_ns for link in links),
-        )
+        return slowest(self.link(one, other) for one, other in pairwise([*ranks, ranks[0]]))
 
     def pairs(self) -> Iterator[tuple[int, int, Link]]:
         """Yield source, destination and link of all pairs; two ranks stand for any number."""
@@ -151,6 +162,16 @@ class Links(Value, frozen=True, kw_only=True):
         # Measured overheads may add up to more than the measured time of a message.
         busy = self.sending.transfer_ns(size) + self.receiving.transfer_ns(size)
         return max(0, self.transfer_ns(source, destination, size) - busy)
+
+
+def links_of_pairs(table: Sequence[Sequence[Link]]) -> Links:
+    """Return links with a link from each rank (row) to each other one (column)."""
+    return Links(
+        bandwidth_bytes_per_s=tuple(
+            tuple(each.bandwidth_bytes_per_s for each in row) for row in table
+        ),
+        latency_ns=tuple(tuple(each.latency_ns for each in row) for row in table),
+    )
 
 
 FREE = Links.of(Link())

@@ -15,7 +15,14 @@ from typing import Annotated, Any, Literal, TypedDict, get_args, get_origin, get
 
 from pipecompile.errors import InputError, unknown
 from pipecompile.ir.encodings import Encoding
-from pipecompile.ir.plan import BatchNormUpdate, Communication, Granularity, LayoutFormat, Recompute
+from pipecompile.ir.plan import (
+    BatchNormUpdate,
+    Communication,
+    Granularity,
+    LayoutFormat,
+    Recompute,
+    ShardLevel,
+)
 
 __all__ = [
     "DEFAULT_STAGES",
@@ -259,12 +266,14 @@ class ChoiceTypes(TypedDict, total=False):
             default_text="1; under torchrun as many as there are",
         ),
     ]
-    sharded: Annotated[
-        bool,
+    shard: Annotated[
+        ShardLevel | None,
         Option(
-            False,
-            "Count each stage as divided over the replicas by FSDP2 (parallelize=).",
-            form="switch",
+            None,
+            "What replicas divide among them by FSDP2 (parallelize=): the state of the optimizer, "
+            "with sums of gradients and gathers of parameters once a step; the gradients too, "
+            "summed in each backward; the parameters too, gathered for each action.",
+            default_text="nothing: each replica holds all of its stages",
         ),
     ]
     pin: Annotated[

@@ -24,6 +24,7 @@ __all__ = [
     "GRANULARITIES",
     "LAYOUT_FORMATS",
     "RECOMPUTES",
+    "SHARD_LEVELS",
     "BatchNormUpdate",
     "Faster",
     "Fingerprint",
@@ -37,6 +38,7 @@ __all__ = [
     "Recompute",
     "Route",
     "Search",
+    "ShardLevel",
 ]
 
 Granularity = Literal["operators", "modules", "blocks", "auto"]
@@ -57,6 +59,9 @@ LayoutFormat = Literal[
 ]
 """In whose words a layout is written."""
 LAYOUT_FORMATS: tuple[LayoutFormat, ...] = get_args(LayoutFormat)
+ShardLevel = Literal["optimizer", "gradients", "parameters"]
+SHARD_LEVELS: tuple[ShardLevel, ...] = get_args(ShardLevel)
+"""What replicas divide among them: each includes those before it."""
 BatchNormUpdate = Literal["microbatch", "minibatch"]
 """After what batch norms update their running averages."""
 
@@ -75,11 +80,12 @@ class Options(Value, frozen=True, kw_only=True):
     what is usual on the device), and `leaf` are modules that were taken as one node. `batch_norm`
     says after what batch norms update their running averages; no figure of a plan depends on it. A
     `layout`, of `layout_format`, is the cut; its layers are those in the module `layers`, or found
-    in the model. Over `replicas` gradients are summed; where the plan is `sharded`, each replica
-    holds a part of every parameter between steps. For inference `kv_tokens` are reserved in each
-    rank's KV cache, to which an attention adds `kv_token_bytes` for each, or its keys and values if
-    that is None. Under `noise`, a share of all times, the plan is one of least regret among those
-    about as fast.
+    in the model. Over `replicas` gradients are summed; with `shard` each replica holds a part of
+    every parameter and of its optimizer state between steps, and in a step of the gradients and the
+    parameters too, as far as it says. For inference `kv_tokens` are reserved in each rank's KV
+    cache, to which an attention adds `kv_token_bytes` for each, or its keys and values if that is
+    None. Under `noise`, a share of all times, the plan is one of least regret among those about as
+    fast.
     """
 
     k: Positive
@@ -107,7 +113,7 @@ class Options(Value, frozen=True, kw_only=True):
     encodings: tuple[Encoding, ...] = ()
     batch_norm: BatchNormUpdate = "microbatch"
     replicas: Positive = 1
-    sharded: bool = False
+    shard: ShardLevel | None = None
     kv_tokens: Positive | None = None
     kv_token_bytes: Positive | None = None
     noise: NoiseShare | None = None

@@ -10,7 +10,7 @@ from pipecompile.ir.encodings import Encoding
 from pipecompile.ir.footprint import Footprint
 from pipecompile.ir.serialization import NonNegative, Positive, Value
 
-__all__ = ["Boundary", "EncodedNodes", "ModuleRun", "ReplicaSum", "Stage", "TiedSum"]
+__all__ = ["Boundary", "EncodedNodes", "ModuleRun", "ReplicaExchange", "Stage", "TiedSum"]
 
 
 class Boundary(Value, frozen=True, kw_only=True):
@@ -38,11 +38,11 @@ class EncodedNodes(Value, frozen=True, kw_only=True):
         return self.forward_ns + self.backward_ns
 
 
-class ReplicaSum(Value, frozen=True, kw_only=True):
-    """The sum of a stage's gradients over replicas: `messages` one after another, all of `bytes`.
+class ReplicaExchange(Value, frozen=True, kw_only=True):
+    """What a stage exchanges with other replicas: `messages` one after another, all of `bytes`.
 
-    n replicas in a ring send 2 (n - 1) messages of one n-th each (Patarasuk and Yuan 2009): first
-    sums go around, then results. Where parameters are sharded, these are gathered by the results.
+    n replicas in a ring send n - 1 messages of one n-th each to sum gradients, and as many again
+    to bring the sums to all of them (Patarasuk and Yuan 2009) or to gather sharded parameters.
     """
 
     messages: Positive
@@ -82,9 +82,10 @@ class Stage(Value, frozen=True, kw_only=True, dict=True, rename={"blocks": "node
     `pipecompile export`; plans of older versions have none. `copies` are those of its nodes that an
     earlier stage runs too, which are in no run: it makes their values itself. `per_step_ns` is what it costs once a
     step: the division of its gradients, and entering and leaving the step. `replica_sum` is what it
-    exchanges with the same stage of other replicas, if there are any, and `tied_sums` what its rank
-    exchanges after it with others that hold the same parameters. `kv_token_bytes` is what each of
-    its attentions adds to a KV cache for a token, as far as that is known.
+    exchanges once a step with the same stage of other replicas, `backward_sum` with each backward
+    that sums gradients, and `action_gather` before each action that gathers parameters. `tied_sums`
+    are what its rank exchanges after it with others that hold the same parameters. `kv_token_bytes`
+    is what each of its attentions adds to a KV cache for a token, as far as that is known.
 
     `recompute` says what it recomputes, in `recompute_ns`: everything, in an action of its own
     ("stage", or for all microbatches but a step's last one "except-last"), or `regions` of its
@@ -106,7 +107,9 @@ class Stage(Value, frozen=True, kw_only=True, dict=True, rename={"blocks": "node
     recompute_ns: NonNegative
     recompute_bound_ns: NonNegative = 0
     per_step_ns: NonNegative = 0
-    replica_sum: ReplicaSum | None = None
+    replica_sum: ReplicaExchange | None = None
+    backward_sum: ReplicaExchange | None = None
+    action_gather: ReplicaExchange | None = None
     tied_sums: tuple[TiedSum, ...] = ()
     kv_token_bytes: tuple[NonNegative, ...] = ()
     inputs: tuple[Boundary, ...]

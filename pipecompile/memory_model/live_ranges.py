@@ -16,7 +16,7 @@ from itertools import accumulate
 
 from pipecompile.ir.encodings import Use
 from pipecompile.ir.graph import Content, CostGraph, GradientStorage, Tensor
-from pipecompile.ir.plan import Options
+from pipecompile.ir.plan import Options, ShardLevel
 
 __all__ = ["LiveRanges", "Storage"]
 
@@ -49,7 +49,7 @@ class LiveRanges:
     optimizer: str | None = None
     master_weights: bool = False
     replicas: int = 1
-    sharded: bool = False
+    shard: ShardLevel | None = None
     kv_tokens: int = 0
     post_validation: bool = False
 
@@ -61,10 +61,20 @@ class LiveRanges:
             options.optimizer,
             options.master_weights,
             options.replicas,
-            options.sharded,
+            options.shard,
             options.kv_tokens or 0,
             options.post_validation,
         )
+
+    @property
+    def divides_gradients(self) -> bool:
+        """Whether each backward leaves only this rank's part of the gradients."""
+        return self.shard in ("gradients", "parameters")
+
+    @property
+    def gathers_in_actions(self) -> bool:
+        """Whether parameters are whole only while an action of their stage runs."""
+        return self.shard == "parameters"
 
     @cached_property
     def place(self) -> dict[str, int]:

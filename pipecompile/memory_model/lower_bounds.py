@@ -43,6 +43,7 @@ def bytes_lower_bounds(
     gradients: bool,
     encodings: Sequence[Encoding] = (),
     kv_tokens: int = 0,
+    parts: int = 1,
 ) -> tuple[dict[str, int], dict[str, int]]:
     """Return bytes by node, resident and per microbatch in flight, that no stage's bound is below.
 
@@ -50,7 +51,8 @@ def bytes_lower_bounds(
     microbatches in flight.
 
     A parameter is counted in equal parts at the nodes that read it, with its gradient if
-    `gradients` exist when most microbatches are in flight. An attention counts its KV cache of
+    `gradients` exist when most microbatches are in flight; of several `parts` into which replicas
+    divide parameters only one is counted. An attention counts its KV cache of
     `kv_tokens`. A saved storage is counted at its producer, whose stage keeps it until the
     backward:
 
@@ -63,7 +65,7 @@ def bytes_lower_bounds(
     `freeable_bytes`.
     """
     resident, saved = ({node.name: 0 for node in graph.nodes} for _ in range(2))
-    for name, size in _parameter_bytes(graph, gradients=gradients):
+    for name, size in _parameter_bytes(graph, gradients=gradients, parts=parts):
         resident[name] += size
     for node in graph.nodes:
         resident[node.name] += ALLOCATORS[graph.allocator].rounded(kv_tokens * node.kv_token_bytes)
@@ -76,20 +78,20 @@ def bytes_lower_bounds(
     return resident, saved
 
 
-def _parameter_bytes(graph: CostGraph, *, gradients: bool) -> Iterator[tuple[str, int]]:
+def _parameter_bytes(graph: CostGraph, *, gradients: bool, parts: int) -> Iterator[tuple[str, int]]:
     """Yield nodes with their parts of parameters: of three readers, each has a third."""
     rounded = ALLOCATORS[graph.allocator].rounded
     readers: dict[str, list[str]] = {}
     for node in graph.nodes:
         if not node.parameters:
-            yield node.name, (1 + gradients) * rounded(node.parameter_bytes)
+            yield node.name, (1 + gradients) * rounded(node.parameter_bytes // parts)
         for name in node.parameters:
             readers.setdefault(name, []).append(node.name)
     for name, nodes in readers.items():
         parameter = graph.parameter_by_name[name]
         copies = 1 + (parameter.trainable and gradients)
         for reader in nodes:
-            yield reader, rounded(parameter.bytes) * copies // len(nodes)
+            yield reader, rounded(parameter.bytes // parts) * copies // len(nodes)
 
 
 def received_bytes(graph: CostGraph) -> tuple[dict[str, int], dict[str, int]]:

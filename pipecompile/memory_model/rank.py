@@ -34,7 +34,7 @@ from pipecompile.ir.amount import ZERO, Amount
 from pipecompile.ir.footprint import Footprint
 from pipecompile.ir.plan import Plan
 from pipecompile.ir.rank_memory import RankMemory
-from pipecompile.ir.schedule import Action, Kind
+from pipecompile.ir.schedule import COMPUTE, WEIGHT_GRADIENT_KINDS, Action, Kind
 from pipecompile.memory_model.allocator import ALLOCATORS, Allocator
 from pipecompile.memory_model.handover import most_handed_over
 from pipecompile.memory_model.messages import held_messages
@@ -207,16 +207,17 @@ def backward_allowances(
     It is what all else on the rank leaves, so a choice of recompute fits if its activations times
     `in_flight`, and its backward's peak, take no more.
     """
-    without = msgspec.structs.replace(
-        stages[index], activations=ZERO, **dict.fromkeys(BACKWARD_PEAKS, ZERO)
-    )
-    others = {**stages, index: without}
-    free = allocator.unpadded(memory_bytes, neighbour_ranks(stages))
+    stage = stages[index]
+    # What regions do not change is looked at when the rank is: sums, and gathers before an action.
+    changed = ("activations", *BACKWARD_PEAKS, "gathered", "backward_sum_peak")
+    others = {**stages, index: msgspec.structs.replace(stage, **dict.fromkeys(changed, ZERO))}
+    free = allocator.unpadded(memory_bytes, neighbour_ranks(stages)) - stage.gathered.bound
     for snapshot in snapshots:
         if snapshot.kind is Kind.BACKWARD and snapshot.stage == index:
             state = snapshot.states[index]
             held = _held(others, snapshot, microbatches, allocator).total.bound
-            yield BackwardAllowance(state.with_activations, free - held, state.has_gradients)
+            has_gradients = 0 if stage.sums_in_backwards else state.has_gradients
+            yield BackwardAllowance(state.with_activations, free - held, has_gradients)
 
 
 def available_for_activations(
@@ -329,13 +330,17 @@ def _always(stages: Mapping[int, Footprint], microbatches: int, *kinds: str) -> 
     return held + _minibatch(stages, microbatches) + _kv_cache(stages)
 
 
+def _between_halves(stage: Footprint) -> Amount:
+    return stage.activations - stage.freed_by_input_backward + stage.added_by_input_backward
+
+
 def _activations(stage: Footprint, state: StageState) -> Amount:
     """Return what a stage's microbatches in flight keep.
 
     Between input and weight backward a microbatch keeps what the first of them left: with
     activations of 41, of which it frees 5 and to which it adds 7, that is 43.
     """
-    between = stage.activations - stage.freed_by_input_backward + stage.added_by_input_backward
+    between = _between_halves(stage)
     without_outputs = between - stage.outputs_freed_by_input_backward
     return (
         stage.activations * state.with_activations
@@ -357,8 +362,31 @@ def _kv_cache(stages: Mapping[int, Footprint]) -> Amount:
 
 def _workspace(stages: Mapping[int, Footprint], snapshot: Snapshot, allocator: Allocator) -> Amount:
     """Return the most that lives in the snapshot's action, above what is held."""
+    if snapshot.kind is Kind.REDUCE:
+        return stages[snapshot.stage].replica_sum_peak
+    if snapshot.kind not in COMPUTE:
+        return _optimizer_workspace(stages, allocator)
+    stage, peak = stages[snapshot.stage], _peak_of_action(stages, snapshot)
+    # A gather has all parameters twice, and is done before the action begins.
+    peak = stage.gathered + _larger(peak, stage.gathered)
+    if snapshot.kind in WEIGHT_GRADIENT_KINDS and stage.sums_in_backwards:
+        # When gradients are summed, what the microbatch has kept is gone but for what was sent.
+        is_whole = snapshot.kind is Kind.BACKWARD
+        freed = (stage.activations if is_whole else _between_halves(stage)) - stage.outputs
+        return _larger(peak, stage.gathered + stage.backward_sum_peak - freed)
+    return peak
+
+
+def _larger(one: Amount, other: Amount) -> Amount:
+    """Return the larger of both figures."""
+    return Amount(expected=max(one.expected, other.expected), bound=max(one.bound, other.bound))
+
+
+def _peak_of_action(stages: Mapping[int, Footprint], snapshot: Snapshot) -> Amount:
+    """Return the most that lives in a compute action with its parameters there."""
     stage = stages[snapshot.stage]
-    has_gradients = snapshot.states[snapshot.stage].has_gradients
+    # What an earlier backward left is no whole gradient that this one could add to.
+    has_gradients = snapshot.states[snapshot.stage].has_gradients and not stage.sums_in_backwards
     match snapshot.kind:
         case Kind.FORWARD | Kind.RECOMPUTE:
             return stage.forward_peak
@@ -374,9 +402,7 @@ def _workspace(stages: Mapping[int, Footprint], snapshot: Snapshot, allocator: A
             if has_gradients:
                 return stage.weight_backward_peak
             return stage.first_weight_backward_peak
-        case Kind.REDUCE:
-            return stage.replica_sum_peak
-    return _optimizer_workspace(stages, allocator)
+    raise AssertionError(f"{snapshot.kind} computes nothing")
 
 
 def _optimizer_workspace(stages: Mapping[int, Footprint], allocator: Allocator) -> Amount:
@@ -403,14 +429,16 @@ def _most_above(stages: Mapping[int, Footprint], index: int, is_recomputed: bool
     """
     stage = stages[index]
     kept = stage.outputs if is_recomputed else stage.activations
-    return max(
+    in_actions = max(
+        stage.gathered.bound,  # a second time, while it is gathered
         stage.forward_peak.bound - kept.bound,
         stage.backward_peak.bound,
         stage.input_backward_peak.bound,
         stage.weight_backward_peak.bound,
-        stage.replica_sum_peak.bound,
+        stage.backward_sum_peak.bound,
         _first_backward_above(stages, index),
     )
+    return max(stage.gathered.bound + in_actions, stage.replica_sum_peak.bound)
 
 
 def _first_backward_above(stages: Mapping[int, Footprint], index: int) -> int:
@@ -425,4 +453,5 @@ def _first_backward_above(stages: Mapping[int, Footprint], index: int) -> int:
         share.gradients.bound for share in stage.shared if share.name in names
     )
     peaks = stage.first_backward_peak.bound, stage.first_weight_backward_peak.bound
-    return max(peaks) - own_gradients
+    # Where each backward sums its gradients, it makes all of them above what is left of others.
+    return max(peaks) - (0 if stage.sums_in_backwards else own_gradients)

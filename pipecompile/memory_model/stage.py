@@ -90,7 +90,7 @@ class _StageMemory(StageBackward):
         # Backwards are priced without and with gradients: the first microbatch of a step leaves its
         # gradients, and each later one makes its own and adds it to them.
         state, workspace = self._optimizer(parameter for parameter, _ in self.trained_parameters)
-        if self.ranges.sharded:
+        if self.ranges.shard and not self.ranges.gathers_in_actions:
             # A gather has all parameters twice, before there are gradients.
             workspace = max(workspace, sum(self._whole_sizes()) - sum(self._gradient_sizes()))
         return Footprint(
@@ -122,6 +122,8 @@ class _StageMemory(StageBackward):
             kv_cache=amount(self.ranges.kv_tokens * node.kv_token_bytes for node in self.own_nodes),
             gradient_copies=amount(self._gradient_copies()),
             replica_sum_peak=amount([self._replica_sum_peak]),
+            gathered=amount(self._whole_sizes()) if self.ranges.gathers_in_actions else ZERO,
+            backward_sum_peak=amount([self._backward_sum_peak]),
             # Around a ring of replicas a rank receives from one and sends to one.
             replica_peers=min(2, self.ranges.replicas - 1),
             is_validated_later=self.ranges.post_validation,
@@ -145,11 +147,12 @@ class _StageMemory(StageBackward):
         ]
 
     def _parameter_sizes(self) -> Iterator[int]:
-        yield from self._whole_sizes()
-        if self.ranges.sharded:
+        if not self.ranges.gathers_in_actions:
+            yield from self._whole_sizes()
+        if self.ranges.shard:
             for name in self.parameter_readers:
                 yield self._part(self.graph.parameter_by_name[name]).bytes
-            yield from (-(-size // self.ranges.replicas) for size in self._unnamed_parameters)
+            yield from map(self._share, self._unnamed_parameters)
 
     def _whole_sizes(self) -> Iterator[int]:
         for name in self.parameter_readers:
@@ -166,9 +169,22 @@ class _StageMemory(StageBackward):
 
     def _part(self, parameter: Parameter) -> Parameter:
         """Return what of a parameter stays on this rank between steps."""
-        return part_of(parameter, self.ranges.replicas) if self.ranges.sharded else parameter
+        return part_of(parameter, self.ranges.replicas) if self.ranges.shard else parameter
+
+    def _share(self, size: int) -> int:
+        """Return what a replica has of `size` bytes that are divided, rounded up."""
+        return -(-size // self.ranges.replicas)
 
     def _gradient_sizes(self) -> Iterator[int]:
+        """Yield what a backward leaves of gradients, by parameter."""
+        if not self.ranges.divides_gradients:
+            yield from self._whole_gradient_sizes()
+            return
+        for parameter, _ in self.trained_parameters:
+            yield self._part(parameter).bytes
+        yield from map(self._share, self._unnamed_parameters)
+
+    def _whole_gradient_sizes(self) -> Iterator[int]:
         for parameter, _ in self.trained_parameters:
             yield parameter.bytes
         # Without a name nobody can say that a parameter is frozen: it counts as trained.
@@ -176,23 +192,39 @@ class _StageMemory(StageBackward):
 
     @property
     def _replica_sum_peak(self) -> int:
-        """What the sum of a sharded stage takes beyond the whole parameters, which are freed first.
-
-        The gradients are copied into one message, and what comes back is a part of them. gloo works
-        on a second copy.
-        """
-        if not self.ranges.sharded:
+        """What the sum at a step's end takes beyond the whole parameters, which are freed first."""
+        if not self.ranges.shard or self.ranges.divides_gradients:
             return 0
-        gradients = sum(self._gradient_sizes())
-        copies = 1 if self.graph.allocator == "cpu" else 0
-        taken = copies * gradients + -(-gradients // self.ranges.replicas)
+        taken = self._summing_bytes - sum(self._whole_gradient_sizes())
         return max(0, taken - sum(self._whole_sizes()))
+
+    @property
+    def _backward_sum_peak(self) -> int:
+        """What the sum in a backward takes, the whole gradients that it has made among it.
+
+        Parameters that are gathered for each action are freed before it.
+        """
+        if not self.ranges.divides_gradients:
+            return 0
+        freed = sum(self._whole_sizes()) if self.ranges.gathers_in_actions else 0
+        gradients = sum(self._whole_gradient_sizes())
+        # They are copied into the message one after the other, and freed together.
+        return max(gradients, max(2 * gradients, self._summing_bytes) - freed)
+
+    @property
+    def _summing_bytes(self) -> int:
+        """What lives while gradients are summed: a message with all of them, and the part of this
+        rank that comes back. gloo works on a second copy.
+        """
+        gradients = sum(self._whole_gradient_sizes())
+        copies = 2 if self.graph.allocator == "cpu" else 1
+        return copies * gradients + self._share(gradients)
 
     def _gradient_copies(self) -> Iterator[int]:
         """Yield the copies in which small gradients are summed over replicas; those of parameters
         that other stages read too are summed later.
         """
-        if self.ranges.replicas == 1 or self.ranges.sharded:
+        if self.ranges.replicas == 1 or self.ranges.shard:
             return
         tied = {parameter.name for parameter in self._tied_parameters()}
         trained = [parameter for parameter, _ in self.trained_parameters]
@@ -216,11 +248,13 @@ class _StageMemory(StageBackward):
         amount = self.allocator.amount
         for parameter in self._tied_parameters():
             trained = [parameter] if parameter.trainable else []
-            parts = [self._part(parameter).bytes] if self.ranges.sharded else []
+            whole = [] if self.ranges.gathers_in_actions else [parameter.bytes]
+            parts = [self._part(parameter).bytes] if self.ranges.shard else []
+            left = map(self._part, trained) if self.ranges.divides_gradients else trained
             yield SharedParameter(
                 name=parameter.name,
-                parameters=amount([parameter.bytes, *parts]),
-                gradients=amount(each.bytes for each in trained),
+                parameters=amount([*whole, *parts]),
+                gradients=amount(each.bytes for each in left),
                 optimizer=amount(self._optimizer(trained)[0]),
             )
 

@@ -178,7 +178,7 @@ class RecomputePolicies:
             self.ranges,
             stage_slice.before,
             stage_slice.nodes,
-            has_gradients=has_gradients,
+            has_gradients=has_gradients and not self.ranges.divides_gradients,
             encoded_runs=named_runs,
         )
 

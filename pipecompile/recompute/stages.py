@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
+from typing import NamedTuple
 
 from msgspec.structs import replace
 
@@ -16,7 +17,7 @@ from pipecompile.errors import InfeasibleError
 from pipecompile.ir.graph import CostGraph, Node
 from pipecompile.ir.module_paths import block_of
 from pipecompile.ir.plan import Options, OwnedParameter, Route
-from pipecompile.ir.stage import Boundary, ModuleRun, ReplicaSum, Stage, TiedSum
+from pipecompile.ir.stage import Boundary, ModuleRun, ReplicaExchange, Stage, TiedSum
 from pipecompile.recompute.planner import RecomputePlanner
 from pipecompile.recompute.policies import NO_RECOMPUTE, StageRecompute
 
@@ -55,8 +56,8 @@ def stages_of(
         if recompute is None:
             raise InfeasibleError(_misfit(planner, index))
         inputs, outputs = boundaries[index : index + 2]
-        replica_sum = _replica_sum(graph, nodes, planner.options)
-        made.append(_stage(graph, nodes, recompute, inputs, outputs, replica_sum, tied_sums[index]))
+        exchanges = _exchanges(graph, nodes, planner.options)
+        made.append(_stage(graph, nodes, recompute, inputs, outputs, exchanges, tied_sums[index]))
     return tuple(made)
 
 
@@ -90,7 +91,7 @@ def _stage(
     recompute: StageRecompute,
     inputs: tuple[Boundary, ...],
     outputs: tuple[Boundary, ...],
-    replica_sum: ReplicaSum | None,
+    exchanges: _Exchanges,
     tied_sums: tuple[TiedSum, ...],
 ) -> Stage:
     """Return the stage of the nodes `names`: their sums, its boundaries and what it recomputes."""
@@ -108,7 +109,7 @@ def _stage(
         recompute_ns=recompute.ns - sum(run.ns for run in recompute.encoded_runs),
         recompute_bound_ns=recompute.least,
         per_step_ns=sum(node.per_step_ns for node in nodes),
-        replica_sum=replica_sum,
+        **exchanges._asdict(),
         tied_sums=tied_sums,
         kv_token_bytes=tuple(node.kv_token_bytes for node in nodes if node.kv_token_bytes),
         inputs=inputs,
@@ -120,22 +121,52 @@ def _stage(
     )
 
 
-def _replica_sum(graph: CostGraph, names: Iterable[str], options: Options) -> ReplicaSum | None:
-    """Return the sum of a stage's gradients over replicas; None if there is nothing to sum."""
-    if options.replicas == 1 or options.is_inference:
-        return None
+class _Exchanges(NamedTuple):
+    """What a stage exchanges with other replicas, under the names of the stage's fields."""
+
+    replica_sum: ReplicaExchange | None = None
+    backward_sum: ReplicaExchange | None = None
+    action_gather: ReplicaExchange | None = None
+
+
+def _exchanges(graph: CostGraph, names: Iterable[str], options: Options) -> _Exchanges:
+    """Return what a stage exchanges with other replicas, under ZeRO's levels of sharding.
+
+    All-reduce is a sum of parts and a gather of them. Sharded parameters are gathered instead of
+    the sums, which takes as much; what is done in each action, and not once a step, is taken out
+    (Rajbhandari et al. 2020, section 7; a step of theirs is one microbatch).
+    """
+    replicas = options.replicas
+    if replicas == 1 or options.is_inference:
+        return _Exchanges()
+    trained, held = _parameter_bytes(graph, names)
+    gather, each_sum = _around(replicas, held), _around(replicas, trained)
+    match options.shard:
+        case None:
+            return _Exchanges(_around(replicas, trained, trained))
+        case "optimizer":
+            return _Exchanges(_around(replicas, trained, held))
+        case "gradients":
+            return _Exchanges(gather, each_sum)
+        case "parameters":
+            return _Exchanges(None, each_sum, gather)
+
+
+def _around(replicas: int, *sizes: int) -> ReplicaExchange:
+    """Return sums or gathers of so many bytes around a ring, one after the other."""
+    messages = len(sizes) * (replicas - 1)
+    return ReplicaExchange(messages=messages, bytes=-(-sum(sizes) // (len(sizes) * replicas)))
+
+
+def _parameter_bytes(graph: CostGraph, names: Iterable[str]) -> tuple[int, int]:
+    """Return the bytes of the parameters that nodes train, and of all that they read."""
     nodes = [graph.by_name[name] for name in names]
     read = {name for node in nodes for name in node.parameters}
     parameters = [graph.parameter_by_name[name] for name in read]
     # Without names nobody can say that a parameter is frozen: it counts as trained.
     unnamed = sum(node.parameter_bytes for node in nodes if not node.parameters)
-    gradients = unnamed + sum(parameter.bytes for parameter in parameters if parameter.trainable)
-    # Half of the messages sum gradients. The others bring the sums to all replicas or, where these
-    # keep only a part of them, the parameters.
-    second = unnamed + sum(parameter.bytes for parameter in parameters)
-    sent = gradients + (second if options.sharded else gradients)
-    messages = 2 * (options.replicas - 1)
-    return ReplicaSum(messages=messages, bytes=-(-sent // (2 * options.replicas)))
+    trained = sum(parameter.bytes for parameter in parameters if parameter.trainable)
+    return unnamed + trained, unnamed + sum(parameter.bytes for parameter in parameters)
 
 
 def _tied_sums(
@@ -158,7 +189,7 @@ def _tied_sums(
         ranks = tuple(sorted({placement[stage] for stage in stages_of[name]}))
         if len(ranks) > 1 and parameter.trainable:
             # Where parameters are sharded, each replica sums its part.
-            held = -(-parameter.bytes // (options.replicas if options.sharded else 1))
+            held = -(-parameter.bytes // (options.replicas if options.shard else 1))
             each = TiedSum(ranks=ranks, messages=2 * (len(ranks) - 1), bytes=-(-held // len(ranks)))
             # A rank sums once, when all of its stages are done. The first one is done last, even if
             # it does not hold the parameter.

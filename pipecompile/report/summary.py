@@ -88,8 +88,8 @@ def headline(plan: Plan) -> str:
 
 def _replicas_text(plan: Plan) -> str:
     """Return how many replicas a plan has, "" for one."""
-    sharded = "sharded " if plan.options.sharded else ""
-    return f", {plan.replicas} {sharded}replicas" if plan.replicas > 1 else ""
+    shard = f" (shard {plan.options.shard})" if plan.options.shard else ""
+    return f", {plan.replicas} replicas{shard}" if plan.replicas > 1 else ""
 
 
 def _header(plan: Plan) -> Iterator[str]:

@@ -7,7 +7,12 @@ until then, are summed once, when the schedule says that they are complete:
     0F0   0F1   0B0   0B1   0REDUCE_GRAD
     gather                  reduce-scatter, free
 
-With `reshard_after_forward=True` parameters are whole only while an action of their stage runs.
+With `reshard_after_forward=True` parameters are whole only while an action of their stage runs. A
+plan's `shard` asks for more: with "gradients" each backward sums its gradients, of which only the
+part of this process stays, and with "parameters" these are freed after each action too:
+
+    0F0            0F1            0B0                            0B1
+    gather  free   gather  free   gather  reduce-scatter  free   gather  reduce-scatter  free
 
 This is the only module that knows torch's private names of FSDP2.
 """
@@ -22,7 +27,8 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from pipecompile.errors import InputError
-from pipecompile.ir.schedule import COMPUTE, Action
+from pipecompile.ir.plan import ShardLevel
+from pipecompile.ir.schedule import COMPUTE, WEIGHT_GRADIENT_KINDS, Action
 from pipecompile.runtime.watch import StepWatch
 
 __all__ = ["ShardedStages"]
@@ -36,9 +42,14 @@ class ShardedStages:
     """
 
     def __init__(
-        self, stages: Mapping[int, nn.Module], replicas: tuple[int, ...], watch: StepWatch | None
+        self,
+        stages: Mapping[int, nn.Module],
+        replicas: tuple[int, ...],
+        watch: StepWatch | None,
+        shard: ShardLevel | None,
     ) -> None:
         self._watch = watch
+        self._sums_in_backwards = shard in ("gradients", "parameters")
         self._modules = {index: _sharded_modules(stage) for index, stage in stages.items()}
         self._whole: set[int] = set()
         self._whole_tables: dict[int, list[_Slot]] = {}
@@ -47,13 +58,15 @@ class ShardedStages:
         for index, modules in self._modules.items():
             for module in modules:
                 _take_over(module, replicas)
+                # Otherwise a sum would free parameters that the next action needs.
+                module.set_reshard_after_backward(not self._sums_in_backwards)
             with self.whole(index):  # which makes the whole parameters
                 self._remember(modules)
                 self._whole_tables[index] = list(_slots(stages[index]))
         self._freed_after_each = {
             index
             for index, modules in self._modules.items()
-            if any(_frees_after_forward(module) for module in modules)
+            if shard == "parameters" or any(map(_frees_after_forward, modules))
         }
 
     @contextmanager
@@ -89,15 +102,21 @@ class ShardedStages:
             self._gather_and_say(index)
 
     def reduce(self, index: int) -> None:
-        """Sum the gradients of a stage over replicas, and keep the part of this process."""
+        """End a stage's step: its gradients are summed over replicas, the part of this process is
+        kept, and its parameters are freed.
+        """
+        if not self._sums_in_backwards:
+            self._sum(index)
+        self._free(index)
+
+    def _sum(self, index: int) -> None:
         if self._modules[index] and self._watch is not None:
             self._watch.waits_in(f"the sum of stage {index} over replicas")
         for module in self._modules[index]:
             state = _state(module)
             if state._is_root:
-                # Of the whole tree: it sums, frees, and waits for both.
+                # Of the whole tree: it sums, frees if it may, and waits for both.
                 state._root_post_backward_final_callback()
-        self._whole.discard(index)
 
     def free(self) -> None:
         """Free whatever is whole, also after a step that has failed."""
@@ -118,7 +137,9 @@ class ShardedStages:
             self._watch.ready(action)
 
     def end(self, action: Action) -> None:
-        """`action` no longer needs them."""
+        """`action` no longer needs them, and its gradients are there."""
+        if self._sums_in_backwards and action.kind in WEIGHT_GRADIENT_KINDS:
+            self._sum(action.stage)
         if action.kind in COMPUTE and action.stage in self._freed_after_each:
             self._free(action.stage)
 

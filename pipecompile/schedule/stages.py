@@ -7,16 +7,17 @@ transfer times from the links.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from functools import lru_cache
 from itertools import pairwise
 
 from pipecompile.ir.amount import AllocatorName, Amount
 from pipecompile.ir.footprint import Footprint
-from pipecompile.ir.links import Links
+from pipecompile.ir.links import Link, Links
 from pipecompile.ir.plan import Plan
 from pipecompile.ir.rank_memory import RankMemory
 from pipecompile.ir.schedule import Schedule
-from pipecompile.ir.stage import Stage
+from pipecompile.ir.stage import ReplicaExchange, Stage
 from pipecompile.memory_model.allocator import ALLOCATORS
 from pipecompile.memory_model.rank import (
     available_for_activations,
@@ -59,22 +60,27 @@ def problem_of_stages(
     its own, since torch's runtime sends them one by one. The part of a message that occupies the
     rank itself is added to the action that it belongs to.
     """
-    boundaries = list(pairwise(placement))
+    boundaries, ranks = list(pairwise(placement)), max(placement) + 1
+    pipeline = links.among(ranks)
     # crosses_ranks[s] is about the boundary before stage s; the ends have none.
     crosses_ranks = [False, *(left != right for left, right in boundaries), False]
     forward_ns, backward_ns, costs = [], [], []
     for stage, (left, right) in zip(stages, boundaries, strict=False):
         forward_ns.append(
-            sum(links.under_way_ns(left, right, tensor.bytes) for tensor in stage.outputs)
+            sum(pipeline.under_way_ns(left, right, tensor.bytes) for tensor in stage.outputs)
         )
         backward_ns.append(
-            sum(links.under_way_ns(right, left, tensor.gradient_bytes) for tensor in stage.outputs)
+            sum(
+                pipeline.under_way_ns(right, left, tensor.gradient_bytes)
+                for tensor in stage.outputs
+            )
         )
-    ranks = max(placement) + 1
     for stage, rank, sides in zip(stages, placement, pairwise(crosses_ranks), strict=True):
         own_ns = _message_ns(links, stage, *sides)
-        sum_ns = _replica_sum_ns(links, stage, rank, ranks) + _tied_sums_ns(links, stage)
-        costs.append(_costs(stage, *own_ns, sum_ns, is_first=stage is stages[0]))
+        ring = links.between_replicas(rank, ranks)
+        sum_ns = _exchange_ns(ring, stage.replica_sum) + _tied_sums_ns(pipeline, stage)
+        each_ns = _costs(stage, *own_ns, sum_ns, is_first=stage is stages[0])
+        costs.append(_with_exchanges(each_ns, stage, ring))
     return PlacedProblem(
         placement=tuple(placement),
         microbatches=microbatches,
@@ -104,17 +110,31 @@ def _message_ns(
     return forward_ns, backward_ns
 
 
-def _replica_sum_ns(links: Links, stage: Stage, rank: int, ranks: int) -> int:
-    """Return the time of a stage's exchange with other replicas.
+def _exchange_ns(ring: Link, exchange: ReplicaExchange | None) -> int:
+    """Return the time of an exchange with other replicas, over the slowest link of their ring.
 
-    It runs beside compute, after the last backward. What is exchanged before the first forward
-    counts there too: the first stage begins first and ends last.
+    What is done once a step runs beside compute, after the last backward. What is exchanged before
+    the first forward counts there too: the first stage begins first and ends last.
     """
-    each = stage.replica_sum
-    if each is None:
-        return 0
-    link = links.between_replicas(rank, ranks)
-    return each.messages * link.transfer_ns(each.bytes)
+    return 0 if exchange is None else exchange.messages * ring.transfer_ns(exchange.bytes)
+
+
+def _with_exchanges(costs: StageCosts, stage: Stage, ring: Link) -> StageCosts:
+    """Return the costs of a stage with what its actions exchange with other replicas.
+
+    An action waits for the gather before it, and for the sum of its gradients (FSDP2 on the
+    stream that computes), so both are a part of its time.
+    """
+    gather = _exchange_ns(ring, stage.action_gather)
+    gather_and_sum = gather + _exchange_ns(ring, stage.backward_sum)
+    return replace(
+        costs,
+        forward_ns=costs.forward_ns + gather,
+        backward_ns=costs.backward_ns + gather_and_sum,
+        backward_input_ns=costs.backward_input_ns + gather,
+        backward_weight_ns=costs.backward_weight_ns + gather_and_sum,
+        recompute_ns=costs.recompute_ns + (gather if costs.recompute else 0),
+    )
 
 
 def _tied_sums_ns(links: Links, stage: Stage) -> int:

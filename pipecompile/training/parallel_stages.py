@@ -20,6 +20,7 @@ from pipecompile.errors import InputError
 from pipecompile.graph.loss_module import LOSS, held_loss
 from pipecompile.graph.model_state import named_state
 from pipecompile.graph.recomputed_region import has_recomputed_regions
+from pipecompile.ir.plan import ShardLevel
 from pipecompile.passes.contract import apply_passes
 from pipecompile.passes.whole_values import WholeValues
 from pipecompile.runtime import world
@@ -57,7 +58,8 @@ def refuse_parallelize(parallelize: Parallelize | None, share: LocalShare) -> No
 class ParallelStages:
     """The stages of `planned` on this rank, after `parallelize` was called with each.
 
-    `sharded` are those that FSDP2 divides. InputError if the stages cannot run as they were left.
+    `sharded` are those that FSDP2 divides, as far as the plan's `shard` says. InputError if the
+    stages cannot run as they were left.
     """
 
     def __init__(
@@ -67,6 +69,7 @@ class ParallelStages:
         share: LocalShare,
         model: nn.Module,
         watch: StepWatch | None,
+        shard: ShardLevel | None,
     ) -> None:
         place = share.place
         assert place.mesh is not None
@@ -83,7 +86,7 @@ class ParallelStages:
             self._keep_whole(stage)
             _check_returned(parallelize(stage, place.mesh), stage, index)
         # Only when all stages are divided: FSDP2 settles its groups at the first use.
-        self.sharded = ShardedStages(stages, _ranks_of(place.replica_group), watch)
+        self.sharded = ShardedStages(stages, _ranks_of(place.replica_group), watch, shard)
         for index, stage in stages.items():
             _check_hooks(stage, index)
         _replace(model, _replacements(before, stages))

@@ -117,7 +117,7 @@ def warn_of_other_shards(plan: Plan, stages: Sequence[nn.Module], *, is_sharded:
 
     `is_sharded` says whether FSDP2 manages parameters here.
     """
-    shards = plan.replicas if plan.options.sharded else 1
+    shards = plan.replicas if plan.options.shard else 1
     own = {parameter for stage in stages for parameter in stage.parameters()}
     larger = [p for p in own if rows_of(local_part(p)) > -(-rows_of(p) // shards)]
     if larger:
@@ -131,7 +131,7 @@ def warn_of_other_shards(plan: Plan, stages: Sequence[nn.Module], *, is_sharded:
     elif is_sharded and shards == 1 and world.rank() == 0:
         logger.warning(
             "parallelize shards stages over replicas, but the plan counts them as whole; plan "
-            "with sharded=True"
+            "with shard='optimizer'"
         )
 
 

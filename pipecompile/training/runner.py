@@ -111,7 +111,10 @@ class Runner:
         planned, model = self._planned, self._target.model_with_loss
         with world.failing_together():
             expected = self._trial(lambda _: nullcontext())
-            self._parallel = ParallelStages(parallelize, planned, self._share, model, self.watch)
+            shard = self._plan.options.shard
+            self._parallel = ParallelStages(
+                parallelize, planned, self._share, model, self.watch, shard
+            )
             self._own.clear()
             for name in ("_tied", "_ties"):  # they have the parameters from before
                 vars(self).pop(name, None)

@@ -78,9 +78,13 @@ REFUSALS: list[tuple[dict[str, Any], str]] = [
     ({"costs": "flop"}, "unknown costs 'flop'; did you mean 'flops'?"),
     ({"costs": "roofline:h99"}, "h99"),
     ({"memory": "much"}, "write 16GiB"),
+    ({"shard": "grads"}, "unknown shard 'grads'; did you mean 'gradients'?"),
     ({"colour": "red"}, "unknown option 'colour'"),
     ({"replicas": 0}, "replicas=0, but there is at least one replica"),
-    ({"sharded": True}, "sharded divides stages over replicas, but the plan is for one"),
+    (
+        {"shard": "optimizer"},
+        "shard='optimizer' divides stages over replicas, but the plan is",
+    ),
 ]
 
 

@@ -198,7 +198,7 @@ def test_a_cache_that_is_unknown_is_not_reserved() -> None:
         ({"kv_tokens": 5}, "kv_tokens is of inference, but schedule '1f1b' trains"),
         ({"objective": "throughput", "recompute": "auto"}, "recompute is of training"),
         ({"objective": "throughput", "optimizer": "adam"}, "optimizer is of training"),
-        ({"objective": "throughput", "sharded": True, "replicas": 2}, "sharded is of training"),
+        ({"objective": "throughput", "shard": "gradients", "replicas": 2}, "shard is of training"),
         ({"objective": "latency", "kv_tokens": 0}, "kv_tokens=0, but a KV cache has at least one"),
     ],
 )

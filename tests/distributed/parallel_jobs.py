@@ -26,6 +26,7 @@ from pipecompile.api.compilation import pipecompile
 from pipecompile.errors import InputError
 from pipecompile.frontend.signature import arguments_of
 from pipecompile.frontend.target import Target
+from pipecompile.ir.plan import ShardLevel
 from pipecompile.runtime.rank_step import RankStep
 from pipecompile.runtime.shards import local_part, whole
 from pipecompile.training.pipeline import Pipeline
@@ -77,8 +78,8 @@ def counted_replicas() -> tuple[int, list[str]]:
         plan = compiled().plan
         compiled(**sharding(2, 2))
         compiled(replicas=1)
-        compiled(**{**sharding(2, 2), "sharded": True, "parallelize": whole_table})
-        compiled(**sharding(2, 2), sharded=True)
+        compiled(**{**sharding(2, 2), "shard": "optimizer", "parallelize": whole_table})
+        compiled(**sharding(2, 2), shard="optimizer")
     return plan.replicas, [text for text in warnings if "running averages" not in text]
 
 
@@ -100,12 +101,13 @@ def collected_warnings() -> Iterator[list[str]]:
 
 
 def sharded_step(
-    ranks: int, replicas: int, schedule: str, reshard: bool | None
+    ranks: int, replicas: int, schedule: str, reshard: bool | None, shard: ShardLevel | None = None
 ) -> tuple[tuple[float, ...], tuple[int, int]]:
     """How far gradients, loss, norm and clipped gradients of a second step are from those of the
     unsplit model, and how many gathers and sums over replicas that step makes.
     """
-    run = run_of(ranks, replicas, schedule=schedule, **sharding(ranks, replicas, reshard))
+    options = {"schedule": schedule, "shard": shard, **sharding(ranks, replicas, reshard)}
+    run = run_of(ranks, replicas, **options)
     run.step()
     run.pipeline.zero_grad()
     wanted = run.unsplit_step()
@@ -126,9 +128,9 @@ def clipped(run: Run) -> tuple[float, float]:
     return abs(norm.item() / wanted.item() - 1), run.distance()
 
 
-def accumulated() -> float:
+def accumulated(shard: ShardLevel) -> float:
     """The distance of gradients after two steps that accumulate and one that does not."""
-    run = run_of(2, 2, schedule="zb-h1", **sharding(2, 2))
+    run = run_of(2, 2, schedule="zb-h1", shard=shard, **sharding(2, 2))
     wanted: dict[str, Tensor] = {}
     for step in range(3):
         run.pipeline.steps = step
@@ -136,10 +138,12 @@ def accumulated() -> float:
         for name, gradient in run.unsplit_gradients().items():
             wanted[name] = wanted.get(name, torch.zeros_like(gradient)) + gradient
     run.pipeline.steps = 0
-    with patch.object(dist, "reduce_scatter_single") as reduce:
+    scatter = dist.reduce_scatter_single
+    with patch.object(dist, "reduce_scatter_single", wraps=scatter) as reduce:
         run.step(accumulate=True)
         run.step(accumulate=True)
-        assert not reduce.called
+        # Gradients stay aside, or their parts do.
+        assert reduce.call_count == (0 if shard == "optimizer" else 2 * 4)
     assert all(parameter.grad is None for parameter in run.pipeline.parameters())
     run.step()
     return run.distance(wanted)

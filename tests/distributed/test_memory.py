@@ -29,8 +29,8 @@ from tests.sweeps import sweep
         PlanSetting("1f1b", 2, 4, "adamw", replicas=2),
         PlanSetting("interleaved-1f1b", 4, 4, "sgd", stages_per_rank=2, replicas=2),
         # The profiler may hold the tensors of the last gather or sum, on a busy machine.
-        sweep(PlanSetting("1f1b", 2, 2, "adamw", replicas=2, sharded=True)),
-        sweep(PlanSetting("1f1b", 2, 4, "sgd", replicas=2, sharded=True)),
+        sweep(PlanSetting("1f1b", 2, 2, "adamw", replicas=2, shard="optimizer")),
+        sweep(PlanSetting("1f1b", 2, 4, "sgd", replicas=2, shard="optimizer")),
     ],
 )
 def test_ranks_hold_what_is_expected_and_no_more_than_the_bound(

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from pipecompile.ir.plan import ShardLevel
 from tests.distributed import checkpoint_jobs
 from tests.distributed import parallel_jobs as jobs
 from tests.distributed.workers import Workers
@@ -48,6 +49,20 @@ def test_a_step_of_sharded_stages_is_the_unsplit_step(
             assert gathers == (actions if reshard else 1)
 
 
+@pytest.mark.one_case_in(2)
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+@pytest.mark.parametrize("shard", ["gradients", "parameters"])
+def test_so_is_that_of_stages_that_shard_more_than_the_optimizer(
+    workers: Workers, tmp_path: Path, schedule: str, shard: ShardLevel
+) -> None:
+    arguments = 2, 2, schedule, None, shard
+    actions = {"1f1b": 8, "zb-h1": 12}[schedule]
+    for distances, exchanges in workers.run(4, jobs.sharded_step, *arguments, folder=str(tmp_path)):
+        assert max(distances) <= EXACT
+        # Gradients are summed in each of 4 microbatches.
+        assert exchanges == (actions if shard == "parameters" else 1, 4)
+
+
 def test_plans_count_the_replicas_that_run_and_say_what_they_do_not_count(
     workers: Workers, tmp_path: Path
 ) -> None:
@@ -57,7 +72,7 @@ def test_plans_count_the_replicas_that_run_and_say_what_they_do_not_count(
     without_mesh = "4 processes are 2 replicas of a pipeline of 2 ranks"
     first = [text for text in warned if not text.startswith(without_mesh)]
     assert (len(first), len(warned)) == (3, 5)
-    assert "plan with sharded=True" in first[0]
+    assert "plan with shard='optimizer'" in first[0]
     assert "the plan counts 1 replica, but 2 run" in first[1]
     # The table is read on both ranks.
     assert "rank 0 holds more of 1 parameter" in first[2]
@@ -65,8 +80,11 @@ def test_plans_count_the_replicas_that_run_and_say_what_they_do_not_count(
         assert [f"rank {rank} holds more of 1 parameter" in text for text in warnings] == [True]
 
 
-def test_steps_that_accumulate_sum_nothing_over_replicas(workers: Workers, tmp_path: Path) -> None:
-    assert max(workers.run(4, jobs.accumulated, folder=str(tmp_path))) <= EXACT
+@pytest.mark.parametrize("shard", ["optimizer", "gradients"])
+def test_steps_that_accumulate_sum_over_replicas_only_what_they_must(
+    workers: Workers, tmp_path: Path, shard: ShardLevel
+) -> None:
+    assert max(workers.run(4, jobs.accumulated, shard, folder=str(tmp_path))) <= EXACT
 
 
 def test_sharded_replicas_step_on_equally_many_samples(workers: Workers, tmp_path: Path) -> None:

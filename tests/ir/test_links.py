@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipecompile.errors import FormatError
-from pipecompile.ir.links import FREE, Link, Links
+from pipecompile.ir.links import FREE, Link, Links, links_of_pairs, slowest
 from pipecompile.ir.serialization import decode, encode
 
 TWO = Links(bandwidth_bytes_per_s=((None, 10**9), (10**8, None)), latency_ns=((0, 5), (7, 0)))
@@ -68,6 +68,18 @@ def test_links_know_for_whom_they_are() -> None:
     assert mixed.link(1, 0) == Link(bandwidth_bytes_per_s=9, latency_ns=7)
     assert [pair[:2] for pair in TWO.pairs()] == [(0, 1), (1, 0)]
     assert Links(bandwidth_bytes_per_s=((None,),), latency_ns=0).one == Link()
+
+
+def test_a_pipeline_is_as_slow_as_its_slowest_replica() -> None:
+    # Nodes of three devices and of one hold two replicas of two ranks.
+    near, far = Link(bandwidth_bytes_per_s=10**9, latency_ns=1), Link(latency_ns=50)
+    table = [[near if one // 3 == other // 3 else far for other in range(4)] for one in range(4)]
+    links = links_of_pairs(table)
+    assert links.among(4) == links
+    # Ranks 0 and 1 share a node; 2 and 3 of the second replica do not.
+    assert links.among(2).link(0, 1) == slowest([near, far])
+    assert links.among(2).ranks == 2
+    assert FREE.among(2) == FREE
 
 
 RATES, DELAYS = st.none() | st.integers(1, 10**12), st.integers(0, 10**6)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from pipecompile.ir.amount import Amount
 from pipecompile.ir.footprint import AMOUNT_FIELDS, Footprint, MessageStorage, ReceivedTensor
 from pipecompile.ir.links import Link, Links
-from pipecompile.ir.stage import Boundary, ReplicaSum, Stage, TiedSum
+from pipecompile.ir.stage import Boundary, ReplicaExchange, Stage, TiedSum
 from pipecompile.memory_model.allocator import ALLOCATORS
 from pipecompile.memory_model.rank import activation_curve
 from pipecompile.schedule.named_orders import generate
@@ -28,6 +28,8 @@ def _footprint(kept: int, outputs: int) -> Footprint:
         "optimizer_workspace": 0,
         "buffer_copies": 3,
         "gradient_copies": 0,
+        "gathered": 0,
+        "backward_sum_peak": 0,
         "kv_cache": 0,
     }
     amounts = {name: Amount(expected=size, bound=size) for name, size in sizes.items()}
@@ -166,7 +168,7 @@ def test_each_hop_has_the_links_of_its_ranks_there_and_back() -> None:
 
 
 def test_replicas_sum_gradients_around_a_ring_as_fast_as_its_slowest_link() -> None:
-    sums = ReplicaSum(messages=4, bytes=100)
+    sums = ReplicaExchange(messages=4, bytes=100)
     stages = tuple(
         msgspec.structs.replace(stage, per_step_ns=7, replica_sum=sums) for stage in _stages()
     )
@@ -178,6 +180,25 @@ def test_replicas_sum_gradients_around_a_ring_as_fast_as_its_slowest_link() -> N
     links = Links(bandwidth_bytes_per_s=None, latency_ns=tuple(map(tuple, delays)))
     one_slow = problem_of_stages(stages, links, range(3), 2)
     assert [costs.reduce_ns for costs in one_slow.costs] == [7 + 4, 7 + 4 * 50, 7 + 4]
+
+
+def test_actions_wait_for_what_they_gather_and_sum() -> None:
+    gather = ReplicaExchange(messages=3, bytes=100)
+    backward_sum = ReplicaExchange(messages=2, bytes=40)
+    plain = problem_of_stages(_stages(recompute="stage"), LINK, range(3), 2)
+    stages = tuple(
+        msgspec.structs.replace(stage, action_gather=gather, backward_sum=backward_sum)
+        for stage in _stages(recompute="stage")
+    )
+    divided = problem_of_stages(stages, LINK, range(3), 2)
+    gather_ns, sum_ns = 3 * (100 + 5), 2 * (40 + 5)
+    for before, after in zip(plain.costs, divided.costs, strict=True):
+        assert after.forward_ns - before.forward_ns == gather_ns
+        assert after.backward_input_ns - before.backward_input_ns == gather_ns
+        assert after.recompute_ns - before.recompute_ns == (gather_ns if before.recompute else 0)
+        assert after.backward_ns - before.backward_ns == gather_ns + sum_ns
+        assert after.backward_weight_ns - before.backward_weight_ns == gather_ns + sum_ns
+        assert after.reduce_ns == before.reduce_ns
 
 
 def test_a_step_ends_with_the_sums_of_tied_parameters() -> None:

@@ -47,6 +47,7 @@ __all__ = [
     "Origin",
     "Scheduled",
     "assembled",
+    "best_plan",
     "costs_digest",
     "draft",
     "node_times",
@@ -93,7 +94,7 @@ def draft(
             refusals.append(error)
     if not plans:
         raise refusals[0]
-    best = _best(plans, graph, options)
+    best = best_plan(plans, graph, options)
     # It was asked for by a layout, and not by the stage of each node.
     return msgspec.structs.replace(best, options=options)
 
@@ -131,8 +132,11 @@ class Origin(NamedTuple):
     microbatch_shapes: tuple[tuple[int, ...], ...]
 
 
-def _best(plans: Sequence[Plan], graph: CostGraph, options: Options) -> Plan:
-    """Return the plan with the shortest step; under noise the one of least regret."""
+def best_plan(plans: Sequence[Plan], graph: CostGraph, options: Options) -> Plan:
+    """Return the plan with the shortest step; under the noise of `options` that of least regret.
+
+    All are for one minibatch. The nodes of `graph` share the times of stages in draws of noise.
+    """
     if options.noise is None:
         return min(plans, key=lambda plan: plan.prediction.step_ns)
     # Imported here: it needs numpy, which reading and checking a plan does not.

@@ -65,7 +65,8 @@ def interpolated_costs(known: Mapping[int, CostGraph], size: int) -> dict[str, C
         one, other = first.by_name[name], second.by_name[name]
 
         def between(field: str) -> int:
-            before, after = getattr(one, field), getattr(other, field)
+            before: int = getattr(one, field)
+            after: int = getattr(other, field)
             rise = (after - before) * (size - low)
             return max(0, before + round(rise / (high - low)))
 

@@ -51,6 +51,7 @@ __all__ = [
     "Origin",
     "Scheduled",
     "assembled",
+    "best_plan",
     "costs_digest",
     "draft",
     "node_times",
@@ -126,7 +127,7 @@ def _shortest(
             refusals.append(error)
     if not plans:
         raise refusals[0]
-    return _best(plans, graph, options)
+    return best_plan(plans, graph, options)
 
 
 def planned_graph(graph: CostGraph, options: Options, links: Links) -> CostGraph:
@@ -157,8 +158,11 @@ def _fixed_by_layout(graph: CostGraph, options: Options) -> Options:
     return msgspec.structs.replace(options, pin=assignment_of(layout, graph, options.layers))
 
 
-def _best(plans: Sequence[Plan], graph: CostGraph, options: Options) -> Plan:
-    """Return the plan with the shortest step; under noise the one of least regret."""
+def best_plan(plans: Sequence[Plan], graph: CostGraph, options: Options) -> Plan:
+    """Return the plan with the shortest step; under the noise of `options` that of least regret.
+
+    All are for one minibatch. The nodes of `graph` share the times of stages in draws of noise.
+    """
     if options.noise is None:
         return min(plans, key=lambda plan: plan.prediction.step_ns)
     # Imported here: it needs numpy, which reading and checking a plan does not.

@@ -202,7 +202,9 @@ def _operators(kind: str) -> Iterator[CalibrationOperator]:
     )
     for dtype in types:
         yield from _products(product_batch, dtype)
-    yield from _sizes(product_batch)
+    # A CPU without units for bfloat16 would take minutes for them.
+    for dtype in types if kind == "cuda" else (torch.float32,):
+        yield from _sizes(product_batch, dtype)
     yield from _moves(move_batch)
     yield from _small()
 
@@ -242,28 +244,30 @@ def _products(batch: int, dtype: torch.dtype) -> Iterator[CalibrationOperator]:
         )
 
 
-def _sizes(batch: int) -> Iterator[CalibrationOperator]:
+def _sizes(batch: int, dtype: torch.dtype) -> Iterator[CalibrationOperator]:
     """Yield a product, an attention, a convolution and two moves in sizes of several microbatches,
     from which the efficiency curves are fitted.
     """
     attention = nn.functional.scaled_dot_product_attention
+    name = str(dtype).removeprefix("torch.")
     for size in (1, 2, 4, 8, 16):
-        tokens, heads = 16 * size * batch, (batch, size, 128, 64)
-        yield CalibrationOperator(
-            f"linear {tokens}×768×768", lambda: nn.Linear(768, 768), ((tokens, 768),)
-        )
-        yield CalibrationOperator(
-            f"attention of {batch * size} heads", lambda: FunctionModule(attention), (heads,) * 3
-        )
-        yield CalibrationOperator(
-            f"convolution of {batch * size} images",
-            lambda: nn.Conv2d(64, 64, 3, padding=1),
-            ((batch * size, 64, 16, 16),),
-        )
-        yield CalibrationOperator(f"gelu of {tokens} rows", nn.GELU, ((tokens, 1024),))
-        yield CalibrationOperator(
-            f"layer norm of {tokens} rows", lambda: nn.LayerNorm(1024), ((tokens, 1024),)
-        )
+        tokens, images = 16 * size * batch, (batch * size, 64, 16, 16)
+        heads = (batch, size, 128, 64)
+        operators: dict[str, tuple[Callable[[], nn.Module], tuple[tuple[int, ...], ...]]] = {
+            f"linear {tokens}×768×768": (lambda: nn.Linear(768, 768), ((tokens, 768),)),
+            f"attention of {batch * size} heads": (
+                lambda: FunctionModule(attention),
+                (heads, heads, heads),
+            ),
+            f"convolution of {batch * size} images": (
+                lambda: nn.Conv2d(64, 64, 3, padding=1),
+                (images,),
+            ),
+            f"gelu of {tokens} rows": (nn.GELU, ((tokens, 1024),)),
+            f"layer norm of {tokens} rows": (lambda: nn.LayerNorm(1024), ((tokens, 1024),)),
+        }
+        for what, (module, shapes) in operators.items():
+            yield CalibrationOperator(f"{what} {name}", module, shapes, dtype)
 
 
 def _moves(batch: int) -> Iterator[CalibrationOperator]:

@@ -100,11 +100,11 @@ def naive_rows(
     ]
 
 
-@settings(max_examples=15)
+@settings(max_examples=8)
 @given(PLANS, NOISES)
 def test_the_choice_is_that_of_a_naive_monte_carlo(plans: list[Plan], noise: float) -> None:
-    choice = robust_choice(plans, node_times(GRAPH), noise, draws=25)
-    rows = naive_rows(plans, node_times(GRAPH), noise, 25)
+    choice = robust_choice(plans, node_times(GRAPH), noise, draws=15)
+    rows = naive_rows(plans, node_times(GRAPH), noise, 15)
     of_chosen = {row.place: row.step for row in rows}[choice.place]
     assert choice.robustness.chosen == of_chosen
     assert choice.robustness.candidates == len(rows)

@@ -28,12 +28,14 @@ def step_figures(plan: Plan, timeline: Timeline, path: Sequence[CriticalEvent]) 
 
     `memory` is what each rank holds at its peak, as the plan has it. `activation_bounds` are the
     bytes that microbatches in flight keep on each rank at most: pairs of a time and of the bytes
-    from then on. Of each action on the critical path: rank, action, start, end, and why it does not
-    begin earlier.
+    from then on. `minibatch_ns` is what a minibatch takes in a full pipeline, null unless the
+    schedule is asynchronous. Of each action on the critical path: rank, action, start, end, and why
+    it does not begin earlier.
     """
     return {
         "time_unit": plan.time_unit,
         "makespan_ns": timeline.makespan_ns,
+        "minibatch_ns": plan.prediction.minibatch_ns,
         "span_ns": timeline.span_ns,
         "bubble": timeline.bubble,
         "idle": [msgspec.to_builtins(idle) for idle in timeline.idle],
@@ -60,6 +62,9 @@ def step_text(
         f"step {step}, largest span {span}, bubble {timeline.bubble:.1%}",
         f"costs {costs_text(plan.options.costs, plan.time_unit)}",
     ]
+    if plan.prediction.minibatch_ns is not None:
+        minibatch = time_with_unit(plan.prediction.minibatch_ns, plan.time_unit)
+        head.append(f"this is one minibatch alone; in a full pipeline one takes {minibatch}")
     parts = [head, list(_ranks(plan, timeline, draw)), list(_path(plan, timeline, path))]
     return "\n\n".join(
         ["\n".join(part) for part in parts if part]

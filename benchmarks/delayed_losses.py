@@ -1,6 +1,6 @@
 """Does a small GPT-2 learn as much from gradients of older weights?
 
-    python -m benchmarks.delayed_losses
+    python -m benchmarks.delayed_losses [SCHEDULE …]
 
 Four gloo ranks train it on the project's own pages (examples/corpus.py) under 1F1B, PipeDream-2BW
 and PipeDream: the same weights to begin with, the same minibatches, AdamW. PipeDream updates after
@@ -9,7 +9,8 @@ root. Losses are compared at equal data, and at equal time: minibatches are as l
 `python -m benchmarks.asynchronous` has measured them on four ranks, since four ranks that compute
 on two cores would tell nothing about time.
 
-Prints a table; writes results/delayed_losses.json. `python docs/images/make_losses.py` draws it.
+Prints a table; writes results/delayed_losses.json, in which schedules that are not run again stay.
+`python docs/images/make_losses.py` draws it.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ import transformers
 from torch import nn
 
 from benchmarks import asynchronous
-from benchmarks.command_line import no_arguments
+from benchmarks.command_line import chosen_names
 from examples.corpus import VOCABULARY, corpus, minibatch
 from examples.models import token_loss
 from pipecompile import pipecompile
@@ -44,11 +45,14 @@ class Training(NamedTuple):
     rate: float
 
 
-TRAININGS = (
-    Training("1f1b", 2e-3),
-    Training("pipedream-2bw", 2e-3),
-    Training("pipedream", 1e-3),
-)
+TRAININGS = {
+    training.schedule: training
+    for training in (
+        Training("1f1b", 2e-3),
+        Training("pipedream-2bw", 2e-3),
+        Training("pipedream", 1e-3),
+    )
+}
 
 
 def gpt2() -> nn.Module:
@@ -104,16 +108,18 @@ def lengths() -> dict[str, float]:
 
 def main() -> None:
     """Train under all schedules, and write the result."""
-    no_arguments(__doc__)
+    chosen = chosen_names(__doc__, "schedule", TRAININGS) or list(TRAININGS)
     torch.set_num_threads(1)
-    workers, found = Workers(RANKS), dict[str, list[float]]()
+    found: dict[str, list[float]] = {}
+    if RESULT.exists():
+        found = json.loads(RESULT.read_text())["losses"]
+    workers = Workers(RANKS)
     with tempfile.TemporaryDirectory() as folder:
-        for training in TRAININGS:
-            results = workers.run(RANKS, losses_of, training, folder=folder)
-            found[training.schedule] = results[-1]
-            print(f"{training.schedule}: {MINIBATCHES} minibatches", flush=True)
+        for schedule in chosen:
+            results = workers.run(RANKS, losses_of, TRAININGS[schedule], folder=folder)
+            found[schedule] = results[-1]
     workers.close()
-    rows = [_row(training, found[training.schedule]) for training in TRAININGS]
+    rows = [_row(training, found[name]) for name, training in TRAININGS.items() if name in found]
     for row in rows:
         print("  ".join(f"{name} {value}" for name, value in row.items()))
     result = {"torch": torch.__version__, "minibatches": MINIBATCHES, "rows": rows, "losses": found}
@@ -123,7 +129,7 @@ def main() -> None:
 def _row(training: Training, losses: list[float]) -> dict[str, Any]:
     """Return the losses at the end of all data, and at the end of the shortest training."""
     length = lengths()
-    shortest = min(length[each.schedule] for each in TRAININGS) * MINIBATCHES
+    shortest = min(length[schedule] for schedule in TRAININGS) * MINIBATCHES
     done = min(MINIBATCHES, int(shortest / length[training.schedule]))
     return {
         "schedule": training.schedule,

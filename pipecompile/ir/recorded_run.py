@@ -19,9 +19,10 @@ _SENDS = frozenset({Kind.SEND_FORWARD, Kind.SEND_BACKWARD})
 class RecordedAction(NamedTuple):
     """One action of a rank, in nanoseconds since the first rank began the step.
 
-    From `start_ns` to `ready_ns` it waited for a message, and until `end_ns` it worked. `bytes` are
-    those of the message that it sends or receives. `peak_bytes` is the most that the allocator had
-    given out while it worked, None on a CPU, where that is not known.
+    From `start_ns` to `ready_ns` it waited for a message, and the first message of a rank for all
+    ranks to enter the step; until `end_ns` it worked. `bytes` are those of the message that it
+    sends or receives. `peak_bytes` is the most that the allocator had given out while it worked,
+    None on a CPU, where that is not known.
     """
 
     action: str
@@ -97,8 +98,14 @@ class RecordedStep(Value, frozen=True, kw_only=True):
 
     @property
     def ns(self) -> int:
-        """From the first rank's entry into the step to the last one's exit."""
-        return max(rank.end_ns for rank in self.ranks) - min(rank.start_ns for rank in self.ranks)
+        """From the first action that could begin to the last rank's exit.
+
+        A rank may enter a step while others end the one before: until all have, it waits.
+        """
+        begins = (
+            rank.actions[0].ready_ns if rank.actions else rank.start_ns for rank in self.ranks
+        )
+        return max(rank.end_ns for rank in self.ranks) - min(begins)
 
     def timeline(self) -> Timeline:
         """Return the step as the simulator returns one, so that it is drawn in the same way.

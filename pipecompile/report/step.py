@@ -28,15 +28,17 @@ def step_figures(
 ) -> dict[str, Any]:
     """Return the step for scripts.
 
-    `in_a_row_ns` is what a step takes among many with post-validation, None without. `memory` is
-    what each rank holds at its peak, as the plan has it. `activation_bounds` are the bytes that
-    microbatches in flight keep on each rank at most: pairs of a time and of the bytes from then on.
-    Of each action on the critical path: rank, action, start, end, and why it does not begin
-    earlier.
+    `in_a_row_ns` is what a step takes among many with post-validation, None without, and
+    `minibatch_ns` what a minibatch takes in a full pipeline, null unless the schedule is
+    asynchronous. `memory` is what each rank holds at its peak, as the plan has it.
+    `activation_bounds` are the bytes that microbatches in flight keep on each rank at most: pairs
+    of a time and of the bytes from then on. Of each action on the critical path: rank, action,
+    start, end, and why it does not begin earlier.
     """
     return {
         "time_unit": plan.time_unit,
         "makespan_ns": timeline.makespan_ns,
+        "minibatch_ns": plan.prediction.minibatch_ns,
         "span_ns": timeline.span_ns,
         "in_a_row_ns": in_a_row_ns,
         "bubble": timeline.bubble,
@@ -71,6 +73,9 @@ def step_text(
     if in_a_row_ns is not None:
         in_a_row = time_with_unit(in_a_row_ns, plan.time_unit)
         head.insert(1, f"in a row, with updates that are validated later: {in_a_row} a step")
+    if plan.prediction.minibatch_ns is not None:
+        minibatch = time_with_unit(plan.prediction.minibatch_ns, plan.time_unit)
+        head.append(f"this is one minibatch alone; in a full pipeline one takes {minibatch}")
     parts = [head, list(_ranks(plan, timeline, draw)), list(_path(plan, timeline, path))]
     return "\n\n".join(
         ["\n".join(part) for part in parts if part]

@@ -88,8 +88,7 @@ def _messages(plan: Plan, timeline: Timeline) -> Iterator[dict[str, Any]]:
             forwards[event.action.stage, event.action.microbatch] = event
         elif event.action.kind in BACKWARDS:
             backwards[event.action.stage, event.action.microbatch] = event
-    sends = [action for _, action in plan.schedule if action.kind in _RECEIVER]
-    for number, send in enumerate(sends):
+    for number, send in enumerate(_sends(plan, len({microbatch for _, microbatch in forwards}))):
         events = forwards if send.kind is Kind.SEND_FORWARD else backwards
         receiver = send.stage + _RECEIVER[send.kind]
         source, target = events[send.stage, send.microbatch], events[receiver, send.microbatch]
@@ -100,6 +99,14 @@ def _messages(plan: Plan, timeline: Timeline) -> Iterator[dict[str, Any]]:
         # Without it the arrow would end at the event after that.
         yield {**shared, "ph": "s", "pid": rank, "ts": source.end_ns / 1000, "args": arguments}
         yield {**shared, "ph": "f", "bp": "e", "pid": peer, "ts": target.start_ns / 1000}
+
+
+def _sends(plan: Plan, microbatches: int) -> Iterator[Action]:
+    """Yield the sends of a step, or of several minibatches that follow each other."""
+    for first in range(0, microbatches, plan.microbatches):
+        for _, action in plan.schedule:
+            if action.kind in _RECEIVER and action.microbatch is not None:
+                yield action._replace(microbatch=action.microbatch + first)
 
 
 def _message_bytes(plan: Plan, send: Action) -> int:

@@ -21,8 +21,9 @@ from pipecompile.runtime.messages import Boundaries
 
 __all__ = ["ActionRecorder", "RankTimes"]
 
-# Only these may wait for a message; what other actions need is on this rank.
-_MAY_WAIT = BACKWARDS | {Kind.FORWARD}
+# Only these may wait: for a message, or the first message for ranks that have not begun the step.
+# What other actions need is on this rank.
+_MAY_WAIT = BACKWARDS | TRANSFERS | {Kind.FORWARD}
 
 
 @dataclass(frozen=True)

@@ -90,7 +90,7 @@ class Messages:
 
     def receive(self, action: Action) -> None:
         """Post the receive of `action`, a RECV of either direction."""
-        self._agree()
+        self.agree()
         is_forward = action.kind is Kind.RECEIVE_FORWARD
         # Values come through the boundary before a stage, gradients through that behind it.
         boundary = self._boundaries_of(action)[action.stage + (not is_forward)]
@@ -122,7 +122,7 @@ class Messages:
 
     def send(self, action: Action, values: Sequence[Tensor | None]) -> None:
         """Begin to send `values`."""
-        self._agree()
+        self.agree()
         if action.kind is Kind.SEND_FORWARD:
             peer, sent = self._peers[action.stage + 1], [*values]
         else:
@@ -211,7 +211,7 @@ class Messages:
 
     def finish(self) -> None:
         """Wait until everything is sent."""
-        self._agree()
+        self.agree()
         self._wait_for(self._sent_before)
         self._wait_for(self._sending)
         if self._trains:
@@ -221,7 +221,8 @@ class Messages:
         while works:
             self._deadline.wait(works.pop())
 
-    def _agree(self) -> None:
+    def agree(self) -> None:
+        """Wait for what the other ranks say of the step, before its first message."""
         if self._agreement is not None:
             self._agreement.settle()
             if not self._agreement.is_history_the_same:
@@ -237,7 +238,7 @@ class Messages:
         self, operation: object, tensors: Sequence[Tensor | None], peer: int
     ) -> list[dist.Work]:
         """Begin one operation for each tensor; as one batch, because NCCL needs that."""
-        self._agree()
+        self.agree()
         operations = [
             dist.P2POp(operation, tensor, peer, self._group)  # type: ignore[arg-type]
             for tensor in tensors

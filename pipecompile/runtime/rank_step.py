@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, Protocol
 from torch import Tensor
 
 from pipecompile.graph.random_streams import StreamKey
-from pipecompile.ir.schedule import BACKWARDS, Action, Kind
+from pipecompile.ir.schedule import BACKWARDS, TRANSFERS, Action, Kind
 from pipecompile.runtime.messages import Messages
 from pipecompile.runtime.stage import BackwardParts, EagerStage, SavedForward, TiedGradients
 
@@ -167,6 +167,8 @@ class RankStep:
         assert microbatch is not None or kind is Kind.REDUCE
         if self._messages is None or microbatch is None:
             return
+        if kind in TRANSFERS:
+            self._messages.agree()
         key = index, microbatch
         # What a stage of this process handed over is in the table already.
         if kind is Kind.FORWARD and key not in self._values:

@@ -90,8 +90,6 @@ class BegunTraining:
 
     def versions(self, named: Iterable[tuple[str, nn.Parameter]]) -> SavedVersions | None:
         """Return the versions of the `named` parameters, for a checkpoint; None of a run that has
-        one version at a time, or that is over.
+        one version at a time.
         """
-        if self._continuous is None or self._continuous.is_over:
-            return None
-        return SavedVersions(self._continuous, named)
+        return None if self._continuous is None else SavedVersions(self._continuous, named)

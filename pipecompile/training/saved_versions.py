@@ -35,8 +35,12 @@ class SavedVersions:
 
     @property
     def run(self) -> tuple[Any, ...]:
-        """The rule, its sizes, and how many minibatches have gone back."""
-        return (*self._training.rule, self._training.done)
+        """The rule, its sizes, and how many minibatches have gone back.
+
+        Of a run that is over these are 0: what is loaded from there begins with version 0.
+        """
+        done = 0 if self._training.is_over else self._training.done
+        return (*self._training.rule, done)
 
     def entries(self) -> Iterator[tuple[str, str, Tensor]]:
         """Yield the keys of a checkpoint with the name of the parameter, and the value."""
@@ -63,6 +67,8 @@ class SavedVersions:
 
         InputError if the versions are those of another rule or cut.
         """
+        if self._training.is_over:
+            return  # the newest weights are all that it has
         *rule, done = state.get("versions", (*self._training.rule, 0))
         if tuple(rule) != self._training.rule:
             schedule, stages, microbatches = rule

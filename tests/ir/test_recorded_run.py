@@ -60,7 +60,8 @@ def test_a_step_is_a_timeline_of_the_simulators_kind() -> None:
         (event("0REDUCE_GRAD", 90, 95),),
         (event("1REDUCE_GRAD", 66, 100),),
     )
-    assert timeline.makespan_ns == STEP.ns == 100
+    assert timeline.makespan_ns == 100
+    assert STEP.ns == 97  # the second rank's first action could begin at 3
     assert timeline.busy_ns == (45, 25)
 
 
@@ -110,3 +111,17 @@ def test_steps_are_on_the_same_ranks() -> None:
 def test_a_run_is_not_taken_for_a_plan() -> None:
     with pytest.raises(FormatError, match=r"is a run \(.+\), but a plan is expected"):
         decode(encode(RUN), Plan, origin="run.json")
+
+
+def test_a_step_lasts_from_the_first_action_that_could_begin() -> None:
+    """The last rank enters it while the first one still ends the step before, and waits for it."""
+    early = RecordedAction("1RECV_F0", 0, 300, 304)
+    ranks = tuple(
+        RecordedRank(start_ns=start, end_ns=end, actions=(action,))
+        for start, end, action in (
+            (300, 900, RecordedAction("0F0", 302, 302, 400)),
+            (0, 850, early),
+        )
+    )
+    assert ranks[1].waiting_ns == 300
+    assert msgspec.structs.replace(STEP, ranks=ranks).ns == 900 - 300

@@ -100,7 +100,8 @@ class Footprint(Value, frozen=True, kw_only=True):
     part, and `optimizer_workspace` is no less than what gathering takes beyond gradients.
 
     If an update `is_validated_later`, copies of the trained parameters and of the optimizer's state
-    are held from the step to the next step's first backward, and so are its gradients.
+    are held from the step to the next step's first backward, and so are its gradients. In the
+    memory of the `host`, not of the device, is an optimizer that steps there.
     """
 
     parameters: Amount
@@ -125,6 +126,7 @@ class Footprint(Value, frozen=True, kw_only=True):
     replica_sum_peak: Amount = ZERO
     replica_peers: int = 0
     is_validated_later: bool = False
+    host: Amount = ZERO
     received: tuple[ReceivedTensor, ...] = ()
     received_gradients: tuple[ReceivedTensor, ...] = ()
     sent_outputs: tuple[MessageStorage, ...] = ()

@@ -122,10 +122,11 @@ class _OptimizerCopy:
         state = [slot.nbytes for slot in slots if isinstance(slot, Tensor)]
         return sum(value.nbytes for value in self._parameters.values()) + sum(state)
 
+    @torch.no_grad()
     def restore(self) -> None:
         """Put it all back."""
         for parameter, value in self._parameters.items():
-            parameter.data.copy_(value)
+            parameter.copy_(value)
         for parameter, state in self._state.items():
             if state is None:
                 self._optimizer.state.pop(parameter, None)

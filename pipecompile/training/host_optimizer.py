@@ -18,6 +18,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from pipecompile.errors import InputError
 
 __all__ = ["HostOptimizer"]
 
@@ -45,6 +48,11 @@ class HostOptimizer(torch.optim.Optimizer):
         master_weights: bool = False,
     ) -> None:
         super().__init__(parameters, {})
+        if any(isinstance(p, DTensor) for group in self.param_groups for p in group["params"]):
+            raise InputError(
+                "HostOptimizer copies whole parameters, and some are divided over ranks; let FSDP2 "
+                "move its parts to the host (CPUOffloadPolicy)"
+            )
         self._master_weights = master_weights
         self._copies = {p: self._copy_of(p) for group in self.param_groups for p in group["params"]}
         # What the parameters were when they were copied: others may load values into them.
@@ -55,7 +63,7 @@ class HostOptimizer(torch.optim.Optimizer):
             own.update(_options(inner))
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Any = None) -> Any:
         """Step every parameter that has a gradient."""
         loss = None
         if closure is not None:

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from pipecompile.ir.recorded_run import RecordedRun
     from pipecompile.report.plan_diff import PlanChange, PlanDiff
     from pipecompile.training.checkpoint import Checkpoint
+    from pipecompile.training.host_optimizer import HostOptimizer
     from pipecompile.training.pipeline import Pipeline
 
 __all__ = [
@@ -46,6 +47,7 @@ __all__ = [
     "Explanation",
     "FormatError",
     "Granularity",
+    "HostOptimizer",
     "InfeasibleError",
     "InputError",
     "Objective",
@@ -81,6 +83,7 @@ _HOMES = {
     "Checkpoint": "pipecompile.training.checkpoint",
     "Choices": "pipecompile.api.choices",
     "Granularity": "pipecompile.ir.plan",
+    "HostOptimizer": "pipecompile.training.host_optimizer",
     "Objective": "pipecompile.ir.options",
     "OptimizerName": "pipecompile.ir.options",
     "Pipeline": "pipecompile.training.pipeline",

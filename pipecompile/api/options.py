@@ -34,6 +34,10 @@ def completed(target: Target, requested: Options) -> Options:
         optimizer = None
     if optimizer is not None and optimizer not in OPTIMIZERS:
         raise InputError(f"the target's optimizer: {unknown('optimizer', optimizer, OPTIMIZERS)}")
+    if optimizer is None and requested.optimizer_on_host:
+        raise InputError(
+            f"optimizer_on_host is of an optimizer; name one of {', '.join(OPTIMIZERS)}"
+        )
     if optimizer is None and requested.master_weights:
         raise InputError(
             f"master weights are kept for an optimizer; name one of {', '.join(OPTIMIZERS)}"

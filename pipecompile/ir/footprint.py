@@ -104,7 +104,8 @@ class Footprint(Value, frozen=True, kw_only=True):
     the sum takes with the whole gradients.
 
     If an update `is_validated_later`, copies of the trained parameters and of the optimizer's state
-    are held from the step to the next step's first backward, and so are its gradients.
+    are held from the step to the next step's first backward, and so are its gradients. In the
+    memory of the `host`, not of the device, is an optimizer that steps there.
     """
 
     parameters: Amount
@@ -131,6 +132,7 @@ class Footprint(Value, frozen=True, kw_only=True):
     backward_sum_peak: Amount = ZERO
     replica_peers: int = 0
     is_validated_later: bool = False
+    host: Amount = ZERO
     received: tuple[ReceivedTensor, ...] = ()
     received_gradients: tuple[ReceivedTensor, ...] = ()
     sent_outputs: tuple[MessageStorage, ...] = ()

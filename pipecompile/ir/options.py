@@ -217,6 +217,15 @@ class ChoiceTypes(TypedDict, total=False):
         bool,
         Option(False, "Count float32 copies of parameters that have fewer bits.", form="switch"),
     ]
+    optimizer_on_host: Annotated[
+        bool,
+        Option(
+            False,
+            "Count the optimizer's state in the host's memory, where HostOptimizer holds it "
+            "(ZeRO-Offload).",
+            form="switch",
+        ),
+    ]
     post_validation: Annotated[
         bool,
         Option(

@@ -72,20 +72,20 @@ class Options(Value, frozen=True, kw_only=True):
     `memory_bytes` is the cap of every rank, or one for each; None for no cap. `stages_per_rank` and
     `placement` (linear, loop or v) are None where the schedule decides. Without an `optimizer` its
     state is not counted; `master_weights` are float32 copies of parameters of fewer bits, held
-    beside that state. With `post_validation` updates are made before they are known to be right,
-    and copies of what they overwrite are held until then. `recompute` is the policy: `auto` takes
-    what fits the cap at the least extra time, the others are named in the glossary. `encodings` are
-    the ones of saved tensors that stages may use where that lets them fit. `granularity` is what
-    the model was cut between, `comm` what the loads that were compared pay for transfers (None:
-    what is usual on the device), and `leaf` are modules that were taken as one node. `batch_norm`
-    says after what batch norms update their running averages; no figure of a plan depends on it. A
-    `layout`, of `layout_format`, is the cut; its layers are those in the module `layers`, or found
-    in the model. Over `replicas` gradients are summed; with `shard` each replica holds a part of
-    every parameter and of its optimizer state between steps, and in a step of the gradients and the
-    parameters too, as far as it says. For inference `kv_tokens` are reserved in each rank's KV
-    cache, to which an attention adds `kv_token_bytes` for each, or its keys and values if that is
-    None. Under `noise`, a share of all times, the plan is one of least regret among those about as
-    fast.
+    beside that state, and `optimizer_on_host` says that all of it is in the host's memory. With
+    `post_validation` updates are made before they are known to be right, and copies of what they
+    overwrite are held until then. `recompute` is the policy: `auto` takes what fits the cap at the
+    least extra time, the others are named in the glossary. `encodings` are the ones of saved
+    tensors that stages may use where that lets them fit. `granularity` is what the model was cut
+    between, `comm` what the loads that were compared pay for transfers (None: what is usual on the
+    device), and `leaf` are modules that were taken as one node. `batch_norm` says after what batch
+    norms update their running averages; no figure of a plan depends on it. A `layout`, of
+    `layout_format`, is the cut; its layers are those in the module `layers`, or found in the model.
+    Over `replicas` gradients are summed; with `shard` each replica holds a part of every parameter
+    and of its optimizer state between steps, and in a step of the gradients and the parameters too,
+    as far as it says. For inference `kv_tokens` are reserved in each rank's KV cache, to which an
+    attention adds `kv_token_bytes` for each, or its keys and values if that is None. Under `noise`,
+    a share of all times, the plan is one of least regret among those about as fast.
     """
 
     k: Positive
@@ -109,6 +109,7 @@ class Options(Value, frozen=True, kw_only=True):
     placement: Literal["linear", "loop", "v"] | None = None
     optimizer: str | None = None
     master_weights: bool = False
+    optimizer_on_host: bool = False
     post_validation: bool = False
     encodings: tuple[Encoding, ...] = ()
     batch_norm: BatchNormUpdate = "microbatch"

@@ -52,6 +52,7 @@ class LiveRanges:
     shard: ShardLevel | None = None
     kv_tokens: int = 0
     post_validation: bool = False
+    optimizer_on_host: bool = False
 
     @staticmethod
     def of(graph: CostGraph, options: Options) -> LiveRanges:
@@ -64,6 +65,7 @@ class LiveRanges:
             options.shard,
             options.kv_tokens or 0,
             options.post_validation,
+            options.optimizer_on_host,
         )
 
     @property

@@ -127,6 +127,7 @@ class _StageMemory(StageBackward):
             # Around a ring of replicas a rank receives from one and sends to one.
             replica_peers=min(2, self.ranges.replicas - 1),
             is_validated_later=self.ranges.post_validation,
+            host=amount(self._host_sizes()) if self.ranges.optimizer_on_host else ZERO,
             received=tuple(self._received()),
             received_gradients=tuple(self._received_gradients()),
             sent_outputs=tuple(self._sent_outputs()),
@@ -233,7 +234,26 @@ class _StageMemory(StageBackward):
         yield from copied_bytes([p.bytes for p in trained if p.name in tied])
 
     def _optimizer(self, trained: Iterable[Parameter]) -> tuple[Sequence[int], int]:
-        """Return the storages of state for these parameters, and the workspace of a step."""
+        """Return the storages of state for these parameters on the device, and the workspace of a
+        step.
+        """
+        if self.ranges.optimizer_on_host:
+            return (), 0
+        return self._stepped(trained)
+
+    def _host_sizes(self) -> Iterator[int]:
+        """Yield what an optimizer on the host holds: its state, and copies of parameters and
+        gradients.
+        """
+        for parameter, _ in self.trained_parameters:
+            state, _ = self._stepped([parameter])
+            # SGD keeps nothing but the float32 copy that stands for one in the parameter's type.
+            master, _ = optimizer_bytes(
+                [parameter], "sgd", master_weights=self.ranges.master_weights, lists=False
+            )
+            yield from (*state, *(master or [parameter.bytes] * 2))
+
+    def _stepped(self, trained: Iterable[Parameter]) -> tuple[Sequence[int], int]:
         return optimizer_bytes(
             map(self._part, trained),
             self.ranges.optimizer,

@@ -180,6 +180,10 @@ def _optimizer_text(plan: Plan) -> str:
     if plan.options.optimizer is None:
         return "no optimizer named"
     master = " and master weights" if plan.options.master_weights else ""
+    if plan.options.optimizer_on_host:
+        # Ranks of one machine share its memory.
+        host = sum(stage.footprint.host.expected for stage in plan.stages)
+        return f"{plan.options.optimizer}{master} on the host, {size_text(host)} for all ranks"
     return f"with the state of {plan.options.optimizer}{master}"
 
 

@@ -118,14 +118,16 @@ class _OptimizerCopy:
     @property
     def bytes(self) -> int:
         """The bytes of parameters and state."""
-        slots = (slot for state in self._state.values() for slot in (state or {}).values())
-        state = [slot.nbytes for slot in slots if isinstance(slot, Tensor)]
-        return sum(value.nbytes for value in self._parameters.values()) + sum(state)
+        values = [*self._parameters.values()]
+        for state in self._state.values():
+            values += [slot for slot in (state or {}).values() if isinstance(slot, Tensor)]
+        return sum(value.nbytes for value in values)
 
+    @torch.no_grad()
     def restore(self) -> None:
         """Put it all back."""
         for parameter, value in self._parameters.items():
-            parameter.data.copy_(value)
+            parameter.copy_(value)
         for parameter, state in self._state.items():
             if state is None:
                 self._optimizer.state.pop(parameter, None)

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+from pipecompile import HostOptimizer
 from pipecompile.memory_model.optimizer import optimizer_bytes
 from pipecompile.runtime.early_update import EarlyUpdate
 from pipecompile.runtime.norm import NormOnItsWay
@@ -22,6 +23,7 @@ OPTIMIZERS: dict[str, Factory] = {
     "momentum": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
     "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=0.1, weight_decay=0.1),
     "adafactor": lambda parameters: torch.optim.Adafactor(parameters, lr=0.1),
+    "on the host": lambda parameters: HostOptimizer(parameters, torch.optim.AdamW),
 }
 RULE = UpdateRule(max_norm=1.0, skip_nonfinite=True)
 

@@ -1,0 +1,149 @@
+"""An optimizer whose state, and whose step, are in the host's memory (ZeRO-Offload).
+
+A step of a pipeline leaves parameters and gradients on the device. What an optimizer needs beyond
+them lies on the host, where it steps copies (Ren et al., "ZeRO-Offload", arXiv 2101.06840, section
+4.1):
+
+    device   gradients ──▶                            ──▶ parameters
+    host                   copies of gradients ─ step ─ copies of parameters, state
+
+Unlike there, gradients stay on the device until the step, since microbatches add to them, and the
+step is that of the optimizer that is given.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from pipecompile.errors import InputError
+
+__all__ = ["HostOptimizer"]
+
+MASTER = "master"
+"""The slot with the float32 copy of a parameter of fewer bits."""
+
+
+class HostOptimizer(torch.optim.Optimizer):
+    """The optimizer that `factory` makes of copies of `parameters`, or of groups of them, in the
+    host's memory:
+
+        pipeline.train(batches, lambda parameters: HostOptimizer(parameters, torch.optim.AdamW))
+
+    The result is that of the same optimizer on the device. With `master_weights` copies are in
+    float32 where parameters have fewer bits, and are a part of the state. Schedulers, checkpoints
+    and post-validation take it as any other optimizer. Values that others load into parameters are
+    stepped from, unless they are written through `.data`, which torch does not count as a change.
+    """
+
+    def __init__(
+        self,
+        parameters: Iterable[Any],
+        factory: Callable[[list[dict[str, Any]]], torch.optim.Optimizer],
+        *,
+        master_weights: bool = False,
+    ) -> None:
+        super().__init__(parameters, {})
+        if any(isinstance(p, DTensor) for group in self.param_groups for p in group["params"]):
+            raise InputError(
+                "HostOptimizer copies whole parameters, and some are divided over ranks; let FSDP2 "
+                "move its parts to the host (CPUOffloadPolicy)"
+            )
+        self._master_weights = master_weights
+        self._copies = {p: self._copy_of(p) for group in self.param_groups for p in group["params"]}
+        # What the parameters were when they were copied: others may load values into them.
+        self._versions = {parameter: parameter._version for parameter in self._copies}
+        groups = [{**group, "params": self._copied(group)} for group in self.param_groups]
+        self._inner = factory(groups)
+        for own, inner in zip(self.param_groups, self._inner.param_groups, strict=True):
+            own.update(_options(inner))
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        """Step every parameter that has a gradient."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        stepped = [p for p in self._copies if p.grad is not None]
+        for parameter in stepped:
+            self._give(parameter)
+        _wait_for_copies(stepped)
+        for own, inner in zip(self.param_groups, self._inner.param_groups, strict=True):
+            inner.update(_options(own))
+        self._inner.step()
+        for parameter in stepped:
+            self._take(parameter)
+        _wait_for_copies(stepped)
+        return loss
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Load the options and the state, which stays on the host and in its type."""
+        super().load_state_dict({**state_dict, "state": {}})
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        for number, slots in state_dict["state"].items():
+            self.state[parameters[number]] = {
+                slot: value.detach().cpu().clone() if isinstance(value, Tensor) else value
+                for slot, value in slots.items()
+            }
+
+    def _give(self, parameter: nn.Parameter) -> None:
+        """Bring gradient and state of a parameter to its copy."""
+        copy, slots = self._copies[parameter], dict(self.state.get(parameter, {}))
+        master = slots.pop(MASTER, None)
+        if master is not None:
+            copy.data.copy_(master)
+        if parameter._version != self._versions[parameter] and not self._is_rounded(parameter):
+            copy.data.copy_(parameter)
+        if slots:
+            self._inner.state[copy] = slots
+        else:  # as before the first step
+            self._inner.state.pop(copy, None)
+        assert parameter.grad is not None
+        if copy.grad is None:
+            copy.grad = _on_host(parameter.grad, copy.dtype)
+        copy.grad.copy_(parameter.grad, non_blocking=True)
+
+    def _take(self, parameter: nn.Parameter) -> None:
+        """Bring the new value back, and keep the state."""
+        copy = self._copies[parameter]
+        parameter.copy_(copy, non_blocking=True)
+        self._versions[parameter] = parameter._version
+        slots = dict(self._inner.state.get(copy, {}))
+        if copy.dtype != parameter.dtype:
+            slots[MASTER] = copy.data
+        self.state[parameter] = slots
+
+    def _is_rounded(self, parameter: nn.Parameter) -> bool:
+        """Return whether a parameter is what its copy rounds to."""
+        rounded = self._copies[parameter].to(parameter.dtype)
+        return torch.equal(rounded, parameter.detach().cpu())
+
+    def _copy_of(self, parameter: nn.Parameter) -> nn.Parameter:
+        is_short = parameter.is_floating_point() and parameter.element_size() < 4
+        dtype = torch.float32 if self._master_weights and is_short else parameter.dtype
+        copy = _on_host(parameter, dtype)
+        copy.copy_(parameter.detach())
+        return nn.Parameter(copy)
+
+    def _copied(self, group: Mapping[str, Any]) -> list[nn.Parameter]:
+        return [self._copies[parameter] for parameter in group["params"]]
+
+
+def _options(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in group.items() if name != "params"}
+
+
+def _on_host(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return memory of the host for `tensor`, pinned where that lets copies run by themselves."""
+    return torch.empty(tensor.shape, dtype=dtype, pin_memory=tensor.is_cuda)
+
+
+def _wait_for_copies(parameters: Iterable[Tensor]) -> None:
+    """Wait until copies between the devices of these parameters and the host are done."""
+    for device in {parameter.device for parameter in parameters if parameter.is_cuda}:
+        torch.cuda.current_stream(device).synchronize()

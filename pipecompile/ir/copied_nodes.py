@@ -76,7 +76,9 @@ def _stages(graph: CostGraph, assignment: Mapping[str, int]) -> dict[str, tuple[
     }
     # From the last one on, since a copied node may be read by other ones.
     for name in sorted(graph.copied, key=graph.places.__getitem__, reverse=True):
-        stages[name] = tuple(sorted({stage for reader in readers[name] for stage in stages[reader]}))
+        stages[name] = tuple(
+            sorted({stage for reader in readers[name] for stage in stages[reader]})
+        )
     return stages
 
 
@@ -171,9 +173,7 @@ def without_copied(graph: CostGraph) -> CostGraph:
     """
     if not graph.copied:
         return graph
-    storages = {
-        tensor.storage for tensor in graph.tensors if tensor.producer in graph.copied_set
-    }
+    storages = {tensor.storage for tensor in graph.tensors if tensor.producer in graph.copied_set}
     return replace(
         graph,
         copied=(),

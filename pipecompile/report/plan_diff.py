@@ -227,7 +227,10 @@ def _stages(stages: tuple[int, ...]) -> int | tuple[int, ...] | None:
 def _copies(old: Plan, new: Plan) -> Iterator[PlanChange]:
     """Yield the nodes that only one of the plans has in several stages."""
     if old.copied != new.copied:
-        before, after = tuple(sorted(old.copied - new.copied)), tuple(sorted(new.copied - old.copied))
+        before, after = (
+            tuple(sorted(old.copied - new.copied)),
+            tuple(sorted(new.copied - old.copied)),
+        )
         yield PlanChange(kind="copies", where="run in several stages", before=before, after=after)
 
 

@@ -38,8 +38,8 @@ class Place:
             node.meta["order"] = order
             if node.op != "get_attr":
                 node.meta["stage"] = self.assignment[node.name]
-        # A list: nodes are replaced while they are visited. The readers of a node come after it, and
-        # are in their stages when it is split.
+        # A list: nodes are replaced while they are visited. The readers of a node come after it,
+        # and are in their stages when it is split.
         for node in reversed(list(graph.nodes)):
             if node.op == "get_attr" or node.name in self.copied:
                 _split(graph, node)

@@ -82,7 +82,7 @@ class Subject:
                 buffers=stage.buffers,
                 random=stage.random,
             )
-            for stage in emit(module, plan.assignment, plan.regions, runs)
+            for stage in emit(module, plan.assignment, plan.regions, runs, copied=plan.copied)
         ]
 
 

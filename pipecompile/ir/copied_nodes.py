@@ -69,7 +69,7 @@ def with_copies(graph: CostGraph, assignment: Mapping[str, int]) -> CutGraph:
 def _stages(graph: CostGraph, assignment: Mapping[str, int]) -> dict[str, tuple[int, ...]]:
     """Return the stages of all nodes: of a copied one, in ascending order, those of its readers."""
     readers = {tensor.producer: tensor.consumers for tensor in graph.tensors}
-    stages = {
+    stages: dict[str, tuple[int, ...]] = {
         node.name: (assignment[node.name],)
         for node in graph.nodes
         if node.name not in graph.copied_set

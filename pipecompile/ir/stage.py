@@ -80,12 +80,13 @@ class Stage(Value, frozen=True, kw_only=True, dict=True, rename={"blocks": "node
     `blocks` (in files: `nodes`) are the names of its nodes in the order of the forward, in runs
     that lie in one block of the model. `module_runs` say where each of them lies in the model, for
     `pipecompile export`; plans of older versions have none. `copies` are those of its nodes that an
-    earlier stage runs too, which are in no run: it makes their values itself. `per_step_ns` is what it costs once a
-    step: the division of its gradients, and entering and leaving the step. `replica_sum` is what it
-    exchanges once a step with the same stage of other replicas, `backward_sum` with each backward
-    that sums gradients, and `action_gather` before each action that gathers parameters. `tied_sums`
-    are what its rank exchanges after it with others that hold the same parameters. `kv_token_bytes`
-    is what each of its attentions adds to a KV cache for a token, as far as that is known.
+    earlier stage runs too, which are in no run: it makes their values itself. `per_step_ns` is what
+    it costs once a step: the division of its gradients, and entering and leaving the step.
+    `replica_sum` is what it exchanges once a step with the same stage of other replicas,
+    `backward_sum` with each backward that sums gradients, and `action_gather` before each action
+    that gathers parameters. `tied_sums` are what its rank exchanges after it with others that hold
+    the same parameters. `kv_token_bytes` is what each of its attentions adds to a KV cache for a
+    token, as far as that is known.
 
     `recompute` says what it recomputes, in `recompute_ns`: everything, in an action of its own
     ("stage", or for all microbatches but a step's last one "except-last"), or `regions` of its

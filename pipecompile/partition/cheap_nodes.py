@@ -39,7 +39,7 @@ def with_cheap_nodes_copied(
     fixed = {*pinned, *_bound(graph)}
     copyable = {n.name: None for n in graph.nodes if _may_be_copied(n) and n.name not in fixed}
     choice = _Choice(graph, links, load_ns)
-    for name in _with_whole_storages(graph, copyable):
+    for name in _with_whole_storages(graph, _shared(graph, copyable)):
         choice.consider(graph.by_name[name])
     return replace(graph, copied=tuple(_with_whole_storages(graph, choice.sources)))
 
@@ -56,6 +56,22 @@ def _bound(graph: CostGraph) -> Iterator[str]:
     for gradient in graph.gradients:
         yield from (gradient.producer, gradient.last, *gradient.readers, *gradient.captured_at)
     yield from (tensor.producer for tensor in graph.tensors if tensor.gradient_bytes)
+
+
+def _shared(graph: CostGraph, names: Collection[str]) -> list[str]:
+    """Return those of the nodes `names` that several nodes read, also through others of them.
+
+    What one node alone reads lies in its stage anyway. Of what takes no time, such as views, all
+    are returned: a view is copied with what it is a view of.
+    """
+    readers = {tensor.producer: tensor.consumers for tensor in graph.tensors}
+    found: dict[str, None] = {}
+    for name in sorted(names, key=graph.places.__getitem__, reverse=True):
+        read_by = readers.get(name, ())
+        is_free = not graph.by_name[name].forward_ns
+        if is_free or len(read_by) > 1 or not found.keys().isdisjoint(read_by):
+            found[name] = None
+    return [*reversed(found)]
 
 
 def _with_whole_storages(graph: CostGraph, names: Collection[str]) -> list[str]:

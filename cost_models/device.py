@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from functools import cache
 from pathlib import Path
 from typing import Annotated, Literal
@@ -15,7 +16,7 @@ from pipecompile.ir.graph import FusedType
 from pipecompile.ir.links import Link
 from pipecompile.ir.serialization import NonNegative, Positive, Value, decode, read
 
-__all__ = ["Device", "load_device", "named_devices", "slowed"]
+__all__ = ["Device", "devices_of", "load_device", "named_devices", "slowed"]
 
 Permille = Annotated[int, msgspec.Meta(ge=1, le=1000)]
 DEVICES = Path(__file__).parent / "devices.json"
@@ -91,6 +92,22 @@ def load_device(text: str) -> Device:
         f"{text!r} is neither a device nor a device file; choose one of {names}, or run "
         "calibrate -o FILE"
     )
+
+
+def devices_of(text: str) -> tuple[str, ...]:
+    """Return the names in a list of devices, one for each rank: `2xh100,a100` are three.
+
+    One name without a number is that of all ranks. InputError if a device is not there.
+    """
+    if text in named_devices() or Path(text).is_file():
+        return (text,)
+    names: list[str] = []
+    for part in text.split(","):
+        match = re.fullmatch(r"\s*(?:([1-9]\d*)x)?(\S+?)\s*", part)
+        count, name = (1, part) if match is None else (int(match[1] or 1), match[2])
+        load_device(name)
+        names += [name] * count
+    return tuple(names)
 
 
 def slowed(device: Device, factor: float, reason: str) -> Device:

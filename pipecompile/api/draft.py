@@ -31,6 +31,7 @@ from pipecompile.ir.rank_memory import RankMemory
 from pipecompile.ir.schedule import Schedule
 from pipecompile.ir.serialization import fingerprint
 from pipecompile.ir.stage import Stage
+from pipecompile.ir.unequal_costs import UnequalCosts
 from pipecompile.layouts.assignment import assignment_of
 from pipecompile.layouts.reading import read_layout
 from pipecompile.recompute.planner import RecomputePlanner
@@ -102,6 +103,8 @@ def planned_graph(graph: CostGraph, options: Options) -> CostGraph:
     """
     if not options.is_inference:
         return graph
+    if isinstance(graph, UnequalCosts):
+        return graph.mapped(lambda kind: planned_graph(kind, options))
     speaks_of_cache = options.kv_tokens is not None or options.kv_token_bytes is not None
     if speaks_of_cache and not any(node.kv_token_bytes for node in graph.nodes):
         raise InputError(
@@ -284,5 +287,7 @@ def costs_digest(graph: CostGraph) -> str:
 
     Source lines are left out, since they change without the model changing.
     """
+    if isinstance(graph, UnequalCosts):
+        return fingerprint([costs_digest(graph.kinds[kind]) for kind in graph.rank_kinds])
     plain = tuple(msgspec.structs.replace(node, source="") for node in graph.nodes)
     return fingerprint(msgspec.structs.replace(graph, nodes=plain))

@@ -12,9 +12,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from math import ceil
+from operator import mul
 
 from pipecompile.ir.graph import Node
 from pipecompile.partition.problem import PartitionProblem
+
+WEIGHT = 1024  # of the slowest kind of device, in bounds
+WEIGHT_STEPS = (Fraction(2), Fraction(3, 2), Fraction(5, 4), Fraction(9, 8), Fraction(17, 16)) * 2
 
 __all__ = [
     "even_squares",
@@ -46,7 +50,10 @@ def stage_loads(
     k, members = problem.k, _members(problem, assignment)
     # Rounded up once per stage, not per node.
     compute = [
-        ceil(problem.compute_ns(names, last=stage == k - 1) / problem.speed(stage))
+        ceil(
+            problem.kind_compute_ns(names, problem.kind(stage), last=stage == k - 1)
+            / problem.speed(stage)
+        )
         for stage, names in enumerate(members)
     ]
     is_endpoint = problem.communication == "endpoint"
@@ -154,11 +161,12 @@ def lower_bound(problem: PartitionProblem) -> int:
     equal_ranks = set(shares) == {1} and problem.replica_ranks is None
     if problem.objective == "max-load":
         crowded = _crowded_bound(least, problem.ranks) if equal_ranks else 0
-        return max(alone, crowded, ceil(total / sum(shares)), _recompute_bound(problem, 1))
+        bounds = [alone, crowded, ceil(total / sum(shares)), _recompute_bound(problem, 1)]
+        return max(*bounds, _kinds_bound(problem, 1))
     if problem.objective == "step-time":
         return _step_bound(problem, total)
     even = ceil(Fraction(total**2) / sum(share * share for share in shares))
-    bounds = [even, _recompute_bound(problem, 2), alone**2]
+    bounds = [even, _recompute_bound(problem, 2), alone**2, _kinds_bound(problem, 2)]
     # With different speeds, the largest units need not be alone on the fastest ranks.
     if equal_ranks:
         bounds += _large_units_bounds(least, problem.ranks)
@@ -196,6 +204,44 @@ def _recompute_bound(problem: PartitionProblem, power: int) -> int:
     ratios = (Fraction(a, b) for a, b in zip(full, least, strict=True) if b)
     ratio = max(ratios, default=Fraction(1))
     return ceil(Fraction(sum(full) ** power) / (k - 1 + ratio**power))
+
+
+def _kinds_bound(problem: PartitionProblem, power: int) -> int:
+    """Return a lower bound of the largest load (power 1) or of Σ load² (power 2) on ranks of
+    several kinds; 0 for equal ranks.
+
+    Let w be weights of the kinds, and t their times of a unit. Each unit is on some kind, so that
+    Σ w·load ≥ Σ over units of the least w·t =: C. Hence max load ≥ C / Σw and, by Cauchy and
+    Schwarz, Σ load² ≥ C² / Σw², both sums over ranks. On one device of 1 ns and one of 3 ns a unit,
+    12 units at w = 3 and 1 have C = 36, and the largest load is 9 at least.
+
+    All weights give a bound. The best for one ratio of times is that ratio; others are tried in
+    turns, from there on.
+    """
+    kinds = range(len(problem.graphs))
+    if len(kinds) == 1:
+        return 0
+    last = bool(problem.recompute)
+    units = [
+        [problem.kind_compute_ns(unit, kind, last=last) for kind in kinds] for unit in problem.units
+    ]
+    ranks = [problem.kind(stage) for stage in range(problem.k)]
+
+    def bound(weights: Sequence[int]) -> int:
+        least = sum(min(map(mul, weights, times)) for times in units)
+        return ceil(Fraction(least**power) / sum(weights[kind] ** power for kind in ranks))
+
+    totals = [max(1, sum(times[kind] for times in units)) for kind in kinds]
+    weights = [WEIGHT * max(totals) // total for total in totals]
+    best = bound(weights)
+    for step in WEIGHT_STEPS:
+        for kind in kinds:
+            for factor in (step, 1 / step):
+                other = [*weights]
+                other[kind] = max(1, round(other[kind] * factor))
+                if (value := bound(other)) > best:
+                    best, weights = value, other
+    return best
 
 
 def _large_units_bounds(least: Sequence[int], ranks: int) -> list[int]:

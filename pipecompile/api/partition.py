@@ -76,7 +76,10 @@ def _for_inference(
     latency is half of Σ load and all compute: with stages of 5 and 6 ns and a transfer of 2 ns in
     between, loads are 7 and 8 ns, and the latency is (15 + 11) / 2 = 13 ns.
     """
-    compute = sum(node.forward_ns for node in problem.graph.nodes)
+    compute = sum(
+        problem.kind_compute_ns([name], problem.kind(stage), last=True)
+        for name, stage in assignment.items()
+    )
     loads = stage_loads(replace(problem, communication="relay"), assignment)
     latency = (sum(loads) + compute) // 2
     search = msgspec.structs.replace(
@@ -84,7 +87,8 @@ def _for_inference(
     )
     if objective != "latency":
         return search
-    bound = -(-(search.bound + compute) // 2)
+    least = sum(node.forward_ns for node in problem.graph.nodes)
+    bound = -(-(search.bound + least) // 2)
     return msgspec.structs.replace(
         search,
         value=latency,

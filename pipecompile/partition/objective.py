@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
+from itertools import product
 from math import ceil
 from operator import mul
 
@@ -226,22 +227,26 @@ def _kinds_bound(problem: PartitionProblem, power: int) -> int:
         [problem.kind_compute_ns(unit, kind, last=last) for kind in kinds] for unit in problem.units
     ]
     ranks = [problem.kind(stage) for stage in range(problem.k)]
-
-    def bound(weights: Sequence[int]) -> int:
-        least = sum(min(map(mul, weights, times)) for times in units)
-        return ceil(Fraction(least**power) / sum(weights[kind] ** power for kind in ranks))
-
     totals = [max(1, sum(times[kind] for times in units)) for kind in kinds]
     weights = [WEIGHT * max(totals) // total for total in totals]
-    best = bound(weights)
-    for step in WEIGHT_STEPS:
-        for kind in kinds:
-            for factor in (step, 1 / step):
-                other = [*weights]
-                other[kind] = max(1, round(other[kind] * factor))
-                if (value := bound(other)) > best:
-                    best, weights = value, other
+    best = _weighed_bound(units, ranks, weights, power)
+    for step, kind in product(WEIGHT_STEPS, kinds):
+        for factor in (step, 1 / step):
+            other = [*weights]
+            other[kind] = max(1, round(other[kind] * factor))
+            bound = _weighed_bound(units, ranks, other, power)
+            if bound > best:
+                best, weights = bound, other
     return best
+
+
+def _weighed_bound(
+    units: Sequence[Sequence[int]], ranks: Sequence[int], weights: Sequence[int], power: int
+) -> int:
+    """Return the bound by these weights of the kinds; `units` have times by kind, `ranks` kinds."""
+    least = sum(min(map(mul, weights, times)) for times in units)
+    together = sum(int(weights[kind]) ** power for kind in ranks)
+    return ceil(Fraction(int(least) ** power, int(together)))
 
 
 def _large_units_bounds(least: Sequence[int], ranks: int) -> list[int]:

@@ -198,13 +198,12 @@ class UnitGraph:
         if kinds == 1:
             return np.zeros((0, 2, self.count), np.int64)
         times = [
-            [
-                [self.problem.kind_compute_ns(unit, kind, last=last) for unit in self.units]
-                for last in (False, True)
-            ]
+            [self.problem.kind_compute_ns(unit, kind, last=last) for unit in self.units]
             for kind in range(kinds)
+            for last in (False, True)
         ]
-        return _array(times)
+        result: Integers = _array(times).reshape(kinds, 2, self.count)
+        return result
 
     @cached_property
     def needed_compute(self) -> NDArray[np.float64]:

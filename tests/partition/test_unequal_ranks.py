@@ -10,34 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipecompile.errors import InputError
-from pipecompile.ir.graph import CostGraph, Node, Tensor
 from pipecompile.ir.links import Link, Links
 from pipecompile.ir.unequal_costs import UnequalCosts
 from pipecompile.partition.objective import lower_bound, objective_value, stage_loads
 from pipecompile.partition.problem import PartitionProblem
 from pipecompile.partition.solver import solve
+from tests.chains_of_nodes import chain
 
 LINKS = Links.of(Link(bandwidth_bytes_per_s=10**9, latency_ns=1))
-
-
-def chain(times: Sequence[tuple[int, int]], sizes: Sequence[int]) -> CostGraph:
-    """Nodes one after the other: forward and backward of each, and what it sends."""
-    nodes = tuple(
-        Node(
-            name=f"n{index}",
-            forward_ns=forward,
-            backward_ns=backward,
-            parameter_bytes=0,
-            saved_bytes=0,
-            group=None,
-        )
-        for index, (forward, backward) in enumerate(times)
-    )
-    tensors = tuple(
-        Tensor(producer=f"n{index}", consumers=(f"n{index + 1}",), bytes=size, gradient_bytes=size)
-        for index, size in enumerate(sizes[: len(times) - 1])
-    )
-    return CostGraph(nodes=nodes, tensors=tensors)
 
 
 @st.composite

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from functools import cache
 from pathlib import Path
 from typing import Annotated, Literal
@@ -19,6 +20,7 @@ __all__ = [
     "Device",
     "EfficiencyCurve",
     "OperatorClass",
+    "devices_of",
     "load_device",
     "named_devices",
     "slowed",
@@ -118,6 +120,22 @@ def load_device(text: str) -> Device:
         f"{text!r} is neither a device nor a device file; choose one of {names}, or run "
         "calibrate -o FILE"
     )
+
+
+def devices_of(text: str) -> tuple[str, ...]:
+    """Return the names in a list of devices, one for each rank: `2xh100,a100` are three.
+
+    One name without a number is that of all ranks. InputError if a device is not there.
+    """
+    if text in named_devices() or Path(text).is_file():
+        return (text,)
+    names: list[str] = []
+    for part in text.split(","):
+        match = re.fullmatch(r"\s*(?:([1-9]\d*)x)?(\S+?)\s*", part)
+        count, name = (1, part) if match is None else (int(match[1] or 1), match[2])
+        load_device(name)
+        names += [name] * count
+    return tuple(names)
 
 
 def slowed(device: Device, factor: float, reason: str) -> Device:

@@ -7,7 +7,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from pipecompile.cost_models.device import load_device
+from pipecompile.cost_models.device import devices_of, load_device
 from pipecompile.errors import InputError, unknown
 from pipecompile.ir.encodings import ENCODINGS, Encoding
 from pipecompile.ir.graph import CostGraph
@@ -105,7 +105,8 @@ def _choose_for_inference(given: dict[str, Any]) -> None:
     kind, _, device = given["costs"].partition(":")
     if is_inference and given["memory"] is None and kind == "roofline":
         # What is left of it is the KV cache, which is what a device for inference is filled with.
-        given["memory"] = load_device(device).memory_bytes
+        sizes = [load_device(name).memory_bytes for name in devices_of(device)]
+        given["memory"] = sizes[0] if len(sizes) == 1 else tuple(sizes)
 
 
 def _checked(option: Option, value: Any) -> Any:
@@ -248,7 +249,7 @@ def _check_costs(costs: Any) -> None:
     """
     kind, _, place = str(costs).partition(":")
     if kind == "roofline" and place:
-        load_device(place)
+        devices_of(place)
     elif kind == "table" and place:
         # Read only for its errors, before PyTorch is imported; `cost_model` reads it to use it.
         read(place, CostGraph)
@@ -274,6 +275,7 @@ def check_together(options: Options) -> None:
             "whose backwards may be split: a stage then recomputes as a whole or not at all; "
             "choose auto or stage"
         )
+    _check_devices(options, placement)
     _check_inference(options)
     _check_post_validation(options)
     if options.shard and options.replicas == 1:
@@ -293,6 +295,26 @@ def check_together(options: Options) -> None:
         )
     if options.encodings:
         _check_encodings(options, placement)
+
+
+def _check_devices(options: Options, placement: Sequence[int]) -> None:
+    """Raise InputError if costs list devices for other ranks than there are, or ranks that have
+    several stages.
+    """
+    kind, _, text = options.costs.partition(":")
+    devices, ranks = devices_of(text) if kind == "roofline" else (), max(placement) + 1
+    if len(devices) < 2:
+        return
+    if len(devices) != ranks:
+        raise InputError(
+            f"costs={options.costs!r} lists {len(devices)} devices, but there are {ranks} ranks; "
+            "give one for each, or one for all: roofline:h100"
+        )
+    if len(set(devices)) > 1 and ranks != options.k:
+        raise InputError(
+            f"costs={options.costs!r} lists devices of several kinds, whose ranks have one stage "
+            f"each, but k={options.k} on {ranks} ranks; choose a schedule with one stage a rank"
+        )
 
 
 def _check_inference(options: Options) -> None:

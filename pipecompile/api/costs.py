@@ -20,6 +20,7 @@ from pipecompile.api.choices import unknown_costs
 from pipecompile.api.measurement_conditions import conditions_of
 from pipecompile.cost_models.cache import CachedCost, cached_costs, store_costs
 from pipecompile.cost_models.clock import device_name
+from pipecompile.cost_models.device import devices_of
 from pipecompile.cost_models.flops import Flops
 from pipecompile.cost_models.interpolation import interpolated_costs
 from pipecompile.cost_models.measured import CachedCosts, Measured
@@ -36,6 +37,7 @@ from pipecompile.graph.model_state import fake_state, swapped_state
 from pipecompile.graph.recomputability import copied_bytes, recompute_limits
 from pipecompile.ir.graph import CostGraph
 from pipecompile.ir.plurals import counted
+from pipecompile.ir.unequal_costs import UnequalCosts
 from pipecompile.profiling.profile import profile
 from pipecompile.profiling.workload import Loss
 
@@ -44,6 +46,7 @@ __all__ = [
     "cost_graph",
     "cost_model",
     "interpolated_graph",
+    "kinds_of",
     "measured_on",
     "profiled",
     "regrouped",
@@ -108,7 +111,7 @@ def comparable(costs: str) -> bool:
     Costs in a file are the same only where the file is.
     """
     try:
-        return cost_model(costs).reproducible
+        return all(cost_model(kind).reproducible for kind in kinds_of(costs))
     except InputError:
         return False  # a function, a device or a device file that is not here
     except FormatError as error:
@@ -130,9 +133,13 @@ def cost_graph(
     loss.
 
     Measured costs come from the cache if they were measured under the same conditions, unless
-    `fresh` ones are asked for.
+    `fresh` ones are asked for. Where ranks have devices of several kinds, it is of all of them.
     """
-    model = cost_model(costs, target.costs, target.device)
+    kinds = kinds_of(costs)
+    if len(kinds) > 1:
+        graphs = [cost_graph(target, kind, microbatches, captured) for kind in kinds]
+        return _unequal(graphs, [kinds.index(each) for each in _of_ranks(costs)], costs)
+    model = cost_model(kinds[0], target.costs, target.device)
     if isinstance(model, Table):
         # At once: a file of another model must not be found out after minutes of profiling.
         model.check(captured.digest, (node.name for node in _operations(captured)))
@@ -141,6 +148,27 @@ def cost_graph(
     if isinstance(model, Measured):
         return _measured(target, microbatches, captured, model, fresh=fresh)
     return profiled(target, microbatches, captured, model)
+
+
+def kinds_of(costs: str) -> list[str]:
+    """Return the distinct costs of ranks, in their order: one where all ranks are alike."""
+    return list(dict.fromkeys(_of_ranks(costs)))
+
+
+def _of_ranks(costs: str) -> list[str]:
+    """Return the costs of each rank; of all ranks where they are alike."""
+    kind, _, text = costs.partition(":")
+    return [f"roofline:{name}" for name in devices_of(text)] if kind == "roofline" else [costs]
+
+
+def _unequal(graphs: Sequence[CostGraph], rank_kinds: Sequence[int], costs: str) -> UnequalCosts:
+    try:
+        return UnequalCosts.of(graphs, rank_kinds)
+    except ValueError as error:
+        raise InputError(
+            f"costs={costs!r}: {error}, such as the scores of an attention that only some of them "
+            "fuse, or what their allocators round; plan for devices that hold the same"
+        ) from error
 
 
 def _measured(
@@ -219,6 +247,8 @@ def profiled(target: Target, microbatches: int, captured: Captured, model: CostM
 
 def regrouped(graph: CostGraph, module: fx.GraphModule) -> CostGraph:
     """Return the cost graph of a module whose groups have changed since."""
+    if isinstance(graph, UnequalCosts):
+        return graph.mapped(lambda kind: regrouped(kind, module))
     groups = {node.name: node.meta.get("group") for node in module.graph.nodes}
     nodes = (replace(node, group=groups[node.name]) for node in graph.nodes)
     return _limited(replace(graph, nodes=tuple(nodes)), module)

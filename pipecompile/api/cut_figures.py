@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
-from pipecompile.cost_models.device import load_device
+from pipecompile.cost_models.device import devices_of, load_device
 from pipecompile.errors import InputError
 from pipecompile.ir.audit import AuditedCut, AuditedPart, Grain
 from pipecompile.ir.graph import CostGraph
@@ -112,5 +112,8 @@ def caps_of(options: Options, ranks: int) -> tuple[int, ...] | None:
     """Return the cap of each rank, or what the costs' device has; None if neither is known."""
     if options.memory_bytes is not None:
         return caps_by_rank(options.memory_bytes, ranks)
-    kind, _, device = options.costs.partition(":")
-    return (load_device(device).memory_bytes,) * ranks if kind == "roofline" else None
+    kind, _, text = options.costs.partition(":")
+    if kind != "roofline":
+        return None
+    sizes = tuple(load_device(name).memory_bytes for name in devices_of(text))
+    return sizes * ranks if len(sizes) == 1 else sizes

@@ -32,6 +32,7 @@ from pipecompile.ir.rank_memory import RankMemory
 from pipecompile.ir.schedule import Schedule
 from pipecompile.ir.serialization import fingerprint
 from pipecompile.ir.stage import Stage
+from pipecompile.ir.unequal_costs import UnequalCosts
 from pipecompile.layouts.assignment import assignment_of
 from pipecompile.layouts.reading import read_layout
 from pipecompile.partition.cheap_nodes import with_cheap_nodes_copied
@@ -136,9 +137,18 @@ def planned_graph(graph: CostGraph, options: Options, links: Links) -> CostGraph
 
     InputError if the options speak of a KV cache, and the graph has no attention that is known.
     """
+    if isinstance(graph, UnequalCosts):
+        # Which nodes are cheap differs from device to device: none is copied.
+        return graph.mapped(lambda kind: _needed_graph(kind, options))
+    needed = _needed_graph(graph, options)
     # A layout says where nodes lie that nobody has thought of: only what a user pins is held.
+    return with_cheap_nodes_copied(needed, options.k, links, options.pin)
+
+
+def _needed_graph(graph: CostGraph, options: Options) -> CostGraph:
+    """Return `graph`, or for inference its forward alone."""
     if not options.is_inference:
-        return with_cheap_nodes_copied(graph, options.k, links, options.pin)
+        return graph
     speaks_of_cache = options.kv_tokens is not None or options.kv_token_bytes is not None
     if speaks_of_cache and not any(node.kv_token_bytes for node in graph.nodes):
         raise InputError(
@@ -146,8 +156,7 @@ def planned_graph(graph: CostGraph, options: Options, links: Links) -> CostGraph
             "heads, tokens, width) was found in it; leave out kv_tokens and kv_token_bytes, and "
             "subtract the cache from memory"
         )
-    forward = forward_graph(graph, options.kv_token_bytes)
-    return with_cheap_nodes_copied(forward, options.k, links, options.pin)
+    return forward_graph(graph, options.kv_token_bytes)
 
 
 def _fixed_by_layout(graph: CostGraph, options: Options) -> Options:
@@ -451,6 +460,8 @@ def costs_digest(graph: CostGraph) -> str:
     Source lines are left out, since they change without the model changing, and so are notes, which
     are no costs, and the copied nodes, which follow from the costs and the options.
     """
+    if isinstance(graph, UnequalCosts):
+        return fingerprint([costs_digest(graph.kinds[kind]) for kind in graph.rank_kinds])
     plain = tuple(msgspec.structs.replace(node, source="") for node in graph.nodes)
     costs = msgspec.to_builtins(msgspec.structs.replace(graph, nodes=plain, copied=()))
     del costs["cost_notes"]

@@ -25,14 +25,15 @@ def undivided(
     `plain` is the problem's graph without the groups that were asked for.
     """
     units = [unit for unit in problem.units if assignment[unit[0]] in heaviest.stages]
-    unit = max(units, key=lambda unit: problem.compute_ns(unit, last=True))
-    longest = _longest(problem.graph, unit)
+    kind = problem.kind(heaviest.stages[0])  # several stages of a rank are of one kind
+    unit = max(units, key=lambda unit: problem.kind_compute_ns(unit, kind, last=True))
+    longest = _longest(problem.graphs[kind], unit)
     return Undivided(
         node=longest,
         module=problem.graph.by_name[longest].module,
-        node_ns=problem.compute_ns([longest], last=True),
+        node_ns=problem.kind_compute_ns([longest], kind, last=True),
         nodes=len(unit),
-        ns=problem.compute_ns(unit, last=True),
+        ns=problem.kind_compute_ns(unit, kind, last=True),
         by=_held_by(problem, unit, plain),
     )
 
@@ -74,10 +75,11 @@ def _edge_move(
 ) -> EdgeMove:
     moved = loads_after(problem, assignment, part)
     names = [name for unit in part.units for name in unit]
+    kind = problem.kind(part.before)
     return EdgeMove(
-        node=_longest(problem.graph, names),
+        node=_longest(problem.graphs[kind], names),
         nodes=len(names),
-        ns=problem.compute_ns(names, last=True),
+        ns=problem.kind_compute_ns(names, kind, last=True),
         before=part.before,
         after=part.after,
         receiver_ns=moved.loads_ns[problem.stage_ranks[part.after]],

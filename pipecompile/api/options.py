@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from pipecompile.api.choices import requested_options
-from pipecompile.api.costs import cost_model
+from pipecompile.api.costs import cost_model, kinds_of
 from pipecompile.errors import InputError, unknown
 from pipecompile.frontend.target import Target
 from pipecompile.ir.plan import Options
@@ -43,7 +43,8 @@ def completed(target: Target, requested: Options) -> Options:
             f"master weights are kept for an optimizer; name one of {', '.join(OPTIMIZERS)}"
         )
     _check_microbatches(target, requested.microbatches)
-    cost_model(requested.costs, target.costs)  # refuses what there is not
+    for kind in kinds_of(requested.costs):
+        cost_model(kind, target.costs)  # refuses what there is not
     return msgspec.structs.replace(requested, optimizer=optimizer)
 
 

@@ -132,8 +132,9 @@ def _for_inference(
     latency is half of Σ load and all compute: with stages of 5 and 6 ns and a transfer of 2 ns in
     between, loads are 7 and 8 ns, and the latency is (15 + 11) / 2 = 13 ns.
     """
-    least, compute = (
-        sum(node.forward_ns for node in each.graph.nodes) for each in (problem, whole)
+    compute = sum(
+        whole.kind_compute_ns([name], whole.kind(stage), last=True)
+        for name, stage in assignment.items()
     )
     loads = stage_loads(replace(whole, communication="relay"), assignment)
     latency = (sum(loads) + compute) // 2
@@ -142,6 +143,7 @@ def _for_inference(
     )
     if objective != "latency":
         return search
+    least = sum(node.forward_ns for node in problem.graph.nodes)
     bound = -(-(search.bound + least) // 2)
     return msgspec.structs.replace(
         search,

@@ -17,7 +17,7 @@ from torch import fx
 from pipecompile.api.costs import cost_graph, measured_on
 from pipecompile.api.draft import draft
 from pipecompile.api.options import completed
-from pipecompile.cost_models.device import load_device
+from pipecompile.cost_models.device import devices_of, load_device
 from pipecompile.errors import InfeasibleError
 from pipecompile.frontend.digest import node_digests
 from pipecompile.frontend.target import Target
@@ -144,12 +144,17 @@ def _explain_casts(graph: fx.Graph) -> str:
 
 def _warn_if_too_large(plan: Plan) -> None:
     """Warn if ranks may not fit the named device, and no cap was given."""
-    kind, _, device = plan.options.costs.partition(":")
+    kind, _, text = plan.options.costs.partition(":")
     if kind != "roofline" or plan.options.memory_bytes is not None:
         return
     # `roofline:DEVICE` names the device that the plan is for, so its memory is known.
-    there = load_device(device).memory_bytes
-    needed = max(rank.total.bound for rank in plan.prediction.memory)
+    names = devices_of(text)
+    devices = names * plan.ranks if len(names) == 1 else names
+    needs = [rank.total.bound for rank in plan.prediction.memory]
+    sizes = [load_device(name).memory_bytes for name in devices]
+    needed, there, device = max(
+        zip(needs, sizes, devices, strict=True), key=lambda rank: rank[0] - rank[1]
+    )
     if needed > there:
         logger.warning(
             "a rank may need %s, but %s has %s: give --memory %s (in Python memory=%r) to have it "

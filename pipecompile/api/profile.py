@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from pipecompile.api.costs import cost_graph
+from pipecompile.api.costs import cost_graph, kinds_of
 from pipecompile.api.options import completed
+from pipecompile.errors import InputError
 from pipecompile.frontend.target import Target
 from pipecompile.frontend.target_capture import capture_target
 from pipecompile.ir.graph import CostGraph
@@ -22,6 +23,10 @@ def profiled(
     Of the options only costs, microbatches, optimizer and leaf matter.
     """
     options = completed(target, requested)
+    if len(kinds_of(options.costs)) > 1:
+        raise InputError(
+            f"costs={options.costs!r} lists several devices, but a profile is of one; name it alone"
+        )
     captured = capture_target(target, options, verify=self_check)
     graph = cost_graph(target, options.costs, options.microbatches, captured, fresh=True)
     profile = profile_of(

@@ -137,7 +137,11 @@ def _model_outline(plan: Plan, target: Target, captured: Captured) -> Outline:
     except StaleProfileError:  # a table of the costs that the model had
         return outline(nodes, None)
     ns_by_module = Counter[str]()
+    stages = plan.assignment
     for node in graph.nodes:
+        if node.name in stages:  # on the device that the plan has it on
+            rank = plan.schedule.placement[stages[node.name]]
+            node = graph.on_rank(rank).by_name[node.name]
         ns_by_module[node.module] += node.forward_ns + node.backward_ns
     return outline(nodes, ns_by_module)
 

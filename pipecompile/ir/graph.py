@@ -283,6 +283,10 @@ class CostGraph(Value, frozen=True, kw_only=True, dict=True):
                     f"{owner} names storage {storage}, but there are {len(self.storages)}"
                 )
 
+    def on_rank(self, rank: int) -> CostGraph:
+        """Return the costs on a rank: these, as ranks are alike unless costs say otherwise."""
+        return self
+
     @cached_property
     def by_name(self) -> dict[str, Node]:
         """Nodes by name."""

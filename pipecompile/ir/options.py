@@ -374,7 +374,8 @@ class _OtherTypes(TypedDict, total=False):
         Option(
             "measured",
             "Cost model: flops, measured, measured:DEVICE, roofline:DEVICE (a name, or a file that "
-            "calibrate wrote) or table:FILE (a file that profile wrote).",
+            "calibrate wrote; several with commas between for ranks of several kinds, as "
+            "roofline:4xh100,4xa100) or table:FILE (a file that profile wrote).",
         ),
     ]
     links: Annotated[

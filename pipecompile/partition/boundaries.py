@@ -48,16 +48,23 @@ class BoundarySums:
     """
 
     compute: Integers  # (2, ideals): in stages that are not the last, and in the last stage
+    kind_compute: Integers  # (kinds, 2, ideals): the same on each of several kinds of devices
     resident: Integers
     saved: Integers
     freeable: Integers  # (classes, ideals)
     parameters: Integers
     crossing: Mapping[CrossingKind, Integers]
 
+    def compute_on(self, kind: int) -> Integers:
+        """Return (2, ideals): the compute on a kind of device."""
+        result: Integers = self.kind_compute[kind] if len(self.kind_compute) else self.compute
+        return result
+
     def mapped(self, change: Callable[[Integers], Integers]) -> BoundarySums:
         """Return the sums with `change` applied to each array."""
         return BoundarySums(
             compute=change(self.compute),
+            kind_compute=change(self.kind_compute),
             resident=change(self.resident),
             saved=change(self.saved),
             freeable=change(self.freeable),
@@ -74,6 +81,7 @@ class BoundarySums:
 
         return BoundarySums(
             compute=join([part.compute for part in parts]),
+            kind_compute=join([part.kind_compute for part in parts]),
             resident=join([part.resident for part in parts]),
             saved=join([part.saved for part in parts]),
             freeable=join([part.freeable for part in parts]),

@@ -201,7 +201,7 @@ class Chains:
         Pairs that are no stage have no meaning.
         """
         problem, sums = self.problem, self.family.sums
-        compute = sums.compute[int(stage == problem.k - 1)]
+        compute = sums.compute_on(problem.kind(stage))[int(stage == problem.k - 1)]
         load = compute[b][None, :] - compute[a][:, None]
         if problem.speeds is not None:
             speed = problem.speed(stage)
@@ -380,7 +380,8 @@ def _largest_load(chains: Chains, slowest: Fraction) -> int:
     crossing = max((int(sums.crossing[hop].max()) for hop in hops), default=0)
     spare = chains.ranks - problem.k
     reduction = problem.reduction_ns(int(sums.parameters[-1]), spare + 1) if spare else 0
-    compute = int(int(sums.compute[0, -1]) / slowest) + 1
+    kinds = range(len(problem.graphs))
+    compute = int(max(int(sums.compute_on(kind)[0, -1]) for kind in kinds) / slowest) + 1
     return compute + 2 * crossing + chains.payments.most_ns + reduction
 
 

@@ -160,6 +160,7 @@ def _sums(
 
     return BoundarySums(
         compute=over_units(unit_graph.compute),
+        kind_compute=over_units(unit_graph.kind_compute),
         resident=over_units(unit_graph.resident),
         saved=over_units(unit_graph.saved),
         freeable=over_units(unit_graph.freeable),

@@ -11,10 +11,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
+from itertools import product
 from math import ceil
+from operator import mul
 
 from pipecompile.ir.graph import Node
 from pipecompile.partition.problem import PartitionProblem
+
+WEIGHT = 1024  # of the slowest kind of device, in bounds
+WEIGHT_STEPS = (Fraction(2), Fraction(3, 2), Fraction(5, 4), Fraction(9, 8), Fraction(17, 16)) * 2
 
 __all__ = [
     "even_squares",
@@ -46,7 +51,10 @@ def stage_loads(
     k, members = problem.k, _members(problem, assignment)
     # Rounded up once per stage, not per node.
     compute = [
-        ceil(problem.compute_ns(names, last=stage == k - 1) / problem.speed(stage))
+        ceil(
+            problem.kind_compute_ns(names, problem.kind(stage), last=stage == k - 1)
+            / problem.speed(stage)
+        )
         for stage, names in enumerate(members)
     ]
     is_endpoint = problem.communication == "endpoint"
@@ -154,11 +162,12 @@ def lower_bound(problem: PartitionProblem) -> int:
     equal_ranks = set(shares) == {1} and problem.replica_ranks is None
     if problem.objective == "max-load":
         crowded = _crowded_bound(least, problem.ranks) if equal_ranks else 0
-        return max(alone, crowded, ceil(total / sum(shares)), _recompute_bound(problem, 1))
+        bounds = [alone, crowded, ceil(total / sum(shares)), _recompute_bound(problem, 1)]
+        return max(*bounds, _kinds_bound(problem, 1))
     if problem.objective == "step-time":
         return _step_bound(problem, total)
     even = ceil(Fraction(total**2) / sum(share * share for share in shares))
-    bounds = [even, _recompute_bound(problem, 2), alone**2]
+    bounds = [even, _recompute_bound(problem, 2), alone**2, _kinds_bound(problem, 2)]
     # With different speeds, the largest units need not be alone on the fastest ranks.
     if equal_ranks:
         bounds += _large_units_bounds(least, problem.ranks)
@@ -196,6 +205,48 @@ def _recompute_bound(problem: PartitionProblem, power: int) -> int:
     ratios = (Fraction(a, b) for a, b in zip(full, least, strict=True) if b)
     ratio = max(ratios, default=Fraction(1))
     return ceil(Fraction(sum(full) ** power) / (k - 1 + ratio**power))
+
+
+def _kinds_bound(problem: PartitionProblem, power: int) -> int:
+    """Return a lower bound of the largest load (power 1) or of Σ load² (power 2) on ranks of
+    several kinds; 0 for equal ranks.
+
+    Let w be weights of the kinds, and t their times of a unit. Each unit is on some kind, so that
+    Σ w·load ≥ Σ over units of the least w·t =: C. Hence max load ≥ C / Σw and, by Cauchy and
+    Schwarz, Σ load² ≥ C² / Σw², both sums over ranks. On one device of 1 ns and one of 3 ns a unit,
+    12 units at w = 3 and 1 have C = 36, and the largest load is 9 at least.
+
+    All weights give a bound. The best for one ratio of times is that ratio; others are tried in
+    turns, from there on.
+    """
+    kinds = range(len(problem.graphs))
+    if len(kinds) == 1:
+        return 0
+    last = bool(problem.recompute)
+    units = [
+        [problem.kind_compute_ns(unit, kind, last=last) for kind in kinds] for unit in problem.units
+    ]
+    ranks = [problem.kind(stage) for stage in range(problem.k)]
+    totals = [max(1, sum(times[kind] for times in units)) for kind in kinds]
+    weights = [WEIGHT * max(totals) // total for total in totals]
+    best = _weighed_bound(units, ranks, weights, power)
+    for step, kind in product(WEIGHT_STEPS, kinds):
+        for factor in (step, 1 / step):
+            other = [*weights]
+            other[kind] = max(1, round(other[kind] * factor))
+            bound = _weighed_bound(units, ranks, other, power)
+            if bound > best:
+                best, weights = bound, other
+    return best
+
+
+def _weighed_bound(
+    units: Sequence[Sequence[int]], ranks: Sequence[int], weights: Sequence[int], power: int
+) -> int:
+    """Return the bound by these weights of the kinds; `units` have times by kind, `ranks` kinds."""
+    least = sum(min(map(mul, weights, times)) for times in units)
+    together = sum(int(weights[kind]) ** power for kind in ranks)
+    return ceil(Fraction(int(least) ** power, int(together)))
 
 
 def _large_units_bounds(least: Sequence[int], ranks: int) -> list[int]:

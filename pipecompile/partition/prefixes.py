@@ -25,6 +25,7 @@ class Prefixes(Boundaries):
         self.place[self.order] = np.arange(unit_graph.count)
         self.sums = BoundarySums(
             compute=_prefix_sums(unit_graph.compute[:, self.order]),
+            kind_compute=_prefix_sums(unit_graph.kind_compute[..., self.order]),
             resident=_prefix_sums(unit_graph.resident[self.order]),
             saved=_prefix_sums(unit_graph.saved[self.order]),
             freeable=_prefix_sums(unit_graph.freeable[:, self.order]),

@@ -16,6 +16,7 @@ from pipecompile.errors import InfeasibleError, InputError, unknown
 from pipecompile.ir.graph import CostGraph, Node
 from pipecompile.ir.links import FREE, Hop, Links
 from pipecompile.ir.plan import GRANULARITIES
+from pipecompile.ir.unequal_costs import UnequalCosts
 from pipecompile.memory_model.lower_bounds import FreeableBytes
 from pipecompile.partition.coarsening import coarse_groups
 from pipecompile.partition.units import INPUTS, OUTPUTS, Unit, units
@@ -124,11 +125,12 @@ class PartitionProblem:
     """A graph that is cut into `k` non-empty stages, which never decrease along a tensor.
 
     Ranks: `placement` gives the rank of each stage (default: one stage a rank), `speeds` how fast
-    each rank is (1: as the costs say), `links` how ranks are connected. With `replica_ranks` a
-    stage may run on several data-parallel ranks, that many in all: they take microbatches by turns,
-    so its load is divided among them, and there is a ring all-reduce of its gradients once per step
-    of `microbatches`, or once in a round of them if a step has fewer (PipeDream, arXiv 1806.03377,
-    section 3.2).
+    each rank is (1: as the costs say), `links` how ranks are connected. Where the costs are of
+    several kinds of devices (`UnequalCosts`), a stage takes what the device of its rank takes, and
+    each rank has one stage. With `replica_ranks` a stage may run on several data-parallel ranks,
+    that many in all: they take microbatches by turns, so its load is divided among them, and there
+    is a ring all-reduce of its gradients once per step of `microbatches`, or once in a round of
+    them if a step has fewer (PipeDream, arXiv 1806.03377, section 3.2).
 
     Costs: every stage but the last recomputes its forward for the share `recompute` of the
     microbatches. `step_ns` simulates the step of an assignment, for the objective step-time; unless
@@ -197,12 +199,29 @@ class PartitionProblem:
             raise InputError(f"speeds {speeds} must be {self.ranks} positive numbers, one a rank")
         # Links connect all ranks, replicas included.
         ranks = self.replica_ranks or self.ranks
+        self._check_kinds()
         if not self.links.fits(ranks):
             raise InputError(f"the links are for {self.links.ranks} ranks, but there are {ranks}")
         # A tensor may go from any stage to any other one, without the links in between.
         if self.links.one is None and self.communication == "endpoint":
             raise InputError(
                 "endpoint communication knows no path between ranks; give one link, or choose relay"
+            )
+
+    def _check_kinds(self) -> None:
+        """Raise InputError unless costs of several kinds of devices are those of the stages."""
+        if not isinstance(self.graph, UnequalCosts):
+            return
+        count = len(self.graph.rank_kinds)
+        if self.ranks != count:
+            raise InputError(
+                f"the costs are of {count} ranks, but there are {self.ranks}; give one device for "
+                "each rank, or one for all"
+            )
+        if self.ranks != self.k or self.speeds is not None or self.replica_ranks is not None:
+            raise InputError(
+                "ranks with devices of several kinds have one stage each, in the order of the "
+                "stages; choose a schedule with one stage a rank, such as 1f1b"
             )
 
     def _check_memory_shape(self) -> None:
@@ -257,7 +276,7 @@ class PartitionProblem:
         """Raise InputError unless all loads of a cut fit in 64 bits, whatever the cut."""
         # Each rank may have all compute, and pay for each transfer at both ends.
         speeds = [self.speed(stage) for stage in range(self.k)]
-        total = sum(_compute_ns(node, True) for node in self.graph.nodes)
+        total = max(sum(_compute_ns(node, True) for node in graph.nodes) for graph in self.graphs)
         if 4 * total * max(Fraction(1), 1 / min(speeds)) > LARGEST:
             raise InputError(
                 f"all times at the slowest speed must sum to less than {LARGEST // 4} ns; scale "
@@ -295,6 +314,17 @@ class PartitionProblem:
     def ranks(self) -> int:
         """The number of ranks, replicas not counted."""
         return len(set(self.stage_ranks))
+
+    @property
+    def graphs(self) -> tuple[CostGraph, ...]:
+        """The costs on each kind of device."""
+        return self.graph.kinds if isinstance(self.graph, UnequalCosts) else (self.graph,)
+
+    def kind(self, stage: int) -> int:
+        """Return the index in `graphs` of the costs of a stage."""
+        if not isinstance(self.graph, UnequalCosts):
+            return 0
+        return self.graph.rank_kinds[self.stage_ranks[stage]]
 
     def speed(self, stage: int) -> Fraction:
         """Return the speed of the rank of `stage`; 1 is as fast as the costs say."""
@@ -376,14 +406,19 @@ class PartitionProblem:
         return stages.get(self.graph.by_name[name].group or "", ())
 
     def compute_ns(self, names: Iterable[str], *, last: bool) -> int:
-        """Return the compute of these nodes for one microbatch at speed 1.
+        """Return the compute of these nodes for one microbatch at speed 1, on the fastest device.
 
         It is the sum of forward, recompute and backward. The `last` stage does not recompute.
-
-        The `last` stage does not recompute.
         """
+        return self._compute_on(self.graph, names, last)
+
+    def kind_compute_ns(self, names: Iterable[str], kind: int, *, last: bool) -> int:
+        """Return the same on one kind of device."""
+        return self._compute_on(self.graphs[kind], names, last)
+
+    def _compute_on(self, graph: CostGraph, names: Iterable[str], last: bool) -> int:
         share = 0 if last else self.recompute
-        return sum(_compute_ns(self.graph.by_name[name], share) for name in names)
+        return sum(_compute_ns(graph.by_name[name], share) for name in names)
 
 
 def _compute_ns(node: Node, recomputed_share: Fraction | int) -> int:

@@ -351,6 +351,8 @@ class PartitionSearch:
             return  # it knows less of memory than the dynamic program
         if size > CPSAT_SIZE_MAX or self.problem.replica_ranks is not None:
             return
+        if len(self.problem.graphs) > 1:
+            return  # it knows one time of each unit
         # Imported where it is needed: OR-tools takes a second to load.
         from pipecompile.partition.cpsat import COARSE, FINE, solve_integer_program
 

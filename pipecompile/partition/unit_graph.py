@@ -189,6 +189,23 @@ class UnitGraph:
         return _array(times)
 
     @cached_property
+    def kind_compute(self) -> Integers:
+        """(kinds, 2, units): the same on each of several kinds of devices, else no rows.
+
+        `compute` is then the least of any kind.
+        """
+        kinds = len(self.problem.graphs)
+        if kinds == 1:
+            return np.zeros((0, 2, self.count), np.int64)
+        times = [
+            [self.problem.kind_compute_ns(unit, kind, last=last) for unit in self.units]
+            for kind in range(kinds)
+            for last in (False, True)
+        ]
+        result: Integers = _array(times).reshape(kinds, 2, self.count)
+        return result
+
+    @cached_property
     def needed_compute(self) -> NDArray[np.float64]:
         """Per unit a lower bound of its and its predecessors' compute, not in the last stage."""
         return _reachable_weight(range(self.count), self.before, self.compute[0])

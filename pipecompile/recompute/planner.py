@@ -10,6 +10,7 @@ from typing import NamedTuple
 from pipecompile.ir.copied_nodes import CutGraph, with_copies
 from pipecompile.ir.graph import CostGraph
 from pipecompile.ir.plan import Options
+from pipecompile.ir.unequal_costs import UnequalCosts
 from pipecompile.recompute.capped_stage import CappedStage
 from pipecompile.recompute.policies import (
     NamedPolicy,
@@ -31,7 +32,8 @@ class RecomputePlanner:
     """The choice for the stages of one graph under one schedule.
 
     While cuts are compared, choices must be quick; once the cut is `settled`, a longer search is
-    worth it. With `waiting`, stages that do not fit recompute as a whole wherever they then fit:
+    worth it. Where ranks have devices of several kinds, stages are decided by the costs of their
+    rank. With `waiting`, stages that do not fit recompute as a whole wherever they then fit:
     that takes longer, but the schedule may run it while the rank waits. Choices are remembered in
     `known`, by stage and memory cap, and planners of graphs with copies in `expanded`, by cut.
     """
@@ -61,6 +63,17 @@ class RecomputePlanner:
             cut = with_copies(self.graph, dict(zip(plain, key, strict=True)))
             self.expanded[key] = CopyPlanner(replace(self, graph=cut.graph, known={}), cut)
         return self.expanded[key]
+
+    def on_rank(self, rank: int) -> RecomputePlanner:
+        """Return the planner by the costs of a rank's device."""
+        if not isinstance(self.graph, UnequalCosts):
+            return self
+        return self._of_kinds[self.graph.rank_kinds[rank]]
+
+    @cached_property
+    def _of_kinds(self) -> Sequence[RecomputePlanner]:
+        assert isinstance(self.graph, UnequalCosts)
+        return [replace(self, graph=kind, known={}) for kind in self.graph.kinds]
 
     def of_all(self, nodes_by_stage: Sequence[tuple[str, ...]]) -> list[StageRecompute | None]:
         """Return what each stage recomputes; None for a stage whose rank nothing lets fit.
@@ -160,6 +173,9 @@ class RecomputePlanner:
 
         None if `auto` or encodings find nothing that fits; a named policy is applied even so.
         """
+        own = self.on_rank(self.view.placement[stage_slice.stage])
+        if own is not self:
+            return own.of(stage_slice, cap)
         if (stage_slice, cap) not in self.known:
             self.known[stage_slice, cap] = self._of(stage_slice, cap)
         return self.known[stage_slice, cap]

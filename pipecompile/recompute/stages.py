@@ -57,7 +57,8 @@ def stages_of(
             raise InfeasibleError(_misfit(planner, index))
         inputs, outputs = boundaries[index : index + 2]
         exchanges = _exchanges(graph, nodes, planner.options)
-        made.append(_stage(graph, nodes, recompute, inputs, outputs, exchanges, tied_sums[index]))
+        own = graph.on_rank(planner.view.placement[index])
+        made.append(_stage(own, nodes, recompute, inputs, outputs, exchanges, tied_sums[index]))
     return tuple(made)
 
 

@@ -90,7 +90,7 @@ class Messages:
 
     def receive(self, action: Action) -> None:
         """Post the receive of `action`, a RECV of either direction."""
-        self.agree()
+        self.settle()
         is_forward = action.kind is Kind.RECEIVE_FORWARD
         # Values come through the boundary before a stage, gradients through that behind it.
         boundary = self._boundaries_of(action)[action.stage + (not is_forward)]
@@ -122,7 +122,7 @@ class Messages:
 
     def send(self, action: Action, values: Sequence[Tensor | None]) -> None:
         """Begin to send `values`."""
-        self.agree()
+        self.settle()
         if action.kind is Kind.SEND_FORWARD:
             peer, sent = self._peers[action.stage + 1], [*values]
         else:
@@ -197,7 +197,7 @@ class Messages:
     def agree(self, agreement: Agreement) -> None:
         """Wait for the ranks' `agreement` about the step."""
         self._agreement = agreement
-        self._agree()
+        self.settle()
 
     def go_on(self, deadline: Deadline) -> None:
         """Go on with a run that has no end, whose next minibatch ends by `deadline`.
@@ -211,7 +211,7 @@ class Messages:
 
     def finish(self) -> None:
         """Wait until everything is sent."""
-        self.agree()
+        self.settle()
         self._wait_for(self._sent_before)
         self._wait_for(self._sending)
         if self._trains:
@@ -221,7 +221,7 @@ class Messages:
         while works:
             self._deadline.wait(works.pop())
 
-    def agree(self) -> None:
+    def settle(self) -> None:
         """Wait for what the other ranks say of the step, before its first message."""
         if self._agreement is not None:
             self._agreement.settle()
@@ -238,7 +238,7 @@ class Messages:
         self, operation: object, tensors: Sequence[Tensor | None], peer: int
     ) -> list[dist.Work]:
         """Begin one operation for each tensor; as one batch, because NCCL needs that."""
-        self.agree()
+        self.settle()
         operations = [
             dist.P2POp(operation, tensor, peer, self._group)  # type: ignore[arg-type]
             for tensor in tensors

@@ -168,7 +168,7 @@ class RankStep:
         if self._messages is None or microbatch is None:
             return
         if kind in TRANSFERS:
-            self._messages.agree()
+            self._messages.settle()
         key = index, microbatch
         # What a stage of this process handed over is in the table already.
         if kind is Kind.FORWARD and key not in self._values:

@@ -288,9 +288,9 @@ def check_together(options: Options) -> None:
             f"optimizer={options.optimizer!r} is not possible with shard: it takes means or "
             "maxima over rows, so it cannot step parts of parameters; choose another"
         )
-    if options.sharded and options.optimizer_on_host:
+    if options.shard and options.optimizer_on_host:
         raise InputError(
-            "optimizer_on_host is not possible with sharded: FSDP2 moves its parts of parameters "
+            "optimizer_on_host is not possible with shard: FSDP2 moves its parts of parameters "
             "to the host by itself (CPUOffloadPolicy); leave one of the two out"
         )
     if options.encodings:

@@ -193,7 +193,7 @@ def test_updates_are_validated_later_only_where_there_are_steps_of_whole_paramet
     with pytest.raises(InputError, match="post_validation is for steps, but schedule 'pipedream'"):
         options_for(target(), k=2, schedule="pipedream", post_validation=True)
     with pytest.raises(InputError, match="is not done for sharded parameters"):
-        options_for(target(), k=2, replicas=2, sharded=True, post_validation=True)
+        options_for(target(), k=2, replicas=2, shard="gradients", post_validation=True)
     with pytest.raises(InputError, match="post_validation is of training"):
         options_for(target(), k=2, schedule="forward-only", post_validation=True)
 

@@ -147,7 +147,7 @@ def test_what_is_not_for_a_host_is_refused() -> None:
     with pytest.raises(InputError, match="optimizer_on_host is of an optimizer; name one of sgd"):
         pipeline_of(optimizer_on_host=True)
     with pytest.raises(InputError, match="FSDP2 moves its parts of parameters to the host"):
-        pipeline_of(optimizer="adamw", optimizer_on_host=True, sharded=True, replicas=2)
+        pipeline_of(optimizer="adamw", optimizer_on_host=True, shard="gradients", replicas=2)
 
 
 def test_values_that_are_loaded_are_stepped_from() -> None:

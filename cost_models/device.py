@@ -12,6 +12,7 @@ from msgspec.structs import replace
 from pipecompile.errors import InputError
 from pipecompile.ir.amount import AllocatorName
 from pipecompile.ir.graph import FusedType
+from pipecompile.ir.links import Link
 from pipecompile.ir.serialization import NonNegative, Positive, Value, decode, read
 
 __all__ = ["Device", "load_device", "named_devices", "slowed"]
@@ -27,6 +28,7 @@ FIGURES = (
     "launch_ns",
     "fused_attention",
 )
+LINKS = ("within_node", "between_nodes")
 
 
 class Device(Value, frozen=True, kw_only=True):
@@ -36,8 +38,9 @@ class Device(Value, frozen=True, kw_only=True):
     is rounded to TF32, and a type that is not listed computes like float32. `compute_permille` and
     `bandwidth_permille` are the shares of peak and bandwidth that are reached. No kernel takes less
     than `launch_ns`. `allocator` is what gives out its memory, and `fused_attention` for which
-    data types a GPU fuses attention (see `CostModel`). `sources` says of every figure where it
-    comes from: a datasheet, a calibration or an assumption.
+    data types a GPU fuses attention (see `CostModel`). `within_node` joins two such devices of one
+    node, and `between_nodes` those of two; None if that is not known. `sources` says of every
+    figure where it comes from: a datasheet, a calibration or an assumption.
     """
 
     schema: Literal["pipecompile/device/1"] = "pipecompile/device/1"
@@ -50,6 +53,8 @@ class Device(Value, frozen=True, kw_only=True):
     bandwidth_permille: Permille
     launch_ns: NonNegative
     fused_attention: tuple[FusedType, ...]
+    within_node: Link | None = None
+    between_nodes: Link | None = None
     sources: dict[str, str]
 
     def __post_init__(self) -> None:
@@ -57,7 +62,8 @@ class Device(Value, frozen=True, kw_only=True):
             raise ValueError(
                 f"device {self.name!r} has no peak for float32, which other types fall back to"
             )
-        for figure in FIGURES:
+        links = [name for name in LINKS if getattr(self, name) is not None]
+        for figure in (*FIGURES, *links):
             if not self.sources.get(figure):
                 raise ValueError(
                     f"device {self.name!r} does not say in sources where its {figure} comes from"

@@ -16,6 +16,7 @@ import msgspec
 
 from pipecompile.cost_models.device import Device
 from pipecompile.ir.audit import Audit
+from pipecompile.ir.cluster import Cluster
 from pipecompile.ir.cut import Cut
 from pipecompile.ir.explanation import ExplainedPlan
 from pipecompile.ir.finding import CheckedPlan
@@ -34,6 +35,7 @@ FORMATS: Mapping[str, type[Any]] = {
     "plan": Plan,
     "schedule-problem": ScheduleProblem,
     "links": Links,
+    "cluster": Cluster,
     "device": Device,
     "run": RecordedRun,
     "audit-result": Audit,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise, permutations
 from typing import Literal, NamedTuple
 
@@ -10,7 +10,7 @@ import msgspec
 
 from pipecompile.ir.serialization import NonNegative, Positive, Value
 
-__all__ = ["FREE", "Hop", "Link", "Links"]
+__all__ = ["FREE", "Hop", "Link", "Links", "slowest"]
 
 
 class Link(Value, frozen=True, kw_only=True):
@@ -29,6 +29,16 @@ class Link(Value, frozen=True, kw_only=True):
         # 1 MiB at 16 GB/s with 5 µs of latency takes 65,536 + 5,000 ns.
         # Rounded up in integers: floats would lose nanoseconds of large messages.
         return -(-size * 10**9 // self.bandwidth_bytes_per_s) + self.latency_ns
+
+
+def slowest(links: Iterable[Link]) -> Link:
+    """Return a link with the least bandwidth and the longest latency of `links`."""
+    every = list(links)
+    rates = [link.bandwidth_bytes_per_s for link in every]
+    return Link(
+        bandwidth_bytes_per_s=min((rate for rate in rates if rate is not None), default=None),
+        latency_ns=max(link.latency_ns for link in every),
+    )
 
 
 class Hop(NamedTuple):
@@ -124,12 +134,7 @@ class Links(Value, frozen=True, kw_only=True):
 
     def around(self, ranks: Sequence[int]) -> Link:
         """Return the slowest link around the ring of `ranks`."""
-        links = [self.link(one, other) for one, other in pairwise([*ranks, ranks[0]])]
-        rates = [link.bandwidth_bytes_per_s for link in links]
-        return Link(
-            bandwidth_bytes_per_s=min((rate for rate in rates if rate is not None), default=None),
-            latency_ns=max(link.latency_ns for link in links),
-        )
+        return slowest(self.link(one, other) for one, other in pairwise([*ranks, ranks[0]]))
 
     def pairs(self) -> Iterator[tuple[int, int, Link]]:
         """Yield source, destination and link of all pairs; two ranks stand for any number."""

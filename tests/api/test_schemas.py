@@ -16,6 +16,7 @@ from click.testing import CliRunner
 from jsonschema import Draft202012Validator
 from zoo import MODELS
 
+from pipecompile.api.cluster import cluster_of
 from pipecompile.api.schemas import FORMATS, schemas
 from pipecompile.cli import commands
 from pipecompile.cost_models.device import named_devices
@@ -27,7 +28,7 @@ from tests.recorded_runs import recorded_run, recorded_step
 DOCS = Path(__file__).resolve().parents[2] / "docs" / "reference"
 SHARED = Path(__file__).resolve().parents[3] / "shared" / "instances"
 FOLDER = DOCS / "schemas"
-FILES = ["cost-graph", "plan", "schedule-problem", "links", "device", "run"]
+FILES = ["cost-graph", "plan", "schedule-problem", "links", "cluster", "device", "run"]
 
 
 def validator(name: str) -> Draft202012Validator:
@@ -71,6 +72,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
         "cost-graph": [json.loads(Path(costs).read_text()), examples["cost-graph"]],
         "schedule-problem": [examples["schedule-problem"]],
         "links": [examples["links"], planned["links"]],
+        "cluster": [examples["cluster"], json.loads(encode(cluster_of("2x8xh100")))],
         "device": [json.loads(encode(device)) for device in named_devices().values()],
         "run": [json.loads(encode(run)), examples["run"]],
         "audit-result": [printed("audit", costs, "--layout", layout)],

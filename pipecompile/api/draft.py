@@ -33,6 +33,7 @@ from pipecompile.ir.serialization import fingerprint
 from pipecompile.ir.stage import Stage
 from pipecompile.layouts.assignment import assignment_of
 from pipecompile.layouts.reading import read_layout
+from pipecompile.partition.budget import THOROUGH, CutEffort
 from pipecompile.recompute.planner import RecomputePlanner
 from pipecompile.recompute.stages import owners_of, routes_of, stages_of
 from pipecompile.schedule.selection import placements, schedule_plan
@@ -64,6 +65,7 @@ def draft(
     microbatch_shapes: Sequence[tuple[int, ...]],
     links: Links = FREE,
     assignment: Mapping[str, int] | None = None,
+    effort: CutEffort = THOROUGH,
 ) -> Plan:
     """Return the plan for `graph` under `options`; InfeasibleError says which constraint cannot be
     met.
@@ -72,6 +74,7 @@ def draft(
     what a transfer costs is not known before it is measured. `assignment` is a feasible cut (node
     to stage) that is to be kept. Where the options leave the placement open, the plan with the
     shortest step is returned. InputError if a KV cache is asked for, and no attention is known.
+    `effort` says for how long a cut is searched.
     """
     graph = planned_graph(graph, options)
     origin = Origin(
@@ -82,10 +85,11 @@ def draft(
     fixed = _fixed_by_layout(graph, options)
     # A placement on which nothing fits is no failure as long as another one has a plan.
     plans, refusals = [], []
+    is_settled = effort.seconds >= THOROUGH.seconds
     for placement in placements(options):
         try:
-            planner = recompute_planner(graph, fixed, placement, settled=True)
-            plans.append(_plan_on_placement(planner, links, origin, assignment))
+            planner = recompute_planner(graph, fixed, placement, settled=is_settled)
+            plans.append(_plan_on_placement(planner, links, origin, assignment, effort))
         except InfeasibleError as error:
             refusals.append(error)
     if not plans:
@@ -133,6 +137,7 @@ def _plan_on_placement(
     links: Links,
     origin: Origin,
     assignment: Mapping[str, int] | None,
+    effort: CutEffort,
 ) -> Plan:
     """Return the plan whose stages lie on the ranks of the planner's placement."""
     # Imported here: solvers need numpy and networkx, which reading and checking a plan does not.
@@ -140,7 +145,7 @@ def _plan_on_placement(
     from pipecompile.api.partition_problem import problem_of
 
     graph, options = planner.graph, planner.options
-    partition = cut(planner, links, assignment)
+    partition = cut(planner, links, assignment, effort=effort)
     result = scheduled(planner, links, partition.assignment)
     if result.recomputes_while_waiting:
         # The cut was scored with regions, which take other times than whole stages.

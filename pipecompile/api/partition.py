@@ -26,6 +26,7 @@ from pipecompile.ir.graph import CostGraph
 from pipecompile.ir.links import Links
 from pipecompile.ir.plan import Options, Search
 from pipecompile.partition.alternatives import fastest_alternative
+from pipecompile.partition.budget import THOROUGH, CutEffort
 from pipecompile.partition.cap_correction import corrected_cut
 from pipecompile.partition.objective import stage_loads
 from pipecompile.partition.problem import OBJECTIVES, PartitionProblem
@@ -41,22 +42,28 @@ SUGGESTIONS = 2
 
 
 def cut(
-    planner: RecomputePlanner, links: Links, assignment: Mapping[str, int] | None = None
+    planner: RecomputePlanner,
+    links: Links,
+    assignment: Mapping[str, int] | None = None,
+    *,
+    effort: CutEffort = THOROUGH,
 ) -> Partition:
     """Return the cut of a plan, its values by all objectives, and a faster objective if any.
 
     Its stages recompute what `planner` chooses. With `assignment` the cut is that one, and the best
     cut that is found only bounds it. Raise InfeasibleError if a constraint cannot be met; it says
-    which one, and what would fit.
+    which one, and what would fit. `effort` says for how long a cut is searched.
     """
     options = planner.options
-    problem, best = best_cut(planner.graph, options, links, planner.view.placement)
+    placement = planner.view.placement
+    problem, best = best_cut(planner.graph, options, links, placement, effort=effort)
     # `planner` is settled: it searches longer than the planner by which cuts were compared.
     partition = with_memory_time(planner, problem, assignment or best.assignment, best)
     assert problem.step_ns is not None
     step_ns = problem.step_ns(partition.assignment)
     # A hint for the user only, so it gets little work.
-    fastest = fastest_alternative(problem, _other_objectives(options), seconds=SHORT_SECONDS)
+    others = _other_objectives(options) if effort.is_explained else ()
+    fastest = fastest_alternative(problem, others, seconds=SHORT_SECONDS)
     search = msgspec.structs.replace(
         partition.search,
         values={**partition.search.values, "step_ns": step_ns},
@@ -95,11 +102,16 @@ def _for_inference(
 
 
 def best_cut(
-    graph: CostGraph, options: Options, links: Links, placement: Sequence[int]
+    graph: CostGraph,
+    options: Options,
+    links: Links,
+    placement: Sequence[int],
+    *,
+    effort: CutEffort = THOROUGH,
 ) -> tuple[PartitionProblem, Partition]:
     """Return the problem of the options and its cut.
 
-    Raise InfeasibleError, with what would fit, if there is no cut.
+    Raise InfeasibleError, if there is no cut; where that is to be explained, with what would fit.
 
     A searched schedule may hold fewer microbatches than the named one that represents it. If
     nothing fits by that, a cut will do that has room for one microbatch in each stage.
@@ -109,10 +121,12 @@ def best_cut(
         problem = problem_of(graph, options, links, placement, one_in_flight=one_in_flight)
         excess_bytes = partial(_excess_by_rank, planner, one_in_flight)
         try:
-            return problem, corrected_cut(problem, solve(problem), excess_bytes)
+            partition = solve(problem, seconds=effort.seconds, explained=effort.is_explained)
+            return problem, corrected_cut(problem, partition, excess_bytes)
         except InfeasibleError as error:
             refusal = error
-    raise InfeasibleError(f"{refusal}{_what_would_fit(graph, options, links)}")
+    advice = _what_would_fit(graph, options, links) if effort.is_explained else ""
+    raise InfeasibleError(f"{refusal}{advice}")
 
 
 def _excess_by_rank(

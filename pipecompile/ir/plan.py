@@ -16,6 +16,7 @@ from pipecompile.ir.plurals import counted
 from pipecompile.ir.rank_memory import RankMemory
 from pipecompile.ir.schedule import Idle, Schedule
 from pipecompile.ir.serialization import FileValue, NonNegative, Positive, Value
+from pipecompile.ir.setting import JointSearch
 from pipecompile.ir.size import caps_by_rank
 from pipecompile.ir.stage import Stage
 
@@ -210,7 +211,8 @@ class Provenance(Value, frozen=True, kw_only=True):
 class Plan(FileValue, frozen=True, kw_only=True):
     """Everything that a pipelined training step needs besides the model's weights.
 
-    `allocator` is the one that memory is predicted for. Times (`_ns`) are in `time_unit`.
+    `allocator` is the one that memory is predicted for. Times (`_ns`) are in `time_unit`. `joint`
+    says how its options were chosen where they were, for the devices at hand.
     """
 
     schema: Literal["pipecompile/plan/1"] = "pipecompile/plan/1"
@@ -233,6 +235,7 @@ class Plan(FileValue, frozen=True, kw_only=True):
     prediction: Prediction
     search: Search
     ordering: Ordering | None = None
+    joint: JointSearch | None = None
 
     def __post_init__(self) -> None:
         # What a plan says twice must agree, so that a file that was edited in one place is refused.

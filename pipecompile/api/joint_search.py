@@ -168,8 +168,8 @@ class _Search:
         queue = [(self._likely(setting), index) for index, setting in enumerate(settings)]
         heapify(queue)
         while queue:
-            (is_unlikely, _, step), index = heappop(queue)
-            setting = settings[index]
+            key, index = heappop(queue)
+            setting, (is_unlikely, _, step) = settings[index], key
             if is_unlikely and self.plans:
                 return
             if step >= self._best_ns:
@@ -178,6 +178,8 @@ class _Search:
                 if not self._has_time:
                     return
                 self._cost(setting.parts)
+            if self._likely(setting) != key:
+                # Its size was costed since: it is not what a larger microbatch let expect.
                 heappush(queue, (self._likely(setting), index))
             elif not self._needs_no_recompute(setting) and not self._rule_out(setting):
                 if len(self._tried) >= self.limits.effort or not self._has_time:

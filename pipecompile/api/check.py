@@ -47,6 +47,7 @@ def check_plan(
 def _currency(plan: Plan, factory: Factory, drift: float | None) -> list[Finding]:
     # Only now is PyTorch imported.
     from pipecompile.api.staleness import staleness
-    from pipecompile.api.target import target_of
+    from pipecompile.api.target import planned_target, target_of
 
-    return staleness(plan, target_of(factory), name=factory.text, drift=drift)
+    target = planned_target(target_of(factory), plan)
+    return staleness(plan, target, name=factory.text, drift=drift)

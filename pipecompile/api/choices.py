@@ -12,8 +12,10 @@ from pipecompile.errors import InputError, unknown
 from pipecompile.ir.encodings import ENCODINGS, Encoding
 from pipecompile.ir.graph import CostGraph
 from pipecompile.ir.options import (
+    DEFAULT_COSTS,
     DEFAULT_STAGES,
     INFERENCE_OBJECTIVES,
+    JOINT_SEARCH,
     OPTIONS,
     ChoiceTypes,
     Option,
@@ -31,7 +33,15 @@ from pipecompile.layouts.reading import layout_text, read_layout
 from pipecompile.schedule.named_orders import ASYNCHRONOUS, SPLIT, required_placement
 from pipecompile.schedule.selection import placements
 
-__all__ = ["Choices", "check_names", "check_together", "requested_options", "unknown_costs"]
+__all__ = [
+    "Choices",
+    "check_names",
+    "check_together",
+    "open_options",
+    "plan_options",
+    "requested_options",
+    "unknown_costs",
+]
 
 COSTS = ("flops", "measured", "measured:DEVICE", "roofline:DEVICE", "table:FILE")
 
@@ -67,10 +77,33 @@ def requested_options(**choices: Any) -> Options:
     not given; an optimizer that the target brings is left to `options_for`. InputError names what
     was given and what there is.
     """
+    given = open_options(**choices)
+    for name in JOINT_SEARCH:
+        if given[name] is not None:
+            raise InputError(
+                f"{name}={given[name]!r} is of a joint search, which plan and pipecompile() make "
+                "for devices; give devices too, or leave it out"
+            )
+    options = plan_options(given)
+    check_together(options)
+    return options
+
+
+def open_options(**choices: Any) -> dict[str, Any]:
+    """Return all options by keyword, each checked by itself; None where it is open."""
     given = {option.name: choices.pop(option.name, option.default) for option in OPTIONS}
     check_names(choices)
     for option in OPTIONS:
         given[option.name] = _checked(option, given[option.name])
+    return given
+
+
+def plan_options(given: dict[str, Any]) -> Options:
+    """Return the options of a plan, with what is open chosen; whether they go together is not
+    checked.
+    """
+    given["costs"] = given["costs"] or DEFAULT_COSTS
+    given["recompute"] = given["recompute"] or "none"
     _check_costs(given["costs"])
     _choose_for_inference(given)
     layout = _layout(given)
@@ -79,11 +112,9 @@ def requested_options(**choices: Any) -> Options:
     if given["microbatches"] is None:
         given["microbatches"] = given["k"]
     given["replicas"] = given["replicas"] or 1
-    options = Options(
+    return Options(
         **{option.field: given[option.name] for option in OPTIONS if option.field is not None}
     )
-    check_together(options)
-    return options
 
 
 def _choose_for_inference(given: dict[str, Any]) -> None:
@@ -210,6 +241,8 @@ LEAST = {
     "microbatches": "a step has at least one microbatch",
     "stages_per_rank": "a rank has at least one stage",
     "replicas": "there is at least one replica",
+    "effort": "a search makes at least one plan",
+    "top": "at least one setting is listed",
     "kv_tokens": "a KV cache has at least one token",
     "kv_token_bytes": "a token takes at least one byte",
 }

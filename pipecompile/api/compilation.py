@@ -15,12 +15,15 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from pipecompile.api.choices import Choices, check_names, requested_options
+from pipecompile.api.joint_plan import joint_plan_of
+from pipecompile.api.joint_request import joint_request
 from pipecompile.api.links import LinksInput, links_for
 from pipecompile.api.options import options_for
 from pipecompile.api.plan import assist, make_plan
 from pipecompile.api.shapes import declared_shapes
 from pipecompile.api.soundness import findings
 from pipecompile.api.staleness import check_current
+from pipecompile.api.target import planned_target
 from pipecompile.cost_models.table import CostFunction
 from pipecompile.errors import InputError, ScheduleError
 from pipecompile.frontend.batch_dims import BatchDim
@@ -54,7 +57,7 @@ def pipecompile(
     batch_dim: BatchDim = 0,
     target_batch_dims: Any = None,
     loss_reduction: LossReduction = "mean",
-    costs: str | CostFunction = "measured",
+    costs: str | CostFunction | None = None,
     links: LinksInput = None,
     self_check: bool = True,
     plan: Plan | str | Path | None = None,
@@ -90,7 +93,8 @@ def pipecompile(
                     (loss, weight) and the loss is a mean over what the weight counts, such as
                     tokens.
     costs           A cost model (docs/design/cost-models.md), or a function from a node and its
-                    call to nanoseconds.
+                    call to nanoseconds. Without it costs are measured, or with `devices` those of
+                    their roofline.
     links           A file that `pipecompile links` wrote, or its content; without it transfers take
                     no time.
     self_check      Compare the captured graph with the model by a training step before it is used.
@@ -113,6 +117,8 @@ def pipecompile(
     engine          What walks through the actions of a rank: a loop of our own, or "torch", the
                     runtime of torch.distributed.pipelining, which takes longer.
     choices         `help(pipecompile.Choices)` lists them: ranks, microbatches, schedule, memory …
+                    With devices="8xh100" all that is not given is chosen for the shortest step of
+                    `sample_input`, which is then the minibatch of all replicas together.
 
     Under torchrun rank 0 plans for all ranks. Raises InputError, CaptureError, InfeasibleError or
     StalePlanError.
@@ -139,11 +145,16 @@ def pipecompile(
     )
     _check_weights(target, weights)
     with target.precision(), on_meta(model), _unchanged(loss_fn):
-        if plan is None:
+        if plan is None and choices.get("devices") is not None:
+            committed = _jointly_planned(target, k, costs, links, choices, self_check=self_check)
+            target = planned_target(target, committed)
+            captured = _captured(target, committed.options, self_check=self_check)
+        elif plan is None:
             options = _shared_options(target, k, costs, choices, mesh)
             captured, committed = _new(target, options, links, self_check=self_check)
         else:
             committed = _committed(plan, links, choices)
+            target = planned_target(target, committed)
             captured = _captured(target, committed.options, self_check=self_check)
             _check_sound(committed)
         # Both ways: a plan that was just made is checked as one from a file is.
@@ -196,7 +207,7 @@ def _check_weights(target: Target, weights: str | Path | None) -> None:
 def _shared_options(
     target: Target,
     k: int | None,
-    costs: str | CostFunction,
+    costs: str | CostFunction | None,
     choices: Choices,
     mesh: DeviceMesh | None,
 ) -> Options:
@@ -212,6 +223,25 @@ def _shared_options(
 
     name = "function" if callable(costs) else costs
     return decode(world.share_from_first(on_first), Options, origin="rank 0")
+
+
+def _jointly_planned(
+    target: Target,
+    k: int | None,
+    costs: str | CostFunction | None,
+    links: LinksInput,
+    choices: Choices,
+    *,
+    self_check: bool,
+) -> Plan:
+    """Return the same plan on every rank: the best one that is found for the devices."""
+    name = "function" if callable(costs) else costs
+
+    def on_first() -> bytes:
+        request = joint_request(links=links, k=k, costs=name, **choices)
+        return encode(joint_plan_of(target, request, self_check=self_check))
+
+    return decode(world.share_from_first(on_first), Plan, origin="rank 0")
 
 
 def _replicas_here(k: int | None, choices: Choices, mesh: DeviceMesh | None) -> int:

@@ -35,6 +35,7 @@ from pipecompile.ir.stage import Stage
 from pipecompile.ir.unequal_costs import UnequalCosts
 from pipecompile.layouts.assignment import assignment_of
 from pipecompile.layouts.reading import read_layout
+from pipecompile.partition.budget import THOROUGH, CutEffort
 from pipecompile.partition.cheap_nodes import with_cheap_nodes_copied
 from pipecompile.recompute.planner import RecomputePlanner
 from pipecompile.recompute.stages import owners_of, routes_of, stages_of
@@ -71,6 +72,7 @@ def draft(
     microbatch_shapes: Sequence[tuple[int, ...]],
     links: Links = FREE,
     assignment: Mapping[str, int] | None = None,
+    effort: CutEffort = THOROUGH,
 ) -> Plan:
     """Return the plan for `graph` under `options`; InfeasibleError says which constraint cannot be
     met.
@@ -79,8 +81,8 @@ def draft(
     what a transfer costs is not known before it is measured. `assignment` is a feasible cut (node
     to stage) that is to be kept. Of what the options leave open, the placement, the order and what
     is recomputed, the plan with the shortest step is returned; under noise, of plans that are about
-    as fast, the one of least regret. InputError if a KV cache is asked for, and no attention is
-    known.
+    as fast, the one of least regret. `effort` says for how long a cut is searched. InputError if a
+    KV cache is asked for, and no attention is known.
     """
     graph = planned_graph(graph, options, links)
     origin = Origin(
@@ -89,13 +91,13 @@ def draft(
         tuple(tuple(shape) for shape in microbatch_shapes),
     )
     try:
-        best = _shortest(graph, options, links, origin, assignment)
+        best = _shortest(graph, options, links, origin, assignment, effort)
     except InfeasibleError:
         if not graph.copied:
             raise
         # Copies may take the last bytes of a rank that would only pass their values on.
         plain = msgspec.structs.replace(graph, copied=())
-        best = _shortest(plain, options, links, origin, assignment)
+        best = _shortest(plain, options, links, origin, assignment, effort)
     # It was asked for by a layout, and not by the stage of each node.
     return msgspec.structs.replace(best, options=options)
 
@@ -114,6 +116,7 @@ def _shortest(
     links: Links,
     origin: Origin,
     assignment: Mapping[str, int] | None,
+    effort: CutEffort,
 ) -> Plan:
     """Return the plan with the shortest step of those on the placements that are possible."""
     fixed = _fixed_by_layout(graph, options)
@@ -121,7 +124,7 @@ def _shortest(
     plans: list[Plan] = []
     refusals: list[InfeasibleError] = []
     for placement in placements(options):
-        drafter = _PlacementDrafter(graph, placement, links, origin, assignment)
+        drafter = _PlacementDrafter(graph, placement, links, origin, assignment, effort)
         try:
             plans += _plans_on_placement(drafter, fixed)
         except InfeasibleError as error:
@@ -195,6 +198,7 @@ class _PlacementDrafter:
     links: Links
     origin: Origin
     assignment: Mapping[str, int] | None
+    effort: CutEffort
 
     def planned(self, options: Options, *, explained: bool) -> Plan:
         """Return the plan of the best cut, or of the given one."""
@@ -202,7 +206,8 @@ class _PlacementDrafter:
         from pipecompile.api.partition import cut
 
         planner = self._planner(options)
-        partition = cut(planner, self.links, self.assignment, explained=explained)
+        effort = self.effort._replace(is_explained=explained and self.effort.is_explained)
+        partition = cut(planner, self.links, self.assignment, effort=effort)
         return _plan_of_cut(planner, self.links, self.origin, partition)
 
     def with_stages(self, plan: Plan, options: Options) -> Plan:
@@ -236,7 +241,8 @@ class _PlacementDrafter:
                 yield _plan_of_cut(planner, self.links, self.origin, close)
 
     def _planner(self, options: Options) -> RecomputePlanner:
-        return recompute_planner(self.graph, options, self.placement, settled=True)
+        is_settled = self.effort.seconds >= THOROUGH.seconds
+        return recompute_planner(self.graph, options, self.placement, settled=is_settled)
 
 
 def _plans_on_placement(drafter: _PlacementDrafter, options: Options) -> Iterator[Plan]:

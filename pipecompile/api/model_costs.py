@@ -10,7 +10,8 @@ from msgspec.structs import replace
 from pipecompile.api.costs import cost_graph, interpolated_graph, measured_on, regrouped
 from pipecompile.api.options import completed
 from pipecompile.api.staleness import check_current
-from pipecompile.api.target import load_target
+from pipecompile.api.target import load_target, planned_target
+from pipecompile.api.target_costs import Source
 from pipecompile.cost_models.interpolation import nearest_sizes
 from pipecompile.errors import InputError
 from pipecompile.frontend.target import Target
@@ -29,14 +30,16 @@ logger = logging.getLogger("pipecompile.api")
 class ModelCosts:
     """The costs of a target, captured as `method` does, for each number of microbatches once.
 
-    What a plan was verified for is not proven again: `check` compares the graphs. With `sizes`
-    measured costs are measured only for microbatches of so many samples, two sizes at least, and
-    interpolated for others: a search over the number of microbatches measures three sizes and not
-    all. Bytes are never interpolated: each size is captured.
+    Without a method it is captured by the first one that works. What a plan was verified for is not
+    proven again: `check` compares the graphs.
+
+    With `sizes` measured costs are measured only for microbatches of so many samples, two sizes at
+    least, and interpolated for others: a search over the number of microbatches measures three
+    sizes and not all. Bytes are never interpolated: each size is captured.
     """
 
     target: Target
-    method: str
+    method: str | None = None
     sizes: tuple[int, ...] = ()
     captures: dict[int, Captured] = field(default_factory=dict)
     graphs: dict[int, CostGraph] = field(default_factory=dict)
@@ -57,15 +60,15 @@ class ModelCosts:
                 "the plan was made with a cost function, which only its program has; profile the "
                 "model with it, and name that cost graph instead of the model"
             )
-        return ModelCosts(load_target(text), plan.capture.method)
+        return ModelCosts(planned_target(load_target(text), plan), plan.capture.method)
 
     def check(self, plan: Plan) -> None:
         """Raise StalePlanError unless the plan was made for this model."""
-        check_current(plan, self._captured(plan.options))
+        check_current(plan, self.captured(plan.options))
 
     def graph(self, options: Options) -> CostGraph:
         """Return the cost graph of a microbatch, with the groups of `options`."""
-        captured, number = self._captured(options), options.microbatches
+        captured, number = self.captured(options), options.microbatches
         if number not in self.graphs:
             between = self._interpolated(options, captured)
             self.graphs[number] = between or cost_graph(
@@ -94,7 +97,15 @@ class ModelCosts:
             )
         return graph
 
-    def _captured(self, options: Options) -> Captured:
+    def source(self, options: Options) -> Source:
+        """Return what the captured graph is of."""
+        captured = self.captured(options)
+        tensors = captured.capture.inputs.flatten(captured.sample)
+        shapes = tuple(tuple(tensor.shape) for tensor in tensors)
+        return Source(captured.digest, captured.provenance, shapes)
+
+    def captured(self, options: Options) -> Captured:
+        """Return the model captured at the size of a microbatch of `options`."""
         number = options.microbatches
         if number not in self.captures:
             # For its error, if the minibatch has no so many equal parts.

@@ -28,6 +28,7 @@ from pipecompile.ir.links import Links
 from pipecompile.ir.plan import Faster, Options, Plan, Search
 from pipecompile.ir.stage import Stage
 from pipecompile.partition.alternatives import fastest_alternative
+from pipecompile.partition.budget import THOROUGH, CutEffort
 from pipecompile.partition.cap_correction import corrected_cut
 from pipecompile.partition.objective import lower_bound, stage_loads
 from pipecompile.partition.problem import OBJECTIVES, PartitionProblem
@@ -54,20 +55,20 @@ def cut(
     links: Links,
     assignment: Mapping[str, int] | None = None,
     *,
-    explained: bool = True,
+    effort: CutEffort = THOROUGH,
 ) -> Partition:
     """Return the cut of a plan, its values by all objectives, and a faster objective if any.
 
     Its stages recompute what `planner` chooses. With `assignment` the cut is that one, and the best
     cut that is found only bounds it. Raise InfeasibleError if a constraint cannot be met; it says
-    which one, and what would fit. What is not `explained` has neither that nor a faster objective.
+    which one, and what would fit, if `effort` is explained. What is not has no faster objective.
     """
     options, placement = planner.options, planner.view.placement
-    if assignment is not None and not explained:
+    if assignment is not None and not effort.is_explained:
         problem = problem_of(planner.graph, options, links, placement)
         best = Partition.of(problem, assignment, method="given", bound=0)
     else:
-        problem, best = best_cut(planner.graph, options, links, placement, explained=explained)
+        problem, best = best_cut(planner.graph, options, links, placement, effort=effort)
     # `planner` is settled: it searches longer than the planner by which cuts were compared.
     chosen = assignment or best.assignment
     partition = with_all_time(planner, problem, links, chosen, best.search)
@@ -77,7 +78,7 @@ def cut(
     search = msgspec.structs.replace(
         partition.search,
         values={**partition.search.values, "step_ns": step_ns},
-        faster=_faster_objective(options, problem, step_ns) if explained else None,
+        faster=_faster_objective(options, problem, step_ns) if effort.is_explained else None,
     )
     if options.is_inference:
         search = _for_inference(search, options.objective, problem, whole, partition.assignment)
@@ -160,12 +161,12 @@ def best_cut(
     links: Links,
     placement: Sequence[int],
     *,
-    explained: bool = True,
+    effort: CutEffort = THOROUGH,
 ) -> tuple[PartitionProblem, Partition]:
     """Return the problem of the options and its cut.
 
     Raise InfeasibleError if there is no cut. It says why, and what would fit, if that is to be
-    `explained`, which may take longer than the search.
+    explained, which may take longer than the search.
 
     A searched schedule may hold fewer microbatches than the named one that represents it. If
     nothing fits by that, a cut will do that has room for one microbatch in each stage.
@@ -176,13 +177,13 @@ def best_cut(
         is_priced = problem.memory is not None and problem.memory.price is not None
         excess_bytes = partial(_excess_by_rank, planner, one_in_flight)
         try:
-            best = solve(problem, explained=explained)
+            best = solve(problem, seconds=effort.seconds, explained=effort.is_explained)
             if is_priced and not graph.copied:
                 return problem, best
             return problem, corrected_cut(problem, best, excess_bytes)
         except InfeasibleError as error:
             refusal = error
-    if graph.copied or not explained:  # without copies there may be a cut
+    if graph.copied or not effort.is_explained:  # without copies there may be a cut
         raise refusal
     raise InfeasibleError(f"{refusal}{_what_would_fit(graph, options, links)}")
 

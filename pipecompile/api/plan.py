@@ -30,7 +30,7 @@ from pipecompile.ir.stage import Stage
 from pipecompile.profiling.stage_correction import correct_stages
 from pipecompile.training.stage_timer import StageTimer
 
-__all__ = ["assist", "make_plan", "plan_of", "with_target"]
+__all__ = ["assist", "make_plan", "plan_of", "with_digests", "with_target"]
 
 logger = logging.getLogger("pipecompile.api")
 
@@ -70,7 +70,7 @@ def make_plan(
         if timer is not None:
             timer.dismiss()
     _warn_if_too_large(plan)
-    return _with_digests(plan, node_digests(captured.module))
+    return with_digests(plan, captured)
 
 
 def plan_of(target: Target, requested: Options, links: Links, *, self_check: bool = True) -> Plan:
@@ -88,8 +88,9 @@ def with_target(plan: Plan, text: str) -> Plan:
     return msgspec.structs.replace(plan, capture=capture)
 
 
-def _with_digests(plan: Plan, digests: Mapping[str, str]) -> Plan:
+def with_digests(plan: Plan, captured: Captured) -> Plan:
     """Return the plan with the digest of each node, by which a later check finds what changed."""
+    digests = node_digests(captured.module)
     return msgspec.structs.replace(
         plan, stages=tuple(_stage_with_digests(each, digests) for each in plan.stages)
     )

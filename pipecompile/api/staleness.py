@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 
+from msgspec.structs import replace
 from torch import fx
 
 from pipecompile.api.costs import comparable, cost_graph
@@ -164,8 +165,9 @@ def _cost_findings(
         message = f"the costs changed ({before[:12]}… to {after[:12]}…); plan again"
         return [_stale(message), *_drift_between(plan, now, 0)]
     # As bytes: the same model, costs and options always give the same file, but for the spelling
-    # of the target, such as the path to it.
-    if encode(with_target(now, plan.capture.target)) != encode(plan):
+    # of the target, such as the path to it. How its options were chosen is not planned again.
+    again = replace(with_target(now, plan.capture.target), joint=plan.joint)
+    if encode(again) != encode(plan):
         return [_stale("planning again gives another plan: the file was edited; plan again")]
     return [same_plan] if drift is None else [same_plan, *_drift_between(plan, now, drift)]
 

@@ -7,8 +7,9 @@ import torch
 from pipecompile import __version__
 from pipecompile.api.factory import Factory
 from pipecompile.frontend.target import Target
+from pipecompile.ir.plan import Plan
 
-__all__ = ["load_target", "made_with", "target_of"]
+__all__ = ["load_target", "made_with", "planned_target", "target_of"]
 
 
 def load_target(text: str) -> Target:
@@ -19,6 +20,11 @@ def load_target(text: str) -> Target:
 def target_of(factory: Factory) -> Target:
     """Call `factory`; raise InputError unless it returns a target."""
     return Target.of(factory.call(), factory.text)
+
+
+def planned_target(target: Target, plan: Plan) -> Target:
+    """Return what one replica of a plan trains: of a joint search its share of the minibatch."""
+    return target if plan.joint is None else target.share(plan.replicas)
 
 
 def made_with(target: Target) -> str:

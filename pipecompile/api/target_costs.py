@@ -1,4 +1,5 @@
-"""Where `explain` has the costs of nodes from: a cost graph in a file. Needs no PyTorch.
+"""Where `explain` and joint searches have the costs of nodes from: a cost graph in a file. Needs no
+PyTorch.
 
 What the same is for a model lies in `api/model_costs.py`.
 """
@@ -6,14 +7,22 @@ What the same is for a model lies in `api/model_costs.py`.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from pipecompile.errors import InputError, StalePlanError
 from pipecompile.ir.graph import CostGraph
-from pipecompile.ir.plan import Options, Plan
+from pipecompile.ir.plan import Options, Plan, Provenance
 from pipecompile.partition.groups import grouped, nodes_within
 
-__all__ = ["GraphCosts", "TargetCosts"]
+__all__ = ["GraphCosts", "Source", "TargetCosts"]
+
+
+class Source(NamedTuple):
+    """What a plan says of the model that it was made for, as `draft` takes it."""
+
+    graph_digest: str
+    capture: Provenance
+    microbatch_shapes: tuple[tuple[int, ...], ...]
 
 
 class TargetCosts(Protocol):
@@ -27,6 +36,9 @@ class TargetCosts(Protocol):
 
         InputError if these costs cannot be had for the options.
         """
+
+    def source(self, options: Options) -> Source:
+        """Return what that graph is of."""
 
 
 @dataclass(frozen=True)
@@ -54,3 +66,7 @@ class GraphCosts:
         if options.microbatches != self.microbatches:
             raise InputError("a cost graph is of one size of microbatches; name the model instead")
         return grouped(self.plain, [nodes_within(self.plain, names) for names in options.groups])
+
+    def source(self, options: Options) -> Source:
+        """Return what a graph in a file tells: nothing of how it came about."""
+        return Source(self.plain.fingerprint, Provenance(verified=False), ())

@@ -11,6 +11,7 @@ from pipecompile.cli.answers import FINE, AnswerCommand, print_annotation, table
 from pipecompile.cli.options import format_option, planning_options
 from pipecompile.errors import InputError
 from pipecompile.ir.audit import Audit
+from pipecompile.ir.options import JOINT_SEARCH
 from pipecompile.ir.serialization import check_writable, encode, write
 
 __all__ = ["audit"]
@@ -22,7 +23,7 @@ logger = logging.getLogger("pipecompile.cli")
 @click.argument("target")
 # An audit is of the heaviest rank, at every granularity.
 @planning_options(
-    without=("objective", "pin", "granularity"),
+    without=("objective", "pin", "granularity", *JOINT_SEARCH),
     k={"help": "Number of stages, which the layout says.  [default: the layout's]"},
     layout={"help": "The layout that is audited, a text or its file, as for plan.  [required]"},
 )

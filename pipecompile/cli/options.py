@@ -113,6 +113,8 @@ def _on_command_line(option: Option) -> tuple[str, dict[str, Any]]:
         shown["type"] = OneOf(option.name, option.choices)
     elif option.type == int | None:
         shown["type"] = int
+    elif option.type == float | None:
+        shown["type"] = float
     return option.flag, {**shown, "default": option.default}
 
 

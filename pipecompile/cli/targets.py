@@ -13,6 +13,7 @@ from pipecompile.cli.answers import FINE, NO, AnswerCommand, framed, say, table_
 from pipecompile.cli.options import OneOf, format_option, plan_option, planning_options
 from pipecompile.cli.plans import print_plan
 from pipecompile.cli.ranks import is_first_rank
+from pipecompile.ir.options import JOINT_SEARCH
 from pipecompile.ir.plan import Plan
 from pipecompile.ir.recorded_run import RecordedRun
 from pipecompile.ir.serialization import check_writable, encode, read, write
@@ -36,14 +37,25 @@ def plan(target: str, output: str | None, form: str, **options: Any) -> int:
     check_writable(output)
     factory = Factory.of(target)
     self_check, links_from_options = options.pop("self_check"), options.pop("links")
-    requested = requested_options(**options)
-    links = links_for(requested, links_from_options)
+    request: Any = None
+    if options["devices"] is not None:
+        from pipecompile.api.joint_request import joint_request
+
+        request = joint_request(links=links_from_options, **options)
+    else:
+        requested = requested_options(**options)
+        links = links_for(requested, links_from_options)
     # Only now is PyTorch imported.
+    from pipecompile.api.joint_plan import joint_plan_of
     from pipecompile.api.plan import plan_of, with_target
     from pipecompile.api.target import made_with, target_of
 
     subject = target_of(factory)
-    result = with_target(plan_of(subject, requested, links, self_check=self_check), target)
+    if request is not None:
+        made = joint_plan_of(subject, request, self_check=self_check)
+    else:
+        made = plan_of(subject, requested, links, self_check=self_check)
+    result = with_target(made, target)
     if output is not None:
         write(output, encode(result))
         logger.info("wrote %s", output)
@@ -106,7 +118,7 @@ def profile(
 
 @click.command(cls=AnswerCommand, short_help="Does a pipeline train TARGET as unsplit?")
 @click.argument("target")
-@planning_options(costs={"default": "flops"})
+@planning_options(without=JOINT_SEARCH, costs={"default": "flops"})
 @format_option
 def verify(target: str, form: str, **options: Any) -> int:
     """Train one seeded step of TARGET as a pipeline and unsplit, and compare every gradient and

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, get_args
 
@@ -103,6 +103,13 @@ class Target:
             inputs.flatten(self.call), inputs.batch_dims
         )
         return list(map(inputs.unflatten, rows))
+
+    def share(self, replicas: int) -> Target:
+        """Return the target of one of so many replicas: the first equal part of the minibatch."""
+        if replicas == 1:
+            return self
+        calls, targets = self.microbatches(replicas), self.cut_targets(replicas)
+        return replace(self, call=calls[0], targets=targets[0])
 
     @cached_property
     def inputs(self) -> InputStructure:

@@ -7,7 +7,13 @@ from shlex import join
 from typing import Any
 
 from pipecompile.ir.links import FREE, Links
-from pipecompile.ir.options import OPTIONS, Option, implied_objective, implied_schedule
+from pipecompile.ir.options import (
+    DEFAULT_COSTS,
+    OPTIONS,
+    Option,
+    implied_objective,
+    implied_schedule,
+)
 from pipecompile.ir.plan import Options
 from pipecompile.ir.size import option_text
 
@@ -46,6 +52,10 @@ def _default(option: Option, options: Options) -> Any:
             # An objective that the schedule implies is not said, so it implies none in turn.
             is_implied = options.objective == implied_objective(options.schedule)
             return implied_schedule(None if is_implied else options.objective)
+        case "recompute":
+            return "none"
+        case "costs":
+            return DEFAULT_COSTS
     return option.default
 
 

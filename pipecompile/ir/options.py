@@ -25,8 +25,12 @@ from pipecompile.ir.plan import (
 )
 
 __all__ = [
+    "DEFAULT_COSTS",
+    "DEFAULT_EFFORT",
     "DEFAULT_STAGES",
+    "DEFAULT_TOP",
     "INFERENCE_OBJECTIVES",
+    "JOINT_SEARCH",
     "OPTIONS",
     "ChoiceTypes",
     "Objective",
@@ -65,6 +69,11 @@ PlacementShape = Literal["linear", "loop", "v"]
 OptimizerName = Literal["sgd", "momentum", "rmsprop", "adam", "adamw", "adafactor", "sm3"]
 
 DEFAULT_STAGES = 4
+DEFAULT_COSTS = "measured"
+DEFAULT_EFFORT = 16
+DEFAULT_TOP = 5
+JOINT_SEARCH = ("devices", "effort", "time_limit", "top")
+"""The options that ask for a joint search, and of what size."""
 INDENT = "    "
 
 Form = Literal["value", "switch", "list", "repeated", "pins", "groups"]
@@ -237,13 +246,14 @@ class ChoiceTypes(TypedDict, total=False):
         ),
     ]
     recompute: Annotated[
-        Recompute,
+        Recompute | None,
         Option(
-            "none",
+            None,
             "What stages recompute instead of saving it: nothing (none), each stage but the last "
             "as a whole (stage), that for all microbatches but a step's last (except-last), each "
             "block (block), about √n of n blocks together (sqrt), or what lets each rank fit its "
             "memory at the least extra time (auto).",
+            default_text="none; chosen for devices",
         ),
     ]
     encodings: Annotated[
@@ -360,6 +370,46 @@ class ChoiceTypes(TypedDict, total=False):
             metavar="MODULE",
         ),
     ]
+    devices: Annotated[
+        Any,
+        Option(
+            None,
+            "Choose all that is not given for the shortest step of the minibatch on these devices: "
+            "8xh100, 2x8xh100 (two nodes) or a cluster file. Costs, memory and links are then "
+            "theirs unless given.",
+            default_text="none: what is not given has the defaults of this table",
+            metavar="DEVICES",
+            field=None,
+        ),
+    ]
+    effort: Annotated[
+        int | None,
+        Option(
+            None,
+            "With devices: how many settings are planned; the answer depends on nothing else.",
+            default_text=str(DEFAULT_EFFORT),
+            field=None,
+        ),
+    ]
+    time_limit: Annotated[
+        float | None,
+        Option(
+            None,
+            "With devices: seconds after which no further setting is planned.",
+            default_text="none",
+            metavar="SECONDS",
+            field=None,
+        ),
+    ]
+    top: Annotated[
+        int | None,
+        Option(
+            None,
+            "With devices: how many of the best settings the plan lists.",
+            default_text=str(DEFAULT_TOP),
+            field=None,
+        ),
+    ]
 
 
 class _OtherTypes(TypedDict, total=False):
@@ -370,12 +420,13 @@ class _OtherTypes(TypedDict, total=False):
         Option(None, "Number of stages.", default_text=str(DEFAULT_STAGES), flag="-k"),
     ]
     costs: Annotated[
-        str,
+        str | None,
         Option(
-            "measured",
+            None,
             "Cost model: flops, measured, measured:DEVICE, roofline:DEVICE (a name, or a file that "
             "calibrate wrote; several with commas between for ranks of several kinds, as "
             "roofline:4xh100,4xa100) or table:FILE (a file that profile wrote).",
+            default_text=f"{DEFAULT_COSTS}; roofline of the devices where they are given",
         ),
     ]
     links: Annotated[
@@ -480,7 +531,7 @@ def _values(option: Option) -> str:
         return f"several of {names}" if option.form == "list" else names
     if option.metavar is not None:
         return f"`{option.metavar}`"
-    return {bool: "yes or no", str: "name"}.get(option.type, "whole number")
+    return {bool: "yes or no", str | None: "name"}.get(option.type, "whole number")
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ from pipecompile.ir.rank_memory import RankMemory
 from pipecompile.ir.robustness import NoiseShare, Robustness
 from pipecompile.ir.schedule import Idle, Schedule
 from pipecompile.ir.serialization import FileValue, NonNegative, Positive, Value
+from pipecompile.ir.setting import JointSearch
 from pipecompile.ir.size import caps_by_rank
 from pipecompile.ir.stage import Stage
 
@@ -234,7 +235,8 @@ class Plan(FileValue, frozen=True, kw_only=True):
     """Everything that a pipelined training step needs besides the model's weights.
 
     `allocator` is the one that memory is predicted for. Times (`_ns`) are in `time_unit`, and
-    `cost_notes` say what to know of how they were found.
+    `cost_notes` say what to know of how they were found. `joint` says how its options were chosen
+    where they were, for the devices at hand.
     """
 
     schema: Literal["pipecompile/plan/1"] = "pipecompile/plan/1"
@@ -259,6 +261,7 @@ class Plan(FileValue, frozen=True, kw_only=True):
     search: Search
     ordering: Ordering | None = None
     robustness: Robustness | None = None
+    joint: JointSearch | None = None
 
     def __post_init__(self) -> None:
         # What a plan says twice must agree, so that a file that was edited in one place is refused.

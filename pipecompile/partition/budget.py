@@ -6,6 +6,8 @@ output on any machine. The rates were measured on one core of 2020.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 __all__ = [
     "ACTIONS_PER_SECOND",
     "CUT_UNITS_PER_SECOND",
@@ -14,10 +16,14 @@ __all__ = [
     "NODES_PRICED_PER_SECOND",
     "PAIRS_PER_SECOND",
     "PRICE_OVERHEAD_NODES",
+    "QUICK",
     "ROUND_SECONDS",
     "SECONDS",
     "SHIFTS_PER_SECOND",
+    "THOROUGH",
+    "UNEXPLAINED",
     "UNITS_PER_SECOND",
+    "CutEffort",
 ]
 
 SECONDS = 10.0  # of work on a problem by default
@@ -32,3 +38,17 @@ PRICE_OVERHEAD_NODES = 60  # the fixed cost of one price, in nodes
 ACTIONS_PER_SECOND = 2_500  # actions simulated
 # CP-SAT's deterministic second takes three to ten seconds.
 INTEGER_SHARE = {"max-load": 0.3, "variance": 0.1, "total-load": 0.3}
+
+
+class CutEffort(NamedTuple):
+    """How much is done for one cut: about `seconds` of work, and whether the user is told more: of
+    a faster objective, or if there is none what is in the way and what would fit.
+    """
+
+    seconds: float
+    is_explained: bool
+
+
+THOROUGH = CutEffort(SECONDS, is_explained=True)
+UNEXPLAINED = CutEffort(SECONDS, is_explained=False)
+QUICK = CutEffort(1.0, is_explained=False)  # for one of many plans that are compared

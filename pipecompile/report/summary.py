@@ -22,6 +22,7 @@ from pipecompile.report.inference import (
     latency_text,
     load_text,
 )
+from pipecompile.report.joint import joint_text, settings_table
 from pipecompile.report.links import links_text, overhead_texts
 from pipecompile.report.memory import (
     ALLOCATOR_NAMES,
@@ -75,6 +76,7 @@ def summary(plan: Plan, draw: DrawTable = plain_table) -> str:
         _by_stage("run once more by each stage that reads them", copy_texts, plan),
         _routes(plan),
         _tied(plan),
+        settings_table(plan, draw),
     ]
     return "\n\n".join("\n".join(part) for part in map(list, parts) if part) + "\n"
 
@@ -106,6 +108,8 @@ def _header(plan: Plan) -> Iterator[str]:
         source = f" ({plan.capture.target})" if plan.capture.target else ""
         yield f"  model      {plan.capture.model}{source}"
     yield f"  step       {time_with_unit(prediction.step_ns, unit)}, bubble {prediction.bubble:.1%}"
+    if plan.joint is not None:
+        yield from (f"  {text}" for text in joint_text(plan.joint, unit))
     if plan.options.is_inference:
         yield f"  latency    {latency_text(plan)}"
     if plan.schedule.weight_versions != "synchronous":

@@ -1,0 +1,271 @@
+"""Is what is chosen for devices better than the default, and than the best of a grid by hand?
+
+    python -m benchmarks.auto [CASE …]          (default: all of them)
+
+Models on the meta device are planned for 8 to 64 H100. Each row has four answers: the default
+before devices were given (k = the devices, microbatches = k, 1F1B; with recompute auto if it does
+not fit otherwise), the best of a grid that an engineer would try (replicas, the three usual
+schedules, with and without recompute, one sample a microbatch), the joint search, and its bound.
+
+Prints a table; writes results/auto.json.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from msgspec.structs import replace
+from torch import nn
+
+from benchmarks.command_line import parser_of
+from benchmarks.published_models import Decoder, token_loss
+from pipecompile.api.cluster import caps_of, cluster_of
+from pipecompile.api.draft import draft
+from pipecompile.api.joint_search import JointLimits, joint_plan
+from pipecompile.api.model_costs import ModelCosts
+from pipecompile.api.options import options_for
+from pipecompile.api.setting_space import SettingSpace
+from pipecompile.errors import InfeasibleError, InputError
+from pipecompile.frontend.target import Target
+from pipecompile.ir.plan import Options, Plan
+from pipecompile.partition.budget import QUICK
+
+RESULT = Path(__file__).parent / "results" / "auto.json"
+SCHEDULES = ("1f1b", "zb-h1", "interleaved-1f1b")
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model with its minibatch, on so many devices."""
+
+    target: Callable[[], Target]
+    devices: str
+    master_weights: bool = True
+
+
+def _decoder(samples: int, **sizes: int) -> Target:
+    """Return a decoder in bfloat16 with a minibatch of sequences."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with torch.device("meta"):
+            model: nn.Module = Decoder(sizes, 1, 1)
+            tokens = torch.zeros(samples, sizes["sequence"], dtype=torch.int64)
+    finally:
+        torch.set_default_dtype(before)
+    return _target(model, tokens, tokens, token_loss)
+
+
+def _target(model: nn.Module, sample: Any, targets: Any, loss: Any) -> Target:
+    fields = {"model": model, "sample_input": sample, "targets": targets, "loss_fn": loss}
+    return Target.of({**fields, "optimizer": "adamw"}, "benchmarks.auto")
+
+
+def _llama(layers: int, hidden: int, intermediate: int, heads: int, samples: int) -> Target:
+    return _decoder(
+        samples,
+        layers=layers,
+        hidden=hidden,
+        intermediate=intermediate,
+        heads=heads,
+        kv_heads=8,
+        vocabulary=128256,
+        sequence=4096,
+    )
+
+
+def _mixtral() -> Target:
+    """Return Mixtral 8x7B: every layer has eight experts, of which a token is sent to two."""
+    return _decoder(
+        64,
+        layers=32,
+        dense_layers=0,
+        hidden=4096,
+        intermediate=14336,
+        expert_intermediate=14336,
+        experts=8,
+        experts_per_token=2,
+        shared_experts=0,
+        heads=32,
+        kv_heads=8,
+        vocabulary=32000,
+        sequence=4096,
+    )
+
+
+def _gpt2_xl() -> Target:
+    import transformers
+
+    config = transformers.GPT2Config(n_embd=1600, n_layer=48, n_head=25, use_cache=False)
+    with torch.device("meta"):
+        model = transformers.GPT2LMHeadModel(config)
+        tokens = torch.zeros(64, 1024, dtype=torch.int64)
+    return _target(model, {"input_ids": tokens}, tokens, _logits_loss)
+
+
+def _logits_loss(output: Any, targets: torch.Tensor) -> torch.Tensor:
+    return token_loss(output.logits, targets)
+
+
+def _unet() -> Target:
+    from examples.models import UNet
+
+    with torch.device("meta"):
+        images = torch.zeros(64, 3, 256, 256)
+        model = UNet()
+    return _target(model, images, None, None)
+
+
+def _vit() -> Target:
+    import transformers
+
+    config = transformers.ViTConfig(
+        hidden_size=1280, num_hidden_layers=32, num_attention_heads=16, intermediate_size=5120
+    )
+    with torch.device("meta"):
+        model = transformers.ViTForImageClassification(config)
+        images = torch.zeros(256, 3, 224, 224)
+        labels = torch.zeros(256, dtype=torch.int64)
+    return _target(model, {"pixel_values": images}, labels, _class_loss)
+
+
+def _class_loss(output: Any, labels: torch.Tensor) -> torch.Tensor:
+    return nn.functional.cross_entropy(output.logits, labels)
+
+
+CASES = {
+    "gpt2-xl": Case(_gpt2_xl, "8xh100", master_weights=False),
+    "llama3-8b": Case(lambda: _llama(32, 4096, 14336, 32, 64), "8xh100"),
+    "llama3-70b": Case(lambda: _llama(80, 8192, 28672, 64, 256), "8x8xh100"),
+    "mixtral-8x7b": Case(_mixtral, "2x8xh100"),
+    "vit-huge": Case(_vit, "8xh100", master_weights=False),
+    "unet": Case(_unet, "8xh100", master_weights=False),
+}
+
+
+@dataclass(frozen=True)
+class Run:
+    """One case under way: how to plan it under any options."""
+
+    costs: ModelCosts
+    base: Options
+    space: SettingSpace
+    devices: str
+
+    @staticmethod
+    def of(case: Case) -> Run:
+        """Return the case with its options, which have the memory and the costs of its devices."""
+        target, cluster = case.target(), cluster_of(case.devices)
+        base = options_for(
+            target,
+            k=1,
+            microbatches=1,
+            costs=f"roofline:{cluster.kinds[0]}",
+            memory=min(caps_of(cluster)),
+            master_weights=case.master_weights,
+        )
+        space = SettingSpace(len(cluster.devices), target.samples, base)
+        return Run(ModelCosts(target), base, space, case.devices)
+
+    def planned(self, options: Options) -> Plan | None:
+        """Return a plan by a quick search; None if none is found that fits."""
+        whole = replace(options, microbatches=options.replicas * options.microbatches)
+        links = cluster_of(self.devices).links
+        try:
+            graph, source = self.costs.graph(whole), self.costs.source(whole)
+            return draft(graph, options, **source._asdict(), links=links, effort=QUICK)
+        except (InfeasibleError, InputError):
+            return None
+
+    def default(self) -> Plan | None:
+        """Return the plan by the defaults of a call with k alone."""
+        k = self.space.devices
+        for recompute in ("none", "auto"):
+            plan = self.planned(replace(self.base, k=k, microbatches=k, recompute=recompute))
+            if plan is not None:
+                return plan
+        return None
+
+    def by_hand(self) -> Plan | None:
+        """Return the best plan of the grid."""
+        plans = filter(None, map(self.planned, self._grid()))
+        return min(plans, key=lambda plan: plan.prediction.step_ns, default=None)
+
+    def _grid(self) -> Iterator[Options]:
+        for setting in self.space.settings():
+            is_usual = setting.schedule in SCHEDULES and setting.recompute != "stage"
+            if is_usual and setting.parts == self.space.samples and setting.ranks > 1:
+                yield self.space.options(setting)
+
+    def joint(self, effort: int | None) -> Plan:
+        """Return the plan of the joint search."""
+        limits = JointLimits() if effort is None else JointLimits(effort=effort)
+        links = cluster_of(self.devices).links
+        return joint_plan(self.space, self.costs, links, self.devices, limits)
+
+
+def row(name: str, effort: int | None, *, has_grid: bool) -> dict[str, Any]:
+    """Return the figures of a case; times of steps are milliseconds, those of searches seconds."""
+    run = Run.of(CASES[name])
+    began, cpu = time.perf_counter(), time.process_time()
+    plan = run.joint(effort)
+    seconds, cpu = time.perf_counter() - began, time.process_time() - cpu
+    costing = time.process_time()
+    ModelCosts(run.costs.target).graph(replace(run.base, microbatches=run.space.samples))
+    costing = time.process_time() - costing
+    joint = plan.joint
+    assert joint is not None
+    return {
+        "case": name,
+        "devices": run.devices,
+        "default_ms": _milliseconds(run.default()),
+        "by_hand_ms": _milliseconds(run.by_hand()) if has_grid else None,
+        "joint_ms": _milliseconds(plan),
+        "bound_ms": joint.bound_ns / 1e6,
+        "gap": joint.gap,
+        "setting": str(joint.best[0].setting),
+        "settings": joint.settings,
+        "counts": joint.counts,
+        "sizes_costed": len(run.costs.graphs),
+        "seconds": round(seconds, 1),
+        "cpu_seconds": round(cpu, 1),
+        "cpu_seconds_of_one_capture_and_costs": round(costing, 1),
+    }
+
+
+def _milliseconds(plan: Plan | None) -> float | None:
+    return None if plan is None else plan.prediction.step_ns / 1e6
+
+
+def _text(value: object) -> str:
+    if value is None:
+        return "-"
+    return f"{value:,.1f}" if isinstance(value, float) else str(value)
+
+
+def main(names: list[str], effort: int | None, *, has_grid: bool) -> None:
+    """Print and write the rows of these cases; rows of other cases stay in the file."""
+    known = json.loads(RESULT.read_text()) if RESULT.exists() else []
+    rows = {each["case"]: each for each in known}
+    columns = ("case", "devices", "default_ms", "by_hand_ms", "joint_ms", "bound_ms", "cpu_seconds")
+    print("  ".join((*columns, "setting")))
+    for name in names or list(CASES):
+        rows[name] = row(name, effort, has_grid=has_grid)
+        cells = (_text(rows[name][column]) for column in (*columns, "setting"))
+        print("  ".join(cells), flush=True)
+        RESULT.write_text(json.dumps(list(rows.values()), indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    parser = parser_of(__doc__)
+    parser.add_argument("cases", nargs="*", choices=[*CASES, []], metavar="CASE")
+    parser.add_argument("--effort", type=int, default=None)
+    parser.add_argument("--no-grid", action="store_true")
+    arguments = parser.parse_args()
+    main(arguments.cases, arguments.effort, has_grid=not arguments.no_grid)

@@ -1,0 +1,40 @@
+"""The best plan of a model for given devices: captures, costs and searches."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import msgspec
+
+from pipecompile.api.joint_request import JointRequest
+from pipecompile.api.joint_search import joint_plan
+from pipecompile.api.model_costs import ModelCosts
+from pipecompile.api.options import completed
+from pipecompile.api.plan import with_digests
+from pipecompile.api.target import planned_target
+from pipecompile.frontend.target import Target
+from pipecompile.frontend.target_capture import capture_target
+from pipecompile.ir.plan import Plan
+
+__all__ = ["joint_plan_of"]
+
+
+def joint_plan_of(target: Target, request: JointRequest, *, self_check: bool = True) -> Plan:
+    """Return the plan with the shortest step that is found for the minibatch of `target` on the
+    devices of a request.
+
+    The graph is proven with `self_check`, at the size of the microbatches that were chosen.
+    InfeasibleError if nothing fits, with what was in the way.
+    """
+    request = replace(request, base=completed(target, request.base))
+    costs = ModelCosts(target)
+    space = request.space(target.samples)
+    plan = joint_plan(space, costs, request.links, request.cluster.text, request.limits)
+    part = planned_target(target, plan)
+    captured = costs.captured(
+        msgspec.structs.replace(plan.options, microbatches=plan.replicas * plan.microbatches)
+    )
+    if self_check and target.has_values:
+        captured = capture_target(part, plan.options, verify=True, method=captured.capture.method)
+    proven = msgspec.structs.replace(plan, capture=captured.provenance)
+    return with_digests(proven, captured)

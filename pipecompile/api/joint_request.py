@@ -1,0 +1,97 @@
+"""What a user asks for by `devices`: what is fixed, and what a joint search is to choose. Needs no
+PyTorch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import inf
+from typing import Any
+
+from pipecompile.api.choices import open_options, plan_options
+from pipecompile.api.cluster import ClusterInput, caps_of, cluster_of
+from pipecompile.api.joint_search import JointLimits
+from pipecompile.api.links import LinksInput, links_of
+from pipecompile.api.setting_space import JOINT_CHOICES, SettingSpace
+from pipecompile.errors import InputError
+from pipecompile.ir.cluster import Cluster
+from pipecompile.ir.links import Links
+from pipecompile.ir.options import DEFAULT_EFFORT, DEFAULT_TOP, INFERENCE_OBJECTIVES
+from pipecompile.ir.plan import Options
+from pipecompile.schedule.named_orders import ASYNCHRONOUS
+
+__all__ = ["JointRequest", "joint_request"]
+
+
+@dataclass(frozen=True)
+class JointRequest:
+    """The devices, the options that are not chosen, those that are fixed, and how much to search.
+
+    `base` is complete but for the numbers that are chosen.
+    """
+
+    cluster: Cluster
+    links: Links
+    base: Options
+    fixed: Mapping[str, Any]
+    limits: JointLimits
+
+    def space(self, samples: int) -> SettingSpace:
+        """Return the settings for a minibatch of so many samples over all replicas."""
+        return SettingSpace(len(self.cluster.devices), samples, self.base, self.fixed)
+
+
+def joint_request(devices: ClusterInput, links: LinksInput = None, **choices: Any) -> JointRequest:
+    """Return the request of a user who gave `devices`, and `choices` as for `requested_options`.
+
+    Costs are those of roofline and memory that of the devices, unless they are given. InputError
+    says what cannot be chosen jointly.
+    """
+    cluster = cluster_of(devices)
+    if len(cluster.kinds) > 1:
+        raise InputError(
+            f"devices={cluster.text!r} are of several kinds, and a joint search plans equal ones; "
+            "give devices of one kind"
+        )
+    given = open_options(**choices)
+    limits = _limits(given)
+    fixed = {name: given[name] for name in JOINT_CHOICES if given[name] is not None}
+    _refuse_other_steps(fixed)
+    implied = {"costs": f"roofline:{cluster.kinds[0]}", "memory": min(caps_of(cluster))}
+    for name, value in implied.items():
+        given[name] = value if given[name] is None else given[name]
+    # A layout has its own k; any other number stands for one that is chosen.
+    k = None if given["layout"] is not None else 1
+    base = plan_options({**given, "ranks": None, "k": k, "replicas": None, "microbatches": 1})
+    if base.layout is not None:
+        fixed["k"] = base.k
+    connected = cluster.links if links is None else links_of(links)
+    if not connected.fits(len(cluster.devices)):
+        raise InputError(
+            f"the links are for {connected.ranks} ranks, but there are {len(cluster.devices)} "
+            "devices; give links among all of them"
+        )
+    return JointRequest(cluster, connected, base, fixed, limits)
+
+
+def _limits(given: Mapping[str, Any]) -> JointLimits:
+    """Return how much is to be searched; InputError unless the time limit is positive."""
+    seconds = given["time_limit"]
+    if seconds is not None and not 0 < seconds < inf:
+        raise InputError(f"time_limit={seconds!r} must be a number of seconds above 0")
+    return JointLimits(
+        effort=given["effort"] or DEFAULT_EFFORT,
+        seconds=inf if seconds is None else seconds,
+        top=given["top"] or DEFAULT_TOP,
+    )
+
+
+def _refuse_other_steps(fixed: Mapping[str, Any]) -> None:
+    """Raise InputError unless what is fixed leaves a synchronous training step."""
+    schedule, objective = fixed.get("schedule"), fixed.get("objective")
+    if schedule == "forward-only" or objective in INFERENCE_OBJECTIVES or schedule in ASYNCHRONOUS:
+        raise InputError(
+            f"{schedule or objective} has no step that ends with a flush, which is what devices= "
+            "makes short; leave devices out, or choose another schedule"
+        )

@@ -1,0 +1,369 @@
+"""The best plan for given devices: settings and cuts searched together. Needs no PyTorch.
+
+    settings ──▶ refused by memory (state_bytes)
+        │
+        │  first what is likely to fit, and of that the shortest on equal stages (likely_step)
+        ▼
+    costed once per size of microbatch, bounded again ──▶ ruled out (least_step_ns, extra_ns)
+        │
+        ▼
+    cut and scheduled by a quick search, unless it is not likely to be shorter
+        │
+        ▼
+    the few shortest again, by a thorough search ──▶ the plan, a lower bound, all results
+
+Sizes of microbatches are captured and costed when they are first wanted. Until then the bound of a
+smaller one comes from the largest (`Work.of_part`). By `effort`, the number of plans, the answer
+is the same on every machine; a time limit may end it before.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from heapq import heapify, heappop, heappush
+from math import inf
+
+from msgspec.structs import replace
+
+from pipecompile.api.draft import draft
+from pipecompile.api.likely_step import likely_step
+from pipecompile.api.setting_bounds import (
+    Work,
+    extra_ns,
+    least_step_ns,
+    state_bytes,
+)
+from pipecompile.api.setting_space import SettingSpace
+from pipecompile.api.target_costs import TargetCosts
+from pipecompile.errors import InfeasibleError, InputError
+from pipecompile.ir.duration import time_with_unit
+from pipecompile.ir.graph import CostGraph
+from pipecompile.ir.links import Links
+from pipecompile.ir.options import DEFAULT_EFFORT, DEFAULT_TOP
+from pipecompile.ir.plan import Plan
+from pipecompile.ir.setting import JointSearch, Setting, SettingResult, SettingStatus
+from pipecompile.ir.size import size_text
+from pipecompile.partition.budget import QUICK, THOROUGH, UNEXPLAINED, CutEffort
+from pipecompile.profiling.progress import progress
+from pipecompile.schedule.named_orders import SPLIT
+
+__all__ = ["JointLimits", "joint_plan"]
+
+logger = logging.getLogger("pipecompile.api")
+
+FINALISTS = 2  # settings whose plans are made again by thorough ones
+
+
+@dataclass(frozen=True)
+class JointLimits:
+    """How much is searched: at most `effort` quick plans, none begun after `seconds`; the plan
+    lists the `top` best settings.
+    """
+
+    effort: int = DEFAULT_EFFORT
+    seconds: float = inf
+    top: int = DEFAULT_TOP
+
+
+def joint_plan(
+    space: SettingSpace,
+    costs: TargetCosts,
+    links: Links,
+    devices: str,
+    limits: JointLimits = JointLimits(),
+) -> Plan:
+    """Return the plan with the shortest step that is found in `space`, with a bound on all of it.
+
+    `costs` are those of the whole minibatch: its microbatches are those of all replicas. `devices`
+    names them for people. InfeasibleError if no setting has a plan; it says what was in the way.
+    """
+    search = _Search(space, costs, links, limits)
+    search.run()
+    return search.answer(devices)
+
+
+@dataclass
+class _Search:
+    """A search under way: what is known of each setting, and the plans so far.
+
+    `finished` are those that a thorough search made: planning again gives the same ones.
+    """
+
+    space: SettingSpace
+    costs: TargetCosts
+    links: Links
+    limits: JointLimits
+    results: dict[Setting, SettingResult] = field(default_factory=dict)
+    plans: dict[Setting, Plan] = field(default_factory=dict)
+    finished: dict[Setting, Plan] = field(default_factory=dict)
+    graphs: dict[int, CostGraph] = field(default_factory=dict)
+    works: dict[int, Work] = field(default_factory=dict)
+    began: float = field(default_factory=time.monotonic)
+
+    def run(self) -> None:
+        """Plan settings until the effort or the time is spent, or none is likely to be shorter."""
+        settings = self.space.settings()
+        self._cost(min(setting.parts for setting in settings))
+        fitting = [setting for setting in settings if not self._is_refused(setting)]
+        logger.info(
+            "%s settings, of which %s fit by their parameters and optimizer states",
+            *(len(settings), len(fitting)),
+        )
+        if len(fitting) > 1:
+            with progress("settings planned", self.limits.effort) as advance:
+                for setting in self._likeliest(fitting):
+                    self._plan(setting, QUICK)
+                    advance()
+        self._finish(fitting)
+        self._judge_rest(fitting)
+
+    # -- costs
+
+    def _cost(self, parts: int) -> None:
+        """Have the cost graph of a microbatch that is one of so many parts of the minibatch."""
+        options = replace(self.space.base, microbatches=parts)
+        self.graphs[parts] = self.costs.graph(options)
+        self.works[parts] = Work.of(self.graphs[parts])
+
+    def _work(self, setting: Setting) -> Work:
+        known = self.works.get(setting.parts)
+        if known is not None:
+            return known
+        # The nearest larger microbatch. Its parts may be fewer than a whole number of this one's:
+        # rounded up, they are no larger than this one.
+        larger = max(parts for parts in self.works if parts <= setting.parts)
+        return self.works[larger].of_part(-(-setting.parts // larger))
+
+    def _is_refused(self, setting: Setting) -> bool:
+        """Return whether a setting cannot be, by what is known without planning it."""
+        options = self.space.options(setting)
+        graph = self.graphs[min(self.graphs)]
+        caps = options.caps(setting.ranks)
+        needed = state_bytes(graph, options)
+        if caps is not None and needed > sum(caps):
+            self._note(
+                setting,
+                "memory",
+                0,
+                f"parameters, gradients and optimizer states take {size_text(needed)}, and "
+                f"{setting.ranks} ranks have {size_text(sum(caps))}",
+            )
+        elif setting.schedule in SPLIT and self._work(setting).input_ns is None:
+            text = "the costs do not say how long each half of a backward takes"
+            self._note(setting, "refused", 0, text)
+        return setting in self.results
+
+    # -- what to plan
+
+    def _likeliest(self, settings: Sequence[Setting]) -> Iterator[Setting]:
+        """Yield what to plan: first what is likely to fit, then stages alone on their ranks, whose
+        cuts are found sooner, then the shortest likely step.
+
+        What is not likely to fit is tried only if nothing else does.
+        """
+        queue = [(self._likely(setting), index) for index, setting in enumerate(settings)]
+        heapify(queue)
+        while queue:
+            key, index = heappop(queue)
+            setting, (is_unlikely, _, step) = settings[index], key
+            if is_unlikely and self.plans:
+                return
+            if step >= self._best_ns:
+                continue
+            if setting.parts not in self.works:
+                if not self._has_time:
+                    return
+                self._cost(setting.parts)
+            if self._likely(setting) != key:
+                # Its size was costed since: it is not what a larger microbatch let expect.
+                heappush(queue, (self._likely(setting), index))
+            elif not self._needs_no_recompute(setting) and not self._rule_out(setting):
+                if len(self._tried) >= self.limits.effort or not self._has_time:
+                    return
+                yield setting
+
+    def _likely(self, setting: Setting) -> tuple[bool, int, int]:
+        """Return the sort key of a setting: whether it is not likely to fit, the stages on each
+        rank, and its likely step.
+        """
+        options = self.space.options(setting)
+        state = state_bytes(self.graphs[min(self.graphs)], options)
+        likely = likely_step(self._work(setting), options, state)
+        return not likely.fits, setting.stages_per_rank, likely.step_ns
+
+    def _needs_no_recompute(self, setting: Setting) -> bool:
+        """Return whether there is a plan of the setting without the recompute that it has."""
+        without = replace(setting, recompute="none")
+        return setting != without and without in self.plans
+
+    def _rule_out(self, setting: Setting) -> bool:
+        """Return whether a setting whose size is costed cannot have a plan, or no shorter one."""
+        options = self.space.options(setting)
+        extra = extra_ns(self.graphs[setting.parts], options)
+        if extra is None:
+            text = "what its stages must keep is more than their ranks may hold"
+            self._note(setting, "memory", 0, text)
+            return True
+        bound = least_step_ns(self.works[setting.parts], setting, extra)
+        self._note(setting, "bound" if bound >= self._best_ns else "not tried", bound)
+        return bound >= self._best_ns
+
+    # -- plans
+
+    def _finish(self, settings: Sequence[Setting]) -> None:
+        """Plan the best settings again by a thorough search, by which `check` makes a plan too.
+
+        Without any plan yet the first settings for which no cut was found get a longer search. The
+        best plan is made by the other objective as well, unless the user has one.
+        """
+        if len(settings) == 1 and not self._rule_out(settings[0]):
+            self._plan(settings[0], THOROUGH)
+        elif not self.plans:
+            failed = [each for each in settings if self._status(each) == "no cut"]
+            for setting in failed[:FINALISTS]:
+                if self._has_time:
+                    self._plan(setting, UNEXPLAINED)
+        best = sorted(self.plans, key=lambda each: self.plans[each].prediction.step_ns)
+        for setting in best[:FINALISTS]:
+            if setting not in self.finished and (self._has_time or not self.finished):
+                self._plan(setting, THOROUGH)
+        if self.finished and "objective" not in self.space.fixed and self._has_time:
+            self._plan(self._shortest(self.finished), THOROUGH, "step-time")
+
+    @staticmethod
+    def _shortest(plans: Mapping[Setting, Plan]) -> Setting:
+        return min(plans, key=lambda each: plans[each].prediction.step_ns)
+
+    def _plan(self, setting: Setting, effort: CutEffort, objective: str = "") -> None:
+        """Plan a setting, and keep the plan if it is the best one of the setting."""
+        options = self.space.options(setting)
+        options = replace(options, objective=objective or options.objective)
+        source = self.costs.source(replace(options, microbatches=setting.parts))
+        bound = self.results[setting].bound_ns
+        try:
+            plan = draft(
+                self.graphs[setting.parts],
+                options,
+                **source._asdict(),
+                links=self.links,
+                effort=effort,
+            )
+        except (InfeasibleError, InputError) as error:
+            if setting not in self.plans:
+                status: SettingStatus = "refused" if isinstance(error, InputError) else "no cut"
+                self._note(setting, status, bound, str(error))
+            return
+        before, step_ns = self._best_ns, plan.prediction.step_ns
+        for plans in (self.plans, *[self.finished] * (effort == THOROUGH)):
+            if setting not in plans or step_ns < plans[setting].prediction.step_ns:
+                plans[setting] = plan
+        self.results[setting] = _planned(setting, bound, self.plans[setting])
+        if step_ns < before:
+            step = time_with_unit(plan.prediction.step_ns, plan.time_unit)
+            logger.info("best so far: %s, %s", step, setting)
+
+    # -- the answer
+
+    def answer(self, devices: str) -> Plan:
+        """Return the best plan, with what the search found; InfeasibleError if there is none."""
+        counts = dict(Counter(result.status for result in self.results.values()))
+        if not self.finished:
+            ranked = sorted(self.results.values(), key=_rank)
+            raise InfeasibleError(_why_none(devices, counts, ranked))
+        chosen = self._shortest(self.finished)
+        plan = self.finished[chosen]
+        # A thorough search may end with a longer step than a quick one by chance.
+        self.results[chosen] = _planned(chosen, self.results[chosen].bound_ns, plan)
+        ranked = sorted(self.results.values(), key=_rank)
+        step = plan.prediction.step_ns
+        possible = [each.bound_ns for each in ranked if each.status not in ("memory", "refused")]
+        bound = min(step, *possible)
+        joint = JointSearch(
+            devices=devices,
+            settings=len(ranked),
+            bound_ns=bound,
+            gap=(step - bound) / step if step else 0.0,
+            counts=dict(sorted(counts.items())),
+            best=tuple(_best(ranked, chosen))[: self.limits.top],
+        )
+        return replace(plan, joint=joint)
+
+    def _judge_rest(self, settings: Iterable[Setting]) -> None:
+        """Note of each setting without a plan whether its bound rules it out."""
+        for setting in settings:
+            if self._status(setting) not in (None, "not tried"):
+                continue
+            known = self.results.get(setting)
+            bound = least_step_ns(self._work(setting), setting) if known is None else known.bound_ns
+            self._note(setting, "bound" if bound >= self._best_ns else "not tried", bound)
+
+    @property
+    def _best_ns(self) -> float:
+        return min((plan.prediction.step_ns for plan in self.plans.values()), default=inf)
+
+    @property
+    def _tried(self) -> list[Setting]:
+        return [s for s, r in self.results.items() if r.status in ("planned", "no cut", "refused")]
+
+    @property
+    def _has_time(self) -> bool:
+        return time.monotonic() - self.began < self.limits.seconds
+
+    def _status(self, setting: Setting) -> SettingStatus | None:
+        known = self.results.get(setting)
+        return None if known is None else known.status
+
+    def _note(self, setting: Setting, status: SettingStatus, bound: int, reason: str = "") -> None:
+        self.results[setting] = SettingResult(
+            setting=setting, status=status, bound_ns=bound, reason=reason
+        )
+
+
+def _planned(setting: Setting, bound: int, plan: Plan) -> SettingResult:
+    return SettingResult(
+        setting=setting,
+        status="planned",
+        bound_ns=bound,
+        step_ns=plan.prediction.step_ns,
+        memory_bytes=max(rank.total.bound for rank in plan.prediction.memory),
+        bubble=plan.prediction.bubble,
+    )
+
+
+def _rank(result: SettingResult) -> tuple[float, int, int]:
+    """Return a sort key: the shortest step first, of equal ones that which holds the least."""
+    step = inf if result.step_ns is None else result.step_ns
+    return step, result.memory_bytes or 0, result.bound_ns
+
+
+def _best(ranked: Iterable[SettingResult], chosen: Setting) -> Iterator[SettingResult]:
+    """Yield the settings that have plans, the chosen one first."""
+    planned = [each for each in ranked if each.step_ns is not None]
+    yield from (each for each in planned if each.setting == chosen)
+    yield from (each for each in planned if each.setting != chosen)
+
+
+def _why_none(
+    devices: str, counts: dict[SettingStatus, int], results: Sequence[SettingResult]
+) -> str:
+    """Return why no setting has a plan, each reason with the number of settings, and an example."""
+    texts = {
+        "memory": "cannot fit their memory",
+        "no cut": "had no cut that was found to fit",
+        "refused": "are not possible",
+        "not tried": "were not tried",
+    }
+    parts = []
+    for status, text in texts.items():
+        first = next((each for each in results if each.status == status), None)
+        if first is not None:
+            example = f" (such as {first.setting}: {first.reason})" if first.reason else ""
+            parts.append(f"{counts[first.status]} {text}{example}")
+    return (
+        f"no plan was found for {devices} among {len(results)} settings: {'; '.join(parts)}. Give "
+        "more devices, more memory or a smaller batch, or fix fewer options"
+    )

@@ -1,0 +1,85 @@
+"""What the step of a setting is likely to be: a guess that says what to plan first, and no bound.
+
+It is the step of equal stages without transfers, with the recompute that such stages need to fit.
+Needs no PyTorch.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import NamedTuple
+
+from pipecompile.api.setting_bounds import Work
+from pipecompile.ir.plan import Options
+from pipecompile.schedule.named_orders import MAY_SPLIT, generate
+from pipecompile.schedule.problem import PlacedProblem, StageCosts
+from pipecompile.schedule.selection import placements, representative_schedule
+from pipecompile.schedule.simulator import simulate
+
+__all__ = ["LikelyStep", "likely_step"]
+
+# After as many microbatches for each rank an order repeats itself.
+SIMULATED_ROUNDS = 3
+
+
+class LikelyStep(NamedTuple):
+    """A guess of a step in ns, and whether its ranks are likely to fit."""
+
+    step_ns: int
+    fits: bool
+
+
+def likely_step(work: Work, options: Options, state_bytes: int) -> LikelyStep:
+    """Return a guess for plans with these options; all ranks together hold `state_bytes` whatever
+    is in flight.
+    """
+    placement, m = placements(options)[0], options.microbatches
+    ranks = max(placement) + 1
+    simulated = min(m, SIMULATED_ROUNDS * ranks)
+    name = representative_schedule(options, placement)
+    step, held = _equal_stages(name, placement, simulated, work)
+    caps = options.caps(ranks)
+    room = None if caps is None else min(caps) - state_bytes // ranks
+    extra, fits = _recomputed_ns(work, options, held, room, len(placement))
+    rest = (m - simulated) * (work.forward_ns + work.backward_ns)
+    return LikelyStep(step + (rest + m * extra) // ranks, fits)
+
+
+@lru_cache(maxsize=4096)
+def _equal_stages(
+    name: str, placement: tuple[int, ...], microbatches: int, work: Work
+) -> tuple[int, int]:
+    """Return the step in ns, and the most that a rank holds in flight, in bytes."""
+    stages = len(placement)
+    inner = work.backward_ns if work.input_ns is None else work.input_ns
+    costs = StageCosts(
+        forward_ns=work.forward_ns // stages,
+        backward_ns=work.backward_ns // stages,
+        backward_input_ns=inner // stages,
+        backward_weight_ns=(work.backward_ns - inner) // stages,
+        kept_bytes=work.saved_bytes // stages,
+        between_bytes=work.saved_bytes // stages,
+    )
+    free, gradient = (0,) * (stages - 1), (True,) * (stages - 1)
+    problem = PlacedProblem(placement, microbatches, (costs,) * stages, free, free, gradient)
+    timeline = simulate(problem, generate(name, placement, microbatches))
+    return timeline.makespan_ns, max(max(row) for row in timeline.held_bytes)
+
+
+def _recomputed_ns(
+    work: Work, options: Options, held: int, room: int | None, stages: int
+) -> tuple[int, bool]:
+    """Return what all stages recompute of one microbatch in ns, and whether they then fit.
+
+    Stages of a schedule that may split backwards recompute as a whole or not at all; others free
+    the share of what they hold that is too much, by the same share of their forwards.
+    """
+    has_room = room is None or held <= room
+    if options.recompute == "none" or (options.recompute == "auto" and has_room):
+        return 0, has_room
+    assert room is not None or options.recompute != "auto"
+    fits = room is None or work.saved_bytes // stages <= room
+    if options.recompute != "auto" or options.schedule in MAY_SPLIT:
+        return work.forward_ns, fits
+    assert room is not None
+    return work.forward_ns * min(held, held - room) // held, fits

@@ -1,0 +1,184 @@
+"""What every plan of a setting takes at least: time, and memory. No solver is asked.
+
+Bounds hold for all cuts. Let L be the compute of one microbatch in all stages, F its forward and B
+its backward, on p ranks with M microbatches:
+
+    any order                M × L / p, since some rank computes that much
+    one stage on each rank,  rank i waits for the forward of the first microbatch in the ranks
+    whole backwards          before it, and they wait for its last backward: with the loads lᵢ
+                             T ≥ M × lᵢ + l₀ + … + lᵢ₋₁ for each i, so T ≥ L / (1 − (1 − 1/M)ᵖ)
+    and rank i begins its    T ≥ L + (M − 1) × bᵢ + (M − cᵢ) × fᵢ: the first microbatch is back
+    first backward after     after L − bᵢ and what ranks before it add, and the rank has the rest
+    cᵢ forwards              of its M backwards and forwards to do
+
+The last line holds for all ranks at once: a linear program over fᵢ and bᵢ, solved in `_warm_ns`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import lru_cache
+from math import ceil
+
+from pipecompile.api.partition_problem import problem_of
+from pipecompile.errors import InfeasibleError
+from pipecompile.ir.graph import CostGraph, Node
+from pipecompile.ir.links import FREE
+from pipecompile.ir.plan import Options
+from pipecompile.ir.setting import Setting
+from pipecompile.memory_model.lower_bounds import bytes_lower_bounds
+from pipecompile.memory_model.optimizer import optimizer_bytes
+from pipecompile.partition.problem import MemoryConstraint
+from pipecompile.schedule.named_orders import SPLIT, peak_in_flight
+from pipecompile.schedule.selection import placements
+
+__all__ = ["Work", "extra_ns", "least_step_ns", "state_bytes"]
+
+
+@dataclass(frozen=True)
+class Work:
+    """What one microbatch takes at least: ns for all forwards, for all backwards and for the
+    longest node, and the bytes that backwards save.
+
+    `input_ns` is the part of the backward that makes gradients of inputs, None where the costs do
+    not say how long each half takes.
+    """
+
+    forward_ns: int
+    backward_ns: int
+    largest_ns: int
+    input_ns: int | None
+    saved_bytes: int
+
+    @staticmethod
+    def of(graph: CostGraph) -> Work:
+        """Return the work of the microbatch that `graph` is of."""
+        nodes = graph.nodes
+        can_split = not any(node.backward_input_ns is None for node in nodes if node.backward_ns)
+        return Work(
+            sum(node.forward_ns for node in nodes),
+            sum(map(_least_backward_ns, nodes)),
+            max(node.forward_ns + _least_backward_ns(node) for node in nodes),
+            sum(node.backward_input_ns or 0 for node in nodes) if can_split else None,
+            sum(bytes_lower_bounds(graph, "none", gradients=False)[1].values()),
+        )
+
+    def of_part(self, parts: int) -> Work:
+        """Return what a part of this microbatch takes at least, of so many equal parts.
+
+        A sample takes no longer in a larger microbatch than in a smaller one: work grows with the
+        samples, and what each kernel takes at least does not.
+        """
+        return Work(
+            self.forward_ns // parts,
+            self.backward_ns // parts,
+            self.largest_ns // parts,
+            None if self.input_ns is None else self.input_ns // parts,
+            self.saved_bytes // parts,
+        )
+
+
+def _least_backward_ns(node: Node) -> int:
+    halves = (node.backward_input_ns or 0) + (node.backward_weight_ns or 0)
+    return min(node.backward_ns, halves) if node.backward_input_ns is not None else node.backward_ns
+
+
+# -- time
+
+
+def least_step_ns(work: Work, setting: Setting, extra: int = 0) -> int:
+    """Return a time in ns that no step under a setting is below; stages recompute for at least
+    `extra` ns, all together, in each microbatch.
+    """
+    p, m = setting.ranks, setting.microbatches
+    forward, backward = work.forward_ns, work.backward_ns
+    total = forward + backward
+    bounds = [Fraction(m * (total + extra), p), Fraction(m * work.largest_ns)]
+    if setting.schedule in SPLIT or setting.schedule == "search":
+        bounds.append(Fraction(forward))
+    else:
+        bounds.append(Fraction(total))
+        if setting.stages_per_rank == 1:
+            bounds.append(total / (1 - (1 - Fraction(1, m)) ** p))
+            bounds.append(_warm_ns(setting, forward, backward))
+    return ceil(max(bounds))
+
+
+def _warm_ns(setting: Setting, forward: int, backward: int) -> Fraction:
+    """Return the least T with T − L ≥ α × bᵢ + βᵢ × fᵢ on each rank, where Σ fᵢ = F, Σ bᵢ = B.
+
+    α is M − 1 and βᵢ = M − cᵢ ≤ α. By duality that is the largest
+    (α × B + r × F) / Σ max(1, r / βᵢ) over r; between two βᵢ it is monotone, so only these need be
+    tried. The ranks also take all forwards that the last one wants before its first backward, one
+    after the other.
+    """
+    m, p = setting.microbatches, setting.ranks
+    warm = _first_forwards(setting.schedule, p, m)
+    alpha, betas = m - 1, sorted(m - each for each in warm)
+    values = [Fraction((warm[-1] - 1) * forward + alpha * backward, p)]
+    for ratio in (each for each in betas if betas[0]):
+        weight = sum(max(Fraction(1), Fraction(ratio, beta)) for beta in betas)
+        values.append((alpha * backward + ratio * forward) / weight)
+    return forward + backward + max(values)
+
+
+@lru_cache(maxsize=1024)
+def _first_forwards(schedule: str, ranks: int, microbatches: int) -> tuple[int, ...]:
+    """Return for each rank how many forwards it does before its first backward."""
+    return peak_in_flight(schedule, tuple(range(ranks)), microbatches)
+
+
+# -- memory
+
+
+def state_bytes(graph: CostGraph, options: Options) -> int:
+    """Return what parameters, gradients and optimizer states take at least, on all ranks of a
+    replica together: each rank has its own when its last backward ends.
+    """
+    trained = [each for each in graph.parameters if each.trainable]
+    unnamed = sum(node.parameter_bytes for node in graph.nodes if not node.parameters)
+    states, _ = optimizer_bytes(
+        trained, options.optimizer, master_weights=options.master_weights, lists=True
+    )
+    held = sum(each.bytes for each in (*graph.parameters, *trained)) + 2 * unnamed + sum(states)
+    # Sharded parts are rounded up, which only adds to this.
+    return held // options.replicas if options.sharded else held
+
+
+def extra_ns(graph: CostGraph, options: Options) -> int | None:
+    """Return what stages recompute at least in each microbatch, in ns all together, to fit their
+    ranks; None if no cut fits.
+
+    Stage i holds its resident bytes and nᵢ microbatches: capᵢ ≥ residentᵢ + nᵢ × (savedᵢ − freedᵢ).
+    Over all stages that is Σ freedᵢ ≥ Σ savedᵢ + Σ residentᵢ / nᵢ − Σ capᵢ / nᵢ, where no nᵢ is
+    above the largest one. The bytes that take the least time are freed first.
+    """
+    caps = options.caps(max(placements(options)[0]) + 1)
+    if caps is None:
+        return 0
+    if state_bytes(graph, options) > sum(caps):
+        return None
+    # A rank of several stages does not hold the most of all of them at once, and a search may
+    # find an order that holds less.
+    if len(caps) < options.k or options.schedule == "search":
+        return 0
+    try:
+        memory = problem_of(graph, options, FREE).memory
+    except InfeasibleError:
+        return None
+    assert memory is not None
+    return _least_extra_ns(memory)
+
+
+def _least_extra_ns(memory: MemoryConstraint) -> int | None:
+    room = sum(Fraction(*pair) for pair in zip(memory.caps, memory.in_flight, strict=True))
+    resident = Fraction(sum(memory.resident.values()), max(memory.in_flight))
+    classes = [(each.rate, sum(each.bytes.values())) for each in memory.freeable]
+    kept = sum(memory.saved.values()) + sum(size for _, size in classes)
+    missing, spent = kept + resident - room, Fraction(0)
+    for rate, size in sorted(classes):
+        freed = max(Fraction(0), min(missing, Fraction(size)))
+        spent += rate * freed
+        missing -= freed
+    return None if missing > 0 else ceil(spent)

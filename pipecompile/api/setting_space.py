@@ -1,0 +1,146 @@
+"""The settings that a joint search chooses from. Needs no PyTorch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from msgspec.structs import replace
+
+from pipecompile.api.choices import check_together
+from pipecompile.errors import InputError
+from pipecompile.ir.plan import Options
+from pipecompile.ir.setting import Setting
+from pipecompile.schedule.named_orders import fitting_names, required_placement
+from pipecompile.schedule.placement import place
+
+__all__ = ["JOINT_CHOICES", "SettingSpace"]
+
+JOINT_CHOICES = (
+    "k",
+    "ranks",
+    "stages_per_rank",
+    "replicas",
+    "microbatches",
+    "schedule",
+    "recompute",
+    "objective",
+)
+"""The options that a joint search chooses unless they are given."""
+# By the memory that they take, so that of equally short orders the one that holds less comes first.
+SCHEDULES = (
+    "1f1b",
+    "zb-h1",
+    "v-min",
+    "v-half",
+    "zb-v",
+    "interleaved-1f1b",
+    "dualpipe-v",
+    "zb-h2",
+    "gpipe",
+    "looped-bfs",
+)
+STAGES_PER_RANK = (2,)  # of schedules that take any number around a loop
+POLICIES = ("none", "auto", "stage")
+
+
+@dataclass(frozen=True)
+class SettingSpace:
+    """The settings under which `devices` equal devices train a minibatch of `samples` samples.
+
+    `base` has all options that are not chosen, and `fixed` those of `JOINT_CHOICES` that the user
+    gave. All devices are used, and microbatches have one size. InputError if what is fixed leaves
+    no setting.
+    """
+
+    devices: int
+    samples: int
+    base: Options
+    fixed: Mapping[str, Any] = field(default_factory=dict)
+
+    def settings(self) -> tuple[Setting, ...]:
+        """Return all settings: numbers of replicas first, the fewest first, recompute last."""
+        found = tuple(filter(self._allowed, self._all()))
+        if not found:
+            given = ", ".join(f"{name}={value}" for name, value in self.fixed.items())
+            raise InputError(
+                f"no setting of {self.devices} devices and a batch of {self.samples} has "
+                f"{given or 'one microbatch for each replica'}; ranks × replicas must be the "
+                "number of devices, and replicas × microbatches must divide the batch"
+            )
+        return found
+
+    def options(self, setting: Setting) -> Options:
+        """Return the options of a plan under a setting."""
+        return replace(
+            self.base,
+            k=setting.k,
+            stages_per_rank=setting.stages_per_rank,
+            replicas=setting.replicas,
+            microbatches=setting.microbatches,
+            schedule=setting.schedule,
+            recompute=setting.recompute,
+        )
+
+    def _allowed(self, setting: Setting) -> bool:
+        """Return whether the options of a setting may be given together."""
+        try:
+            check_together(self.options(setting))
+        except InputError:
+            return False
+        return True
+
+    def _all(self) -> Iterator[Setting]:
+        for replicas in self._values("replicas", _divisors(self.devices)):
+            if self.devices % replicas == 0 and self.samples % replicas == 0:
+                yield from self._of_replica(self.devices // replicas, replicas)
+
+    def _of_replica(self, ranks: int, replicas: int) -> Iterator[Setting]:
+        """Yield the settings of replicas on so many ranks."""
+        samples = self.samples // replicas
+        if self.fixed.get("ranks", ranks) != ranks:
+            return
+        for microbatches in self._values("microbatches", _divisors(samples)):
+            if samples % microbatches:
+                continue
+            for schedule, each in self._orders(ranks, microbatches):
+                if self.fixed.get("k", ranks * each) == ranks * each:
+                    for recompute in self._policies():
+                        yield Setting(
+                            ranks=ranks,
+                            stages_per_rank=each,
+                            replicas=replicas,
+                            microbatches=microbatches,
+                            schedule=schedule,
+                            recompute=recompute,
+                        )
+
+    def _orders(self, ranks: int, microbatches: int) -> Iterator[tuple[str, int]]:
+        """Yield schedules with the stages that they have on each rank."""
+        # On one rank all schedules are the same order of the same stage.
+        schedules = SCHEDULES if ranks > 1 else SCHEDULES[:1]
+        for schedule in self._values("schedule", schedules):
+            shape, needed = ("any", 1) if schedule == "search" else required_placement(schedule)
+            several = STAGES_PER_RANK if shape == "loop" else (1,)
+            for each in self._values("stages_per_rank", (needed,) if needed else several):
+                placement = place(self.base.placement or _default(shape), ranks, each)
+                known = (*fitting_names(placement, microbatches), "search")
+                if schedule in known:
+                    yield schedule, each
+
+    def _policies(self) -> tuple[str, ...]:
+        # Without a cap recompute costs time and gives nothing.
+        has_cap = self.base.memory_bytes is not None
+        return self._values("recompute", POLICIES if has_cap else POLICIES[:1])
+
+    def _values(self, name: str, choices: tuple[Any, ...]) -> tuple[Any, ...]:
+        return (self.fixed[name],) if name in self.fixed else choices
+
+
+def _default(shape: str) -> str:
+    return "linear" if shape == "any" else shape
+
+
+def _divisors(number: int) -> tuple[int, ...]:
+    return tuple(each for each in range(1, number + 1) if number % each == 0)

@@ -1,0 +1,83 @@
+"""The settings of a joint search: what is chosen for given devices, and what came of each."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pipecompile.ir.plurals import counted
+from pipecompile.ir.serialization import NonNegative, Positive, Value
+
+__all__ = ["JointSearch", "Setting", "SettingResult", "SettingStatus"]
+
+SettingStatus = Literal["planned", "memory", "bound", "no cut", "refused", "not tried"]
+"""What came of a setting: it has a plan; no cut of it can fit the memory; its bound is not below
+the best step; no cut was found that fits, which is no proof; what the user asks for is not possible
+under it; or the search ended before it.
+"""
+
+
+class Setting(Value, frozen=True, kw_only=True):
+    """What a plan has besides its cut; each of `replicas` has `ranks` and `microbatches`."""
+
+    ranks: Positive
+    stages_per_rank: Positive
+    replicas: Positive
+    microbatches: Positive
+    schedule: str
+    recompute: str
+
+    @property
+    def k(self) -> int:
+        """The number of stages."""
+        return self.ranks * self.stages_per_rank
+
+    @property
+    def parts(self) -> int:
+        """The number of microbatches in which the whole minibatch is cut, over all replicas."""
+        return self.replicas * self.microbatches
+
+    def __str__(self) -> str:
+        """The setting for people: 2 replicas × 4 ranks, 32 microbatches, zb-h1, recompute none."""
+        each = f" of {self.stages_per_rank} stages" if self.stages_per_rank > 1 else ""
+        return (
+            f"{counted(self.replicas, 'replica')} × {counted(self.ranks, 'rank')}{each}, "
+            f"{counted(self.microbatches, 'microbatch')}, {self.schedule}, "
+            f"recompute {self.recompute}"
+        )
+
+
+class SettingResult(Value, frozen=True, kw_only=True):
+    """What a joint search knows of a setting.
+
+    No plan of it has a step shorter than `bound_ns`. One that is planned has the step and the
+    bubble of its plan, and what the fullest rank may need; any other has a `reason` where more can
+    be said than the status does.
+    """
+
+    setting: Setting
+    status: SettingStatus
+    bound_ns: NonNegative
+    step_ns: NonNegative | None = None
+    memory_bytes: NonNegative | None = None
+    bubble: float | None = None
+    reason: str = ""
+
+
+class JointSearch(Value, frozen=True, kw_only=True):
+    """How a plan was chosen among `settings` for `devices`, and how good it can be at most.
+
+    No plan of any of these settings has a step shorter than `bound_ns`; `gap` is what the plan's
+    step is above that, as a share of the step. `counts` has the number of settings by status, and
+    `best` the settings with the shortest steps, the plan's first.
+    """
+
+    devices: str
+    settings: Positive
+    bound_ns: NonNegative
+    gap: float
+    counts: dict[SettingStatus, int]
+    best: tuple[SettingResult, ...] = ()
+
+    def __post_init__(self) -> None:
+        if sum(self.counts.values()) != self.settings:
+            raise ValueError(f"the counts must add up to the {self.settings} settings")

@@ -1,0 +1,103 @@
+"""A chain of nodes whose costs grow with the size of a microbatch, for joint searches."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hypothesis import strategies as st
+
+from pipecompile.api.target_costs import Source
+from pipecompile.ir.graph import CostGraph, Node, Parameter, Tensor
+from pipecompile.ir.plan import Options, Plan, Provenance
+
+__all__ = ["ChainNode", "SizedChain", "chains", "contiguous_cuts"]
+
+
+@dataclass(frozen=True)
+class ChainNode:
+    """Times in ns: what a kernel takes at least, and more for each sample in each direction."""
+
+    launch_ns: int = 0
+    forward_ns: int = 10
+    input_ns: int = 10
+    weight_ns: int = 10
+    parameter_bytes: int = 0
+    saved_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class SizedChain:
+    """The costs of a chain for a minibatch of `samples`, cut into any number of microbatches."""
+
+    nodes: tuple[ChainNode, ...]
+    samples: int
+
+    def check(self, plan: Plan) -> None:
+        """Any plan is of this chain."""
+
+    def source(self, options: Options) -> Source:
+        """Nothing but a name."""
+        return Source("chain", Provenance(verified=False), ())
+
+    def graph(self, options: Options) -> CostGraph:
+        """Return the chain for one microbatch."""
+        size = self.samples // options.microbatches
+        names = [f"n{index}" for index in range(len(self.nodes))]
+        return CostGraph(
+            nodes=tuple(_node(*pair, size) for pair in zip(names, self.nodes, strict=True)),
+            tensors=tuple(
+                Tensor(producer=a, consumers=(b,), bytes=8 * size, gradient_bytes=8 * size)
+                for a, b in zip(names, names[1:], strict=False)
+            ),
+            storages=tuple(each.saved_bytes * size for each in self.nodes),
+            contents=(None,) * len(self.nodes),
+            parameters=tuple(
+                Parameter(name=f"{name}.weight", bytes=each.parameter_bytes, trainable=True)
+                for name, each in zip(names, self.nodes, strict=True)
+            ),
+        )
+
+
+def _node(name: str, each: ChainNode, size: int) -> Node:
+    inner, weight = (each.launch_ns + ns * size for ns in (each.input_ns, each.weight_ns))
+    index = int(name[1:])
+    return Node(
+        name=name,
+        forward_ns=each.launch_ns + each.forward_ns * size,
+        backward_ns=inner + weight,
+        backward_input_ns=inner,
+        backward_weight_ns=weight,
+        parameter_bytes=0,
+        saved_bytes=0,
+        group=None,
+        saved=(index,) if each.saved_bytes else (),
+        forward_peak_bytes=each.saved_bytes * size,
+        parameters=(f"{name}.weight",),
+    )
+
+
+def contiguous_cuts(nodes: int, k: int) -> list[dict[str, int]]:
+    """Return all cuts of the chain into `k` stages of one node or more."""
+    from itertools import combinations
+
+    cuts = []
+    for ends in combinations(range(1, nodes), k - 1):
+        stages = [sum(index >= end for end in ends) for index in range(nodes)]
+        cuts.append({f"n{index}": stage for index, stage in enumerate(stages)})
+    return cuts
+
+
+@st.composite
+def chains(draw: st.DrawFn, samples: int) -> SizedChain:
+    """Chains of two to six nodes."""
+    times = st.integers(0, 20)
+    nodes = st.builds(
+        ChainNode,
+        launch_ns=st.integers(0, 5),
+        forward_ns=times,
+        input_ns=times,
+        weight_ns=times,
+        parameter_bytes=st.sampled_from([0, 1000, 100_000]),
+        saved_bytes=st.sampled_from([0, 100, 1000]),
+    )
+    return SizedChain(tuple(draw(st.lists(nodes, min_size=2, max_size=6))), samples)

@@ -1,0 +1,233 @@
+"""Joint searches against all settings with all cuts, and what they promise."""
+
+from __future__ import annotations
+
+import time
+from itertools import count
+from math import inf
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from msgspec.structs import replace
+
+from pipecompile.api.choices import requested_options
+from pipecompile.api.draft import draft
+from pipecompile.api.joint_search import JointLimits, joint_plan
+from pipecompile.api.partition_problem import simulated_step_ns
+from pipecompile.api.setting_bounds import Work, extra_ns, least_step_ns
+from pipecompile.api.setting_space import SettingSpace
+from pipecompile.errors import InfeasibleError, InputError
+from pipecompile.ir.links import FREE, Link, Links
+from pipecompile.ir.plan import Options, Plan
+from pipecompile.ir.serialization import encode
+from pipecompile.ir.setting import Setting
+from pipecompile.partition.budget import QUICK
+from tests.api.sized_costs import ChainNode, SizedChain, chains, contiguous_cuts
+
+SAMPLES = 8
+ALL = JointLimits(effort=10_000, top=10_000)
+LINKS = Links.of(Link(bandwidth_bytes_per_s=10**9, latency_ns=3))
+
+
+def space(devices: int, fixed: dict[str, Any] | None = None, **choices: Any) -> SettingSpace:
+    options = requested_options(k=1, costs="flops", **choices)
+    return SettingSpace(devices, SAMPLES, options, fixed or {})
+
+
+def searched(
+    chain: SizedChain, where: SettingSpace, limits: JointLimits = ALL, links: Links = LINKS
+) -> Plan:
+    return joint_plan(where, chain, links, f"{where.devices}xflops", limits)
+
+
+def graph_of(chain: SizedChain, options: Options) -> Any:
+    return chain.graph(replace(options, microbatches=options.replicas * options.microbatches))
+
+
+def even_chain(nodes: int = 6, **changes: int) -> SizedChain:
+    return SizedChain((ChainNode(**changes),) * nodes, SAMPLES)
+
+
+def uneven_chain() -> SizedChain:
+    nodes = (ChainNode(4, forward_ns=3 + 5 * (n % 3), weight_ns=n) for n in range(6))
+    return SizedChain(tuple(nodes), SAMPLES)
+
+
+def shortest_ns(chain: SizedChain, where: SettingSpace, setting: Setting) -> int:
+    """The shortest step of all cuts under a setting, `-1` without any cut."""
+    options = where.options(setting)
+    cuts = contiguous_cuts(len(chain.nodes), setting.k)
+    graph = graph_of(chain, options)
+    return min((simulated_step_ns(graph, cut, options, LINKS) for cut in cuts), default=-1)
+
+
+@settings(max_examples=5, deadline=None)
+@given(chains(SAMPLES), st.integers(1, 4))
+def test_the_plan_is_within_its_gap_of_the_best_of_all_settings_and_cuts(
+    chain: SizedChain, devices: int
+) -> None:
+    where = space(devices)
+    steps = {each: shortest_ns(chain, where, each) for each in where.settings()}
+    best = min((step for step in steps.values() if step >= 0), default=None)
+    if best is None:
+        return
+    plan = searched(chain, where)
+    assert plan.joint is not None
+    assert plan.joint.bound_ns <= best <= plan.prediction.step_ns
+    assert plan.joint.bound_ns == pytest.approx(plan.prediction.step_ns * (1 - plan.joint.gap))
+    # What is not planned is not likely to be shorter: a guess, which is seldom wrong by much.
+    assert plan.prediction.step_ns <= 1.25 * best
+
+
+@settings(max_examples=150, deadline=None)
+@given(chains(SAMPLES), st.integers(1, 4), st.data())
+def test_no_cut_under_a_setting_is_shorter_than_its_bound(
+    chain: SizedChain, devices: int, data: st.DataObject
+) -> None:
+    where = space(devices)
+    setting = data.draw(st.sampled_from(where.settings()))
+    graph = graph_of(chain, where.options(setting))
+    shortest = shortest_ns(chain, where, setting)
+    if shortest >= 0:
+        assert least_step_ns(Work.of(graph), setting) <= shortest
+
+
+@settings(max_examples=50, deadline=None)
+@given(chains(SAMPLES), st.integers(1, 3))
+def test_work_of_a_part_is_no_more_than_that_of_a_microbatch_of_its_size(
+    chain: SizedChain, doublings: int
+) -> None:
+    whole, part = (
+        Work.of(chain.graph(requested_options(k=1, microbatches=parts, costs="flops")))
+        for parts in (1, 2**doublings)
+    )
+    guess = whole.of_part(2**doublings)
+    assert guess.forward_ns <= part.forward_ns
+    assert guess.backward_ns <= part.backward_ns
+    assert guess.largest_ns <= part.largest_ns
+
+
+@settings(max_examples=25, deadline=None)
+@given(chains(SAMPLES), st.floats(0.3, 1.2), st.data())
+def test_what_must_be_recomputed_bounds_plans_under_a_cap(
+    chain: SizedChain, share: float, data: st.DataObject
+) -> None:
+    free = space(2, {"replicas": 1, "stages_per_rank": 1})
+    setting = data.draw(st.sampled_from(free.settings()))
+    graph = graph_of(chain, free.options(setting))
+    try:
+        loose = drafted(chain, free.options(setting))
+    except InfeasibleError:
+        return
+    cap = int(share * max(rank.total.bound for rank in loose.prediction.memory))
+    options = replace(free.options(setting), memory_bytes=cap, recompute="auto")
+    extra = extra_ns(graph, options)
+    try:
+        plan = drafted(chain, options)
+    except InfeasibleError:
+        return
+    assert extra is not None
+    assert least_step_ns(Work.of(graph), setting, extra) <= plan.prediction.step_ns
+
+
+def drafted(chain: SizedChain, options: Options) -> Plan:
+    return draft(
+        graph_of(chain, options),
+        options,
+        **chain.source(options)._asdict(),
+        links=LINKS,
+        effort=QUICK,
+    )
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "interleaved-1f1b"])
+@pytest.mark.parametrize("microbatches", [4, 8])
+def test_with_a_setting_fixed_it_is_never_slower_than_that_plan(
+    schedule: str, microbatches: int
+) -> None:
+    chain = uneven_chain()
+    fixed = {"replicas": 1, "schedule": schedule, "microbatches": microbatches}
+    where = space(2, fixed)
+    (setting,) = where.settings()
+    plan = draft(
+        graph_of(chain, where.options(setting)),
+        where.options(setting),
+        **chain.source(where.base)._asdict(),
+        links=LINKS,
+    )
+    joint = searched(chain, where)
+    assert joint.prediction.step_ns <= plan.prediction.step_ns
+    assert (joint.schedule.name, joint.microbatches) == (schedule, microbatches)
+
+
+def test_what_is_fixed_is_kept() -> None:
+    fixed = {"replicas": 2, "schedule": "gpipe", "recompute": "stage", "objective": "max-load"}
+    plan = searched(even_chain(), space(4, fixed, objective="max-load"))
+    options = plan.options
+    assert (plan.replicas, plan.ranks, options.schedule) == (2, 2, "gpipe")
+    assert (options.recompute, options.objective) == ("stage", "max-load")
+
+
+def test_the_same_effort_gives_the_same_plan_and_less_of_it_tries_less() -> None:
+    chain = uneven_chain()
+    plans = [searched(chain, space(4), JointLimits(effort=effort)) for effort in (3, 3, 30)]
+    assert encode(plans[0]) == encode(plans[1])
+    joints = [plan.joint for plan in plans]
+    tried = [joint.counts["planned"] for joint in joints if joint is not None]
+    assert tried[0] <= 3 < tried[2]
+
+
+def test_a_time_limit_ends_the_search_with_the_best_plan_so_far(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock = count()
+    monkeypatch.setattr(time, "monotonic", lambda: float(next(clock)))
+    plan = searched(uneven_chain(), space(4), JointLimits(seconds=12.0))
+    assert plan.joint is not None
+    assert 1 <= plan.joint.counts["planned"] < 12
+    assert plan.joint.counts["not tried"] > 0
+
+
+def test_recompute_is_chosen_where_memory_needs_it() -> None:
+    chain = even_chain(saved_bytes=10**6, parameter_bytes=1000)
+    fixed = {"replicas": 1, "microbatches": 4, "schedule": "1f1b"}
+    loose = searched(chain, space(2, fixed))
+    needed = max(rank.total.bound for rank in loose.prediction.memory)
+    tight = searched(chain, space(2, fixed, memory=needed - 8 * 10**6))
+    assert loose.options.recompute == "none"
+    assert tight.options.recompute != "none"
+    assert tight.prediction.step_ns > loose.prediction.step_ns
+
+
+def test_nothing_fits_is_said_with_the_reasons() -> None:
+    chain = even_chain(parameter_bytes=10**9)
+    with pytest.raises(InfeasibleError, match=r"no plan was found for 2xflops among \d+ settings"):
+        searched(chain, space(2, memory="1GiB"))
+    with pytest.raises(InfeasibleError, match=r"cannot fit their memory \(such as 1 replica × 2"):
+        searched(chain, space(2, {"replicas": 1}, memory="1GiB"))
+
+
+def test_numbers_that_do_not_divide_are_refused() -> None:
+    with pytest.raises(InputError, match=r"no setting of 4 devices and a batch of 8 has replicas=3"):
+        space(4, {"replicas": 3}).settings()
+
+
+def test_settings_use_all_devices_and_divide_the_batch() -> None:
+    found = space(4).settings()
+    assert {(each.replicas, each.ranks) for each in found} == {(1, 4), (2, 2), (4, 1)}
+    assert all(SAMPLES % each.parts == 0 for each in found)
+    assert {each.recompute for each in found} == {"none"}
+    assert {each.recompute for each in space(4, memory="1GiB").settings()} > {"auto"}
+    assert len(set(found)) == len(found)
+
+
+def test_limits_are_open_by_default() -> None:
+    assert JointLimits().seconds == inf
+
+
+def test_links_that_cost_nothing_are_fine() -> None:
+    plan = searched(even_chain(), space(2), links=FREE)
+    assert plan.joint is not None
+    assert plan.joint.gap < 0.5

@@ -17,7 +17,7 @@ from pipecompile.api.partition_problem import (
     has_recompute_in_compute,
     may_pay_for_memory,
     problem_of,
-    rank_excess_bytes,
+    rank_missing_bytes,
 )
 from pipecompile.api.recompute import recompute_planner
 from pipecompile.errors import InfeasibleError, PipecompileError
@@ -152,9 +152,11 @@ def best_cut(
     planner = recompute_planner(graph, options, placement)
     for one_in_flight in (False, True) if options.schedule == "search" else (False,):
         problem = problem_of(graph, options, links, placement, one_in_flight=one_in_flight)
-        excess_bytes = partial(_excess_by_rank, planner, one_in_flight)
+        missing_bytes = partial(_missing_by_rank, planner, one_in_flight)
         try:
-            return problem, corrected_cut(problem, solve(problem, explained=explained), excess_bytes)
+            return problem, corrected_cut(
+                problem, solve(problem, explained=explained), missing_bytes
+            )
         except InfeasibleError as error:
             refusal = error
     if not explained:
@@ -162,10 +164,10 @@ def best_cut(
     raise InfeasibleError(f"{refusal}{_what_would_fit(graph, options, links)}")
 
 
-def _excess_by_rank(
+def _missing_by_rank(
     planner: RecomputePlanner, one_in_flight: bool, partition: Partition
 ) -> list[int]:
-    """Return, for each rank, the bytes that the stages of a cut need over its cap."""
+    """Return, for each rank, the bytes that a cut needs over its cap; below 0 what is left."""
     placement = planner.view.placement
     footprints: list[dict[int, Footprint]] = [{} for _ in range(max(placement) + 1)]
     recomputed: list[set[int]] = [set() for _ in footprints]
@@ -174,7 +176,7 @@ def _excess_by_rank(
         if stage.recomputes:
             recomputed[placement[index]].add(index)
     return [
-        rank_excess_bytes(
+        rank_missing_bytes(
             planner.graph,
             planner.options,
             placement,

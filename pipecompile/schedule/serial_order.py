@@ -67,9 +67,7 @@ def _single_microbatch(instance: ScheduleInstance) -> list[tuple[int, int]] | No
         inputs = instance.task_inputs[BACKWARD][stage]
         waits = any(source in unfinished for _, source, _ in inputs)
         return (
-            stage in unfinished
-            and not waits
-            and fits(stage, _added_by_backward(instance, stage))
+            stage in unfinished and not waits and fits(stage, _added_by_backward(instance, stage))
         )
 
     while unfinished:

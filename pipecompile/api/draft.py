@@ -162,8 +162,16 @@ class _PlacementDrafter:
 
         problem = problem_of(self.graph, options, self.links, self.placement)
         search = search_of(plan, options, problem, own.search if own else None)
-        step_ns = plan.prediction.step_ns
-        return msgspec.structs.replace(plan, options=options, search=_with_step(search, step_ns))
+        stages = plan.stages
+        if plan.options.recompute != options.recompute:
+            # What a policy takes is no bound of what would do.
+            stages = tuple(msgspec.structs.replace(s, recompute_bound_ns=0) for s in stages)
+        return msgspec.structs.replace(
+            plan,
+            options=options,
+            stages=stages,
+            search=_with_step(search, plan.prediction.step_ns),
+        )
 
     def _planner(self, options: Options) -> RecomputePlanner:
         return recompute_planner(self.graph, options, self.placement, settled=True)

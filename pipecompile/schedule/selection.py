@@ -331,7 +331,7 @@ def named_steps_and_bound(
 
 
 def order_bound_without_caps(plan: Plan) -> int:
-    """Return a lower bound in ns on the step of the plan's stages in any order, whatever it holds."""
+    """Return a lower bound in ns on the step of the stages in any order, whatever it holds."""
     from pipecompile.schedule.search import order_lower_bound
 
     placement = plan.schedule.placement

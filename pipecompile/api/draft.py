@@ -225,8 +225,16 @@ class _PlacementDrafter:
         from pipecompile.api.partition import search_of
 
         search = search_of(plan, self._planner(options), self.links, own.search if own else None)
-        step_ns = plan.prediction.step_ns
-        return msgspec.structs.replace(plan, options=options, search=_with_step(search, step_ns))
+        stages = plan.stages
+        if plan.options.recompute != options.recompute:
+            # What a policy takes is no bound of what would do.
+            stages = tuple(msgspec.structs.replace(s, recompute_bound_ns=0) for s in stages)
+        return msgspec.structs.replace(
+            plan,
+            options=options,
+            stages=stages,
+            search=_with_step(search, plan.prediction.step_ns),
+        )
 
     def with_close_cuts(self, plan: Plan) -> Iterator[Plan]:
         """Yield plans with other cuts that are about as fast; none if the cut was given."""

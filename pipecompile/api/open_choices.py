@@ -20,8 +20,12 @@ from pipecompile.errors import InfeasibleError, InputError
 from pipecompile.ir.graph import CostGraph
 from pipecompile.ir.plan import RECOMPUTES, Options, Plan
 from pipecompile.schedule.named_orders import SPLIT, fitting_names
+from pipecompile.schedule.selection import order_bound_without_caps, representative_schedule
 
 __all__ = ["Drafter", "OpenChoices", "named_orders", "named_policies"]
+
+
+WORTH_A_HINT = 1.25  # a step that is so much longer than its order need be without caps
 
 
 def named_orders(graph: CostGraph, options: Options, placement: Sequence[int]) -> list[Options]:
@@ -101,7 +105,28 @@ class OpenChoices:
         if not plans:
             # Planned once more, since only now the reason is worth its time.
             return self.drafter.planned(self.options, explained=True)
-        return self.drafter.adopted(min(plans, key=_step_ns), self.options, own)
+        plan = self.drafter.adopted(min(plans, key=_step_ns), self.options, own)
+        return self._with_hint(plan)
+
+    def _with_hint(self, plan: Plan) -> Plan:
+        """Return the plan; if memory keeps its order long, with the step that recompute gives."""
+        ordering = plan.ordering
+        may_recompute = replace(self.options, recompute="auto")
+        is_long = ordering is not None and WORTH_A_HINT * order_bound_without_caps(plan) < (
+            _step_ns(plan)
+        )
+        if self.options.recompute != "none" or ordering is None or not is_long:
+            return plan
+        steps = []
+        # An order that is searched may split backwards, and has no regions; a named one has.
+        name = representative_schedule(may_recompute, self.placement)
+        for options in (may_recompute, replace(may_recompute, schedule=name)):
+            with suppress(InfeasibleError):
+                steps.append(_step_ns(self.drafter.with_stages(plan, options)))
+        shorter = min(steps, default=_step_ns(plan))
+        if shorter >= _step_ns(plan):
+            return plan
+        return replace(plan, ordering=replace(ordering, recomputed_ns=shorter))
 
     def _of_policy(self, options: Options) -> Iterator[Plan]:
         """Yield the plans of a policy, and those with their cuts in which each stage may differ."""

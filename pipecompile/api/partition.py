@@ -18,7 +18,7 @@ from pipecompile.api.partition_problem import (
     may_pay_for_memory,
     planned_step_ns,
     problem_of,
-    rank_excess_bytes,
+    rank_missing_bytes,
 )
 from pipecompile.api.recompute import recompute_planner
 from pipecompile.errors import InfeasibleError, PipecompileError
@@ -175,12 +175,12 @@ def best_cut(
     for one_in_flight in (False, True) if options.schedule == "search" else (False,):
         problem = problem_of(graph, options, links, placement, one_in_flight=one_in_flight)
         is_priced = problem.memory is not None and problem.memory.price is not None
-        excess_bytes = partial(_excess_by_rank, planner, one_in_flight)
+        missing_bytes = partial(_missing_by_rank, planner, one_in_flight)
         try:
             best = solve(problem, seconds=effort.seconds, explained=effort.is_explained)
             if is_priced and not graph.copied:
                 return problem, best
-            return problem, corrected_cut(problem, best, excess_bytes)
+            return problem, corrected_cut(problem, best, missing_bytes)
         except InfeasibleError as error:
             refusal = error
     if graph.copied or not effort.is_explained:  # without copies there may be a cut
@@ -188,10 +188,10 @@ def best_cut(
     raise InfeasibleError(f"{refusal}{_what_would_fit(graph, options, links)}")
 
 
-def _excess_by_rank(
+def _missing_by_rank(
     planner: RecomputePlanner, one_in_flight: bool, partition: Partition
 ) -> list[int]:
-    """Return, for each rank, the bytes that the stages of a cut need over its cap."""
+    """Return, for each rank, the bytes that a cut needs over its cap; below 0 what is left."""
     placement = planner.view.placement
     footprints: list[dict[int, Footprint]] = [{} for _ in range(max(placement) + 1)]
     recomputed: list[set[int]] = [set() for _ in footprints]
@@ -200,7 +200,7 @@ def _excess_by_rank(
         if stage.recomputes:
             recomputed[placement[index]].add(index)
     return [
-        rank_excess_bytes(
+        rank_missing_bytes(
             planner.graph,
             planner.options,
             placement,

@@ -59,7 +59,7 @@ __all__ = [
     "may_pay_for_memory",
     "planned_step_ns",
     "problem_of",
-    "rank_excess_bytes",
+    "rank_missing_bytes",
     "simulated_step_ns",
 ]
 
@@ -261,7 +261,7 @@ def _price(planner: RecomputePlanner, one_in_flight: bool) -> Callable[[StageCan
         if recompute is None:
             # The planner's search is no proof that nothing fits.
             return Price(None, 0 if may_find_none else None)
-        excess = rank_excess_bytes(
+        missing = rank_missing_bytes(
             graph,
             msgspec.structs.replace(options, memory_bytes=candidate.cap),
             placement,
@@ -269,7 +269,7 @@ def _price(planner: RecomputePlanner, one_in_flight: bool) -> Callable[[StageCan
             (candidate.stage,) if recompute.kind in WHOLE_STAGE else (),
             one_in_flight=one_in_flight,
         )
-        if excess:
+        if missing > 0:
             return Price(None, None)
         # It fits, and `recompute` of the problem has the time.
         if has_recompute_in_compute(options):
@@ -279,7 +279,7 @@ def _price(planner: RecomputePlanner, one_in_flight: bool) -> Callable[[StageCan
     return price
 
 
-def rank_excess_bytes(
+def rank_missing_bytes(
     graph: CostGraph,
     options: Options,
     placement: Sequence[int],
@@ -288,7 +288,7 @@ def rank_excess_bytes(
     *,
     one_in_flight: bool,
 ) -> int:
-    """Return the bytes that a rank needs over its cap, 0 if it fits.
+    """Return the bytes that a rank needs over its cap, at most 0 if it fits.
 
     `footprints` are those of its stages. The stages `recomputed` recompute as a whole. Snapshots
     are those of the named schedule. If `one_in_flight`, any order will do that has room for one
@@ -305,7 +305,7 @@ def rank_excess_bytes(
             allocator=allocator,
             recomputed=recomputed,
         )
-        return max(0, _one_of_each_bytes(footprints.values()) - left)
+        return _one_of_each_bytes(footprints.values()) - left
     snapshots = snapshots_of(
         representative_schedule(options, placement),
         tuple(placement),
@@ -315,7 +315,7 @@ def rank_excess_bytes(
     )
     held = held_microbatches(options.schedule, max(placement) + 1, options.microbatches)
     memory = rank_memory(footprints, snapshots[rank], microbatches=held, allocator=allocator)
-    return max(0, memory.total.bound - caps[rank])
+    return memory.total.bound - caps[rank]
 
 
 def _one_of_each_bytes(footprints: Iterable[Footprint]) -> int:

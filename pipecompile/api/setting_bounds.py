@@ -143,7 +143,7 @@ def state_bytes(graph: CostGraph, options: Options) -> int:
     )
     held = sum(each.bytes for each in (*graph.parameters, *trained)) + 2 * unnamed + sum(states)
     # Sharded parts are rounded up, which only adds to this.
-    return held // options.replicas if options.sharded else held
+    return held // options.replicas if options.shard else held
 
 
 def extra_ns(graph: CostGraph, options: Options) -> int | None:

@@ -204,17 +204,20 @@ class Search(Value, frozen=True, kw_only=True):
     faster: Faster | None = None
 
 
-class Ordering(Value, frozen=True, kw_only=True):
+class Ordering(Value, frozen=True, kw_only=True, omit_defaults=True):
     """The result of a search for a schedule: steps of the best order and of named ones that fit.
 
     No order on this placement has a shorter step than `bound_ns`. If the search's order
     `is_in_plan`, its gain survived noise on the durations. Else the plan has the best named one.
+    Where memory keeps the order long and nothing is recomputed, `recomputed_ns` is the step of the
+    same cut that recompute `auto` would give, if that is shorter.
     """
 
     searched_ns: NonNegative
     bound_ns: NonNegative
     named_ns: dict[str, int]
     is_in_plan: bool
+    recomputed_ns: NonNegative | None = None
 
 
 class Provenance(Value, frozen=True, kw_only=True):

@@ -21,18 +21,22 @@ from pipecompile.partition.problem import MemoryConstraint, PartitionProblem
 from pipecompile.partition.unit_graph import UnitGraph
 from pipecompile.partition.windows import Limit
 
-__all__ = ["why_infeasible"]
+__all__ = ["proven_shortage", "why_infeasible"]
 
 NODES_PRICED = 20_000  # in stages, for each guess of how much memory is missing
 PRICES_MAX = 300
 PAIRS_MAX = 20_000_000
 UNITS_MAX = 1000  # above it, memory that is missing is looked for between blocks
 LARGEST_BYTES = 1 << 60  # more than any rank has
+LARGEST_UNITS = 3  # that a message names
 PRECISION_PARTS = 1000  # missing memory is found to this part
 
 
 def why_infeasible(unit_graph: UnitGraph, *, proven: bool) -> str:
     """Return one line for an InfeasibleError; `proven` if a search has excluded all cuts."""
+    shortage = proven_shortage(unit_graph)
+    if shortage is not None:
+        return shortage
     return _reason(unit_graph) + ("" if proven else "; that there is no other cut is not proven")
 
 
@@ -58,6 +62,60 @@ def _reason(unit_graph: UnitGraph) -> str:
         f"no cut into k={problem.k} non-empty stages meets the pins {pins}; drop one or choose "
         f"another k"
     )
+
+
+def proven_shortage(unit_graph: UnitGraph) -> str | None:
+    """Return why no cut fits the caps, if that follows from what each node holds at least.
+
+    A node holds the least in some stage where it may lie. Those that can only lie on one rank must
+    fit there, and all of them must fit on all ranks together.
+    """
+    problem, memory = unit_graph.problem, unit_graph.problem.memory
+    if memory is None:
+        return None
+    low, high = _stage_windows(unit_graph)
+    stages = [range(first, last + 1) for first, last in zip(low, high, strict=True)]
+    units = unit_graph.units
+    least = [
+        min(memory.held_bytes(unit, stage) for stage in allowed)
+        for unit, allowed in zip(units, stages, strict=True)
+    ]
+    for rank, cap in enumerate(memory.caps):
+        forced = [
+            unit
+            for unit, allowed in enumerate(stages)
+            if all(problem.stage_ranks[stage] == rank for stage in allowed)
+        ]
+        needed = sum(least[unit] for unit in forced)
+        if needed > cap:
+            largest = sorted(forced, key=least.__getitem__, reverse=True)[:LARGEST_UNITS]
+            names = ", ".join(f"{units[unit][0]} ({size_text(least[unit])})" for unit in largest)
+            return (
+                f"no cut fits: rank {rank} may hold {size_text(cap)}, but the nodes that can only "
+                f"lie there hold at least {size_text(needed)}, the largest of them {names}; allow "
+                f"more memory or smaller microbatches"
+            )
+    if sum(least) > sum(memory.caps):
+        return (
+            f"no cut fits: the {problem.ranks} ranks may hold {size_text(sum(memory.caps))} "
+            f"together, but all nodes hold at least {size_text(sum(least))}; allow more memory or "
+            f"more ranks"
+        )
+    return None
+
+
+def _stage_windows(unit_graph: UnitGraph) -> tuple[list[int], list[int]]:
+    """Return per unit the first and the last stage where it may lie.
+
+    Pins say so; and as no stage is empty, the only unit that needs no other one lies in the first
+    stage, and the only one that no other needs in the last.
+    """
+    low, high = (list(window) for window in unit_graph.pin_windows)
+    for edges, stage in ((unit_graph.before, 0), (unit_graph.after, unit_graph.k - 1)):
+        ends = [unit for unit in range(unit_graph.count) if not edges[unit]]
+        if len(ends) == 1:
+            low[ends[0]] = high[ends[0]] = stage
+    return low, high
 
 
 def _first_cut(unit_graph: UnitGraph, problem: PartitionProblem) -> Chain | None:

@@ -406,7 +406,11 @@ class PartitionSearch:
         order = topological_order(self.unit_graph, lambda unit: (stages[unit], unit))
         shifts = BoundaryShifts(Prefixes(self.unit_graph, order))
         steps = int(self.seconds * SHIFTS_PER_SECOND / self.problem.k**2)
-        self._keep(shifts.best(stages, steps), None, {}, SHIFTED)
+        shifted = shifts.best(stages, steps)
+        if self._is_allowed(shifted):
+            self._keep(shifted, None, {}, SHIFTED)
+        else:
+            self._climb(shifted)
 
     def _climb(self, stages: tuple[int, ...]) -> None:
         evaluations = int(self.seconds * UNITS_PER_SECOND / 8 / self.unit_graph.count)

@@ -9,7 +9,8 @@ units, another one loses as many, and the stages between them keep their size:
     after      a b  | c    | d    | e    | f g h| i j      stage 1 gives a unit to stage 4
 
 Each step takes the best of all moves. Moves of boundaries alone, or with all after them, are among
-them; a unit thus goes between any two ranks at once.
+them; a unit thus goes between any two ranks at once. While ranks hold more than their caps, the
+best move is the one that leaves the least too much.
 """
 
 from __future__ import annotations
@@ -37,7 +38,6 @@ def can_shift(problem: PartitionProblem) -> bool:
     """Return whether the search knows all that decides which cuts are allowed, and their loads."""
     return (
         problem.communication in ("relay", "none")
-        and problem.memory is None
         and problem.speeds is None
         and problem.replica_ranks is None
         and not problem.pin
@@ -91,18 +91,18 @@ class BoundaryShifts:
 
     def _step(self, ends: Rows) -> Rows | None:
         """Return the ends after the best move; None if no move is better."""
-        rank_loads = self._loads(ends[:-1], ends[1:]) @ self._is_on
-        least, best = self._value(rank_loads[None])[0], None
+        on_ranks = self._amounts(ends[:-1], ends[1:]) @ self._is_on
+        least, best = self._value(on_ranks[:, None])[0], None
         size = 1
         while size < max(2, int(np.diff(ends).max())):
             for change in (size, -size):
-                found = self._best_shift(ends, rank_loads, change)
+                found = self._best_shift(ends, on_ranks, change)
                 if found is not None and _is_less(found.value, least):
                     least, best = found.value, found.ends
             size *= 2
         return best
 
-    def _best_shift(self, ends: Rows, rank_loads: Integers, change: int) -> _Shifted | None:
+    def _best_shift(self, ends: Rows, on_ranks: Integers, change: int) -> _Shifted | None:
         """Return the best cut with a run of boundaries moved by `change`; None if there is none."""
         # Boundaries i + 1 … j move: stage i changes at its right end, stage j at its left one.
         i, j = np.triu_indices(self._problem.k, 1)
@@ -117,18 +117,31 @@ class BoundaryShifts:
             self._change(ends, left, right)
             for left, right in ((ends, moved), (moved, moved), (moved, ends))
         )
-        until = np.concatenate([np.zeros_like(between[:1]), between.cumsum(axis=0)])
-        values = self._value(rank_loads + first[i] + until[j] - until[i + 1] + last[j])
-        row = np.lexsort((values[:, 1], values[:, 0]))[0]
+        until = np.concatenate([np.zeros_like(between[:, :1]), between.cumsum(axis=1)], axis=1)
+        between = until[:, j] - until[:, i + 1]
+        values = self._value(on_ranks[:, None] + first[:, i] + between + last[:, j])
+        row = np.lexsort(values.T[::-1])[0]
         shifted = ends.copy()
         shifted[i[row] + 1 : j[row] + 1] += change
         return _Shifted(values[row], shifted)
 
     def _change(self, ends: Rows, left: Rows, right: Rows) -> Integers:
-        """Return (stages, ranks): what ranks gain if a stage has the ends of `left` and `right`."""
-        change = self._loads(left[:-1], right[1:]) - self._loads(ends[:-1], ends[1:])
-        result: Integers = change[:, None] * self._is_on
+        """Return (amounts, stages, ranks): what ranks gain if a stage has the ends of `left` and
+        `right`.
+        """
+        after, before = self._amounts(left[:-1], right[1:]), self._amounts(ends[:-1], ends[1:])
+        result: Integers = (after - before)[:, :, None] * self._is_on
         return result
+
+    def _amounts(self, left: Rows, right: Rows) -> Integers:
+        """Return (amounts, stages) between rows: the load, and the bytes that are held."""
+        loads, memory = self._loads(left, right), self._problem.memory
+        if memory is None:
+            return loads[None]
+        resident, saved = self.prefixes.sums.resident, self.prefixes.sums.saved
+        in_flight = np.asarray(memory.in_flight)
+        held = resident[right] - resident[left] + in_flight * (saved[right] - saved[left])
+        return np.stack([loads, held])
 
     def _loads(self, left: Rows, right: Rows) -> Integers:
         """Return the load of each stage between its rows."""
@@ -139,12 +152,18 @@ class BoundaryShifts:
         result: Integers = loads + self._crossing[stages, left] + self._crossing[stages + 1, right]
         return result
 
-    def _value(self, rank_loads: Integers) -> Floats:
-        """Return (cuts, 2): the objective of each row of loads, then the other objective."""
-        loads = rank_loads.astype(np.float64)
+    def _value(self, on_ranks: Integers) -> Floats:
+        """Return (cuts, 3) of the amounts on ranks (amounts, cuts, ranks): the bytes over the caps,
+        the objective of the loads, then the other objective.
+        """
+        loads = on_ranks[0].astype(np.float64)
         most, squares = loads.max(axis=1), (loads * loads).sum(axis=1)
         by_squares = self._problem.objective == "variance"
-        return np.stack([squares, most] if by_squares else [most, squares], axis=1)
+        excess = np.zeros_like(most)
+        if self._problem.memory is not None:
+            over = on_ranks[1] - np.asarray(self._problem.memory.caps)
+            excess = np.maximum(over, 0).sum(axis=1).astype(np.float64)
+        return np.stack([excess, *([squares, most] if by_squares else [most, squares])], axis=1)
 
 
 class _Shifted(NamedTuple):
@@ -155,7 +174,9 @@ class _Shifted(NamedTuple):
 
 
 def _is_less(value: Floats, other: Floats) -> bool:
-    # By more than rounding, or else moves could go back and forth.
-    if abs(value[0] - other[0]) > ROUNDING * other[0]:
+    if value[0] != other[0]:
         return bool(value[0] < other[0])
-    return bool(value[1] < other[1] * (1 - ROUNDING))
+    # By more than rounding, or else moves could go back and forth.
+    if abs(value[1] - other[1]) > ROUNDING * other[1]:
+        return bool(value[1] < other[1])
+    return bool(value[2] < other[2] * (1 - ROUNDING))

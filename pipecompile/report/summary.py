@@ -9,7 +9,7 @@ from pipecompile.ir.duration import time_text, time_with_unit
 from pipecompile.ir.encodings import ENCODINGS
 from pipecompile.ir.imbalance import imbalance_of
 from pipecompile.ir.links import Link
-from pipecompile.ir.plan import Plan
+from pipecompile.ir.plan import Ordering, Plan
 from pipecompile.ir.plurals import counted
 from pipecompile.ir.robustness import NoisyStep
 from pipecompile.ir.schedule import Kind
@@ -206,6 +206,7 @@ def _ordering(plan: Plan) -> Iterator[str]:
         yield (
             f"  order      searched: {searched}, bound {bound}; no named schedule fits the memory"
         )
+        yield from _recompute_hint(plan, ordering)
         return
     gain = 1 - ordering.searched_ns / max(ordering.named_ns[best], 1)
     noise = "" if ordering.is_in_plan else ", does not survive noise"
@@ -213,6 +214,18 @@ def _ordering(plan: Plan) -> Iterator[str]:
         f"search {searched} ({-gain:+.1%}){noise}" if gain > 0 else "the search found none shorter"
     )
     yield f"  order      best named {best} {text(ordering.named_ns[best])}, {change}; bound {bound}"
+    yield from _recompute_hint(plan, ordering)
+
+
+def _recompute_hint(plan: Plan, ordering: Ordering) -> Iterator[str]:
+    """Yield what recompute would give, where ranks wait because they have no memory for more."""
+    if ordering.recomputed_ns is not None:
+        change = ordering.recomputed_ns / max(plan.prediction.step_ns, 1) - 1
+        step = time_with_unit(ordering.recomputed_ns, plan.time_unit)
+        yield (
+            f"  note       memory keeps the ranks waiting: recompute auto would shorten the "
+            f"simulated step to {step} ({change:+.1%})"
+        )
 
 
 def _robustness(plan: Plan) -> Iterator[str]:

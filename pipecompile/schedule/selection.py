@@ -46,6 +46,7 @@ __all__ = [
     "named_schedule",
     "named_schedule_within",
     "named_steps_and_bound",
+    "order_bound_without_caps",
     "placements",
     "representative_schedule",
     "schedule_plan",
@@ -346,6 +347,15 @@ def named_steps_and_bound(
 
     named = _named_results(highest, safe, excess)
     return _steps_ns(named), order_lower_bound(highest, "makespan")
+
+
+def order_bound_without_caps(plan: Plan) -> int:
+    """Return a lower bound in ns on the step of the stages in any order, whatever it holds."""
+    from pipecompile.schedule.search import order_lower_bound
+
+    placement = plan.schedule.placement
+    problem = problem_of_stages(plan.stages, plan.links, placement, plan.microbatches)
+    return order_lower_bound(problem, "makespan")
 
 
 def _steps_ns(results: Iterable[NamedResult]) -> dict[str, int]:

@@ -278,10 +278,6 @@ def test_schedules_that_split_backwards_recompute_whole_stages() -> None:
             "recompute='block' is not possible under schedule 'zb-h1'",
         ),
         (
-            {"recompute": "except-last", "schedule": "search"},
-            "recompute='except-last' is not possible under schedule 'search'",
-        ),
-        (
             {"recompute": "some"},
             "unknown recompute 'some'; choose from auto, none, stage, except-last, block, sqrt",
         ),

@@ -145,3 +145,15 @@ def test_many_microbatches_under_1f1bs_memory_come_near_the_bound() -> None:
         replace(equal(range(16), 128, hop=50), costs=costs, caps=(32,) * 16), seconds=0.4
     )
     assert found.value_ns <= 1.005 * found.bound_ns
+
+
+def test_an_input_backward_that_leaves_more_than_it_finds_is_not_split_where_it_does_not_fit() -> (
+    None
+):
+    """One microbatch holds 4 bytes, 7 after its input backward, and a cap leaves room for 5."""
+    costs = StageCosts(10, 10, 5, 5, kept_bytes=4, between_bytes=7)
+    problem = PlacedProblem((0, 1), 2, (costs,) * 2, (0,), (0,), (True,), caps=(5, 5))
+    found = search(problem, seconds=0.1)
+    assert all(action.kind in (Kind.FORWARD, Kind.BACKWARD) for _, action in found.schedule)
+    with pytest.raises(InfeasibleError, match="one microbatch alone holds 4 B on rank 0"):
+        search(replace(problem, caps=(3, 3)), seconds=0.1)

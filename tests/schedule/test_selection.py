@@ -20,6 +20,7 @@ from pipecompile.ir.plan import Options, Plan, Provenance
 from pipecompile.ir.schedule import Kind, Schedule
 from pipecompile.ir.serialization import encode
 from pipecompile.ir.size import size_text
+from pipecompile.report.summary import summary
 from pipecompile.schedule import selection as ordering
 from pipecompile.schedule.check import check_schedule
 from pipecompile.schedule.named_orders import ASYNCHRONOUS, NAMES, SPLIT
@@ -249,6 +250,16 @@ def test_the_same_input_gives_the_same_bytes() -> None:
     uneven = chain([(20 + 7 * i % 11, 20, 5 * i % 13) for i in range(14)])
     first, second = (planned(uneven, schedule="search", memory_bytes=30 * MIB) for _ in range(2))
     assert encode(first) == encode(second)
+
+
+def test_a_step_that_memory_keeps_long_is_told_what_recompute_would_give() -> None:
+    tight = {"schedule": "search", "memory_bytes": TIGHT}
+    made, recomputed = (planned(EVEN, **tight, recompute=r) for r in ("none", "auto"))
+    assert made.ordering is not None and made.ordering.recomputed_ns is not None
+    assert recomputed.prediction.step_ns <= made.ordering.recomputed_ns < made.prediction.step_ns
+    assert "memory keeps the ranks waiting: recompute auto would shorten" in summary(made)
+    free = planned(EVEN, schedule="search")
+    assert free.ordering is not None and free.ordering.recomputed_ns is None
 
 
 def test_a_plan_that_misstates_the_other_schedules_is_found_out() -> None:

@@ -1,0 +1,181 @@
+"""Is the answer to an open choice ever worse than one that is named? Llama-3-8B on 8 devices.
+
+    python -m benchmarks.contradictions [SETTING …] [--graphs FOLDER]
+
+A step of 64 × 4,096 tokens is cut for 8 H100 of 80 GiB with AdamW and master weights: over 1, 2 or
+4 replicas, in microbatches of 1, 2, 4 or 8 sequences, which are eleven settings (`1x8x2` is one
+replica of 8 ranks, two sequences a microbatch). Each is planned with every named order and with
+`search`, and under every policy and `auto`. Nothing runs: the model lies on the meta device, and is
+captured once for each size of a microbatch. Cost graphs are kept in FOLDER.
+
+Prints the step of each, and stops at the first open choice that is worse than a named one; writes
+results/contradictions.json.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from benchmarks.command_line import parser_of
+from pipecompile.api.choices import requested_options
+from pipecompile.api.draft import draft
+from pipecompile.errors import PipecompileError
+from pipecompile.ir.graph import CostGraph
+from pipecompile.ir.plan import RECOMPUTES, Plan, Provenance
+from pipecompile.ir.serialization import encode, read, write
+
+RESULT = Path(__file__).parent / "results" / "contradictions.json"
+GRAPHS = Path(__file__).parent / ".cache"
+DEVICES, SEQUENCES, TOKENS = 8, 64, 4096
+ORDERS = ("gpipe", "1f1b", "zb-h1", "zb-h2", "search")
+
+
+class Setting(NamedTuple):
+    """Replicas, the ranks of each, and the sequences of a microbatch."""
+
+    replicas: int
+    ranks: int
+    sequences: int
+
+    @staticmethod
+    def of(text: str) -> Setting:
+        """Return the setting that is written as 2x4x1."""
+        return Setting(*map(int, text.split("x")))
+
+    @property
+    def microbatches(self) -> int:
+        """The microbatches of each replica."""
+        return SEQUENCES // self.replicas // self.sequences
+
+    def __str__(self) -> str:
+        return "x".join(map(str, self))
+
+
+SETTINGS = [
+    Setting(replicas, DEVICES // replicas, sequences)
+    for replicas in (1, 2, 4)
+    for sequences in (1, 2, 4, 8)
+    if replicas * sequences < 32
+]
+
+
+def graph_of(sequences: int, folder: Path) -> CostGraph:
+    """Return the cost graph of Llama-3-8B for a microbatch of so many sequences."""
+    path = folder / f"llama-3-8b-{sequences}.json"
+    if not path.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        write(path, encode(_captured(sequences)))
+    return read(path, CostGraph)
+
+
+def _captured(sequences: int) -> CostGraph:
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from pipecompile.api.costs import cost_graph
+    from pipecompile.api.options import options_for
+    from pipecompile.frontend.target import Target
+    from pipecompile.frontend.target_capture import capture_target
+
+    torch.set_default_dtype(torch.bfloat16)
+    with torch.device("meta"):
+        config = LlamaConfig(
+            vocab_size=128256,
+            hidden_size=4096,
+            intermediate_size=14336,
+            num_hidden_layers=32,
+            num_attention_heads=32,
+            num_key_value_heads=8,
+            rope_theta=500000.0,
+            max_position_embeddings=8192,
+            use_cache=False,
+        )
+        model, tokens = LlamaForCausalLM(config), torch.zeros(sequences, TOKENS, dtype=torch.int64)
+    target = Target.of((model, {"input_ids": tokens, "labels": tokens}), "llama-3-8b")
+    options = options_for(target, k=1, microbatches=1, costs="roofline:h100")
+    captured = capture_target(target, options, verify=False)
+    return cost_graph(target, options.costs, options.microbatches, captured)
+
+
+def planned(graph: CostGraph, setting: Setting, schedule: str, recompute: str) -> Plan | str:
+    """Return the plan of a setting, or why there is none."""
+    try:
+        options = requested_options(
+            k=setting.ranks,
+            replicas=setting.replicas,
+            microbatches=setting.microbatches,
+            schedule=schedule,
+            recompute=recompute,
+            memory="80GiB",
+            optimizer="adamw",
+            master_weights=True,
+            costs="roofline:h100",
+        )
+        return draft(
+            graph,
+            options,
+            graph_digest="",
+            capture=Provenance(verified=False),
+            microbatch_shapes=[(setting.sequences, TOKENS)],
+        )
+    except PipecompileError as error:
+        return str(error)
+
+
+def rows_of(setting: Setting, folder: Path) -> Iterator[dict[str, Any]]:
+    """Yield a row for each order and policy of a setting."""
+    graph = graph_of(setting.sequences, folder)
+    for schedule in ORDERS:
+        for recompute in RECOMPUTES:
+            plan = planned(graph, setting, schedule, recompute)
+            row: dict[str, Any] = {
+                "setting": str(setting),
+                "schedule": schedule,
+                "recompute": recompute,
+            }
+            if isinstance(plan, str):
+                yield row | {"refused": plan}
+            else:
+                step_ms = plan.prediction.step_ns / 1e6
+                yield row | {"step_ms": round(step_ms, 1), "order": plan.schedule.name}
+
+
+def contradictions(rows: list[dict[str, Any]]) -> Iterator[str]:
+    """Yield each open choice of a setting that is worse than a named one."""
+    steps = {(row["schedule"], row["recompute"]): row.get("step_ms") for row in rows}
+    for (schedule, recompute), step in steps.items():
+        named = {
+            key: other
+            for key, other in steps.items()
+            if other is not None
+            and key[0] in ((schedule, *ORDERS) if schedule == "search" else (schedule,))
+            and key[1] in ((recompute, *RECOMPUTES) if recompute == "auto" else (recompute,))
+        }
+        for (order, policy), other in named.items():
+            if step is None or step > other:
+                yield f"{schedule}, {recompute}: {step} ms, but {order}, {policy}: {other} ms"
+
+
+def main() -> None:
+    """Plan the settings that the command line names, or all of them."""
+    parser = parser_of(__doc__)
+    parser.add_argument("settings", nargs="*", type=Setting.of, default=SETTINGS)
+    parser.add_argument("--graphs", type=Path, default=GRAPHS)
+    arguments = parser.parse_args()
+    all_rows = []
+    for setting in arguments.settings:
+        rows = []
+        for row in rows_of(setting, arguments.graphs):
+            print(*row.values(), sep="  ", flush=True)
+            rows.append(row)
+        all_rows += rows
+        found = list(contradictions(rows))
+        assert not found, "\n".join(found)
+    RESULT.write_text(json.dumps({"rows": all_rows}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

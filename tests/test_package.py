@@ -31,6 +31,7 @@ PUBLIC = """
     Explanation
     FormatError
     Granularity
+    HostOptimizer
     InfeasibleError
     InputError
     Objective

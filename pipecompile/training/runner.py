@@ -67,7 +67,7 @@ class Runner:
         self._planned = planned
         self._engine = engine
         self._orders = PlanOrders(plan)
-        self._leading_counts: dict[Schedule, tuple[int, ...]] = {}
+        self._leading_counts: dict[int, tuple[int, ...]] = {}
         self._local: dict[Program, list[EagerStage]] = {}
         self._own: dict[Program, SizedStages] = {}
         self._pipelines: dict[Program, DistributedPipeline] = {}
@@ -191,9 +191,10 @@ class Runner:
     def _leading(self, schedule: Schedule, validate: Callable[[], bool]) -> LeadingForwards:
         if self._engine == "torch":  # whose runtime performs a row as a whole
             return LeadingForwards((0,) * schedule.ranks, validate)
-        if schedule not in self._leading_counts:
-            self._leading_counts[schedule] = leading_forwards(schedule)
-        return LeadingForwards(self._leading_counts[schedule], validate)
+        microbatches = schedule.microbatches  # a smaller minibatch has a part of the plan's order
+        if microbatches not in self._leading_counts:
+            self._leading_counts[microbatches] = leading_forwards(schedule)
+        return LeadingForwards(self._leading_counts[microbatches], validate)
 
     def evaluate(
         self,

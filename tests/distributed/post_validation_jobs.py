@@ -140,6 +140,29 @@ def disturbed(folder: str) -> list[bool]:
     return [_same_weights(each, through) for each in (own, again)]
 
 
+def recorded() -> tuple[bool, list[bool]]:
+    """Whether torch's runtime, which performs rows as a whole, ends where our own does; and of each
+    recorded step of the latter whether every action of the row is there once and in order.
+    """
+    own, torchs = (
+        run_of(2, 1, schedule="zb-h1", post_validation=True, engine=engine).pipeline
+        for engine in ("own", "torch")
+    )
+    batches = batches_of(MICROBATCH * 4, 6)
+    with own.record() as run, _counted() as verdicts:
+        list(own.train(batches, OPTIMIZERS["adamw"], max_norm=MAX_NORM))
+    assert False in verdicts
+    list(torchs.train(batches, OPTIMIZERS["adamw"], max_norm=MAX_NORM))
+    rows = own.plan.schedule.actions
+    steps = [] if dist.get_rank() else run.run.steps
+    found = [
+        [action.action for action in rank.actions] == list(row)
+        for step in steps
+        for rank, row in zip(step.ranks, rows, strict=True)
+    ]
+    return _same_weights(own, torchs), found
+
+
 def _same_weights(one: Pipeline, other: Pipeline) -> bool:
     return all(map(torch.equal, one.parameters(), other.parameters()))
 

@@ -63,6 +63,17 @@ def test_a_run_that_is_disturbed_goes_on_as_it_would_have(workers: Workers, tmp_
         assert all(are_same)
 
 
+def test_engines_are_alike_and_each_action_is_recorded_once(
+    workers: Workers, tmp_path: Path
+) -> None:
+    """Also in steps that begin once more after a rollback."""
+    (is_first_same, found), (is_second_same, _) = workers.run(
+        2, jobs.recorded, folder=str(tmp_path)
+    )
+    assert is_first_same and is_second_same
+    assert len(found) == 6 * 2 and all(found)
+
+
 def test_the_next_step_begins_before_the_norm_is_known(workers: Workers, tmp_path: Path) -> None:
     """Without post-validation the last rank would wait for ever, and the step would time out."""
     store = str(tmp_path / "store")

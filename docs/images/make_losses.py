@@ -16,7 +16,7 @@ from pathlib import Path
 RESULT = Path(__file__).parents[2] / "benchmarks" / "results" / "delayed_losses.json"
 PICTURE = Path(__file__).with_name("delayed-losses.svg")
 
-WIDTH, HEIGHT, TOP, BOTTOM = 1000, 380, 76, 300
+WIDTH, HEIGHT, TOP, BOTTOM = 1000, 352, 76, 296
 PANELS = ((60, 490), (550, 980))  # where they begin and end, in pixels
 INK, PALE, LINE = "#1f2328", "#59636e", "#e4e4e1"
 COLOURS = {"1f1b": "#59636e", "pipedream-2bw": "#d2741f", "pipedream": "#4f83cc"}

@@ -21,7 +21,7 @@ from pipecompile.ir.amount import AllocatorName
 from pipecompile.ir.copied_nodes import without_copied
 from pipecompile.ir.footprint import Footprint
 from pipecompile.ir.graph import CostGraph
-from pipecompile.ir.links import Link, Links
+from pipecompile.ir.links import Links
 from pipecompile.ir.plan import Communication, Options
 from pipecompile.ir.schedule import BACKWARDS
 from pipecompile.ir.size import size_text
@@ -95,7 +95,7 @@ def problem_of(
         graph,
         options.k,
         objective=INFERENCE_LOADS.get(options.objective, options.objective),
-        communication=_communication(graph, options, links),
+        communication=_communication(options),
         links=links.among(max(placement) + 1),
         placement=None if placement == tuple(range(options.k)) else placement,
         recompute=_recomputed_share(options),
@@ -112,23 +112,14 @@ def problem_of(
     )
 
 
-def _communication(graph: CostGraph, options: Options, links: Links) -> Communication:
+def _communication(options: Options) -> Communication:
     """Return what loads pay for transfers.
 
-    In a full pipeline the next microbatch is computed while this one is on its way, and so it is on
-    GPUs, which send beside their compute. Where a message occupies its ranks (`sending` and
-    `receiving` of the links), the simulator has them wait, and it is paid for in full. The latency
-    of one microbatch has nothing beside its messages.
+    In a full pipeline the next microbatch is computed while this one is on its way. Between its
+    forward and its backward a training step waits for messages: there, cuts that pay for them in
+    full have the shorter steps (docs/results.md).
     """
-    if options.objective == "latency":
-        return "relay"
-    if options.comm is not None:
-        return options.comm
-    kind = options.costs.partition(":")[0]
-    is_on_gpu = kind in ("measured", "roofline") and graph.allocator == "cuda"
-    are_ranks_free = links.sending == links.receiving == Link()
-    overlaps = options.objective == "throughput" or (is_on_gpu and are_ranks_free)
-    return "overlap" if overlaps else "relay"
+    return options.comm or ("overlap" if options.objective == "throughput" else "relay")
 
 
 # Recompute

@@ -357,7 +357,7 @@ class ChoiceTypes(TypedDict, total=False):
             None,
             "What the load of a rank pays for its transfers while cuts are compared: all of them "
             "(relay), or what is longer than its compute (overlap).",
-            default_text="overlap for throughput and on GPUs, else relay",
+            default_text="relay; overlap for throughput",
         ),
     ]
     leaf: Annotated[

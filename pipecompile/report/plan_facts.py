@@ -88,11 +88,18 @@ def _least_ns(plan: Plan) -> int | None:
     if {Kind.BACKWARD, Kind.BACKWARD_INPUT} <= kinds:
         return None
     # Rounded down as the loads of a prediction are.
-    even = sum(_compute_ns(stage, kinds) for stage in plan.stages) // plan.ranks
+    even = sum(_compute_ns(s, kinds) - _copies_ns(s) for s in plan.stages) // plan.ranks
     if Kind.BACKWARD not in kinds:
         return even  # nor does it say what single nodes take in halves, or in a forward alone
     runs = (run for stage in plan.stages for run in stage.module_runs)
     return max([even, *(run.ns for run in runs if run.nodes == 1)])
+
+
+def _copies_ns(stage: Stage) -> int:
+    """Return what copies take in a stage, which another cut may do without."""
+    if not stage.copies:
+        return 0
+    return stage.forward_ns + stage.backward_ns - sum(run.ns for run in stage.module_runs)
 
 
 def _compute_ns(stage: Stage, kinds: set[Kind]) -> int:

@@ -20,6 +20,7 @@ from pipecompile.ir.plan import Provenance
 from pipecompile.partition.cheap_nodes import TOTAL_SHARE, with_cheap_nodes_copied
 from pipecompile.partition.objective import stage_loads
 from pipecompile.partition.problem import PartitionProblem
+from pipecompile.report.plan_facts import plan_facts
 
 LAYER_NS = 100_000
 SLOW = Links.of(Link(bandwidth_bytes_per_s=10**9))
@@ -194,6 +195,9 @@ def test_a_plan_is_within_its_bound_and_near_the_best_of_all_cuts(
         worth(loads_with_copies(copied, k, links, cut)) for cut in cuts(without_copied(copied), k)
     ]
     assert plan.search.bound <= min(values) <= plan.search.value
+    least = plan_facts(plan).heaviest.least_ns
+    most = (max(loads_with_copies(copied, k, FREE, cut)) for cut in cuts(without_copied(copied), k))
+    assert least is not None and least <= min(most)
     # The search leaves copies out, which take a hundredth of a load: a fiftieth of its square.
     assert plan.search.value <= min(values) * (1 + 3 / TOTAL_SHARE)
     stages = {

@@ -26,7 +26,9 @@ CACHE_UNKNOWN = "unknown: no scaled_dot_product_attention was found"
 def load_text(plan: Plan) -> str:
     """Return what the load of a rank counts."""
     work = "forward" if plan.options.is_inference else "forward, backward and recompute"
-    return f"{work} of one microbatch"
+    waits = any(stage.backward_sum or stage.action_gather for stage in plan.stages)
+    sums = ", with what its actions sum and gather over replicas" if waits else ""
+    return f"{work} of one microbatch{sums}"
 
 
 def latency_ns(plan: Plan) -> int:

@@ -40,6 +40,7 @@ from pipecompile.report.recompute import (
     recompute_text,
     region_texts,
 )
+from pipecompile.report.replicas import replicas_text
 from pipecompile.report.tables import DrawTable, bar, plain_table
 from pipecompile.report.units import (
     costs_text,
@@ -133,6 +134,8 @@ def _header(plan: Plan) -> Iterator[str]:
     yield from (f"             {note}" for note in plan.cost_notes)
     yield f"  links      {links_text(plan.links)}"
     yield from (f"             {text}" for text in overhead_texts(plan.links))
+    if plan.replicas > 1 and not plan.options.is_inference:
+        yield f"  replicas   {replicas_text(plan)}"
     yield (
         f"  memory     {cap_text(plan)}; predicted for {ALLOCATOR_NAMES[plan.allocator]}; "
         f"{_optimizer_text(plan)}"

@@ -41,6 +41,23 @@ def test_each_pair_of_devices_is_joined_by_its_nodes(
     assert decode(encode(cluster), Cluster, origin="c.json") == cluster
 
 
+@given(st.integers(1, 4), st.integers(1, 4), st.integers(1, 4))
+def test_replicas_that_lie_on_several_nodes_sum_over_the_network(
+    nodes: int, replicas: int, ranks: int
+) -> None:
+    # As many devices as ranks of all replicas, in equal nodes.
+    devices = replicas * ranks
+    each = -(-devices // nodes)
+    sizes = [min(each, devices - start) for start in range(0, devices, each)]
+    cluster = Cluster(nodes=tuple(("h100",) * size for size in sizes), within=FAST, between=SLOW)
+    for rank in range(ranks):
+        # Devices of one node follow one another, and so do the ranks of a replica.
+        homes = {(replica * ranks + rank) // each for replica in range(replicas)}
+        wanted = SLOW if len(homes) > 1 else FAST
+        if replicas > 1:
+            assert cluster.links.between_replicas(rank, ranks) == wanted
+
+
 def test_links_that_are_alike_are_one_value() -> None:
     one_node = Cluster(nodes=(("h100",) * 64,), within=FAST, between=SLOW)
     assert one_node.links == Links.of(FAST)

@@ -9,7 +9,7 @@ import pytest
 from pipecompile.api.draft import draft
 from pipecompile.ir.graph import CostGraph, Node, Parameter, Tensor, TimeUnit
 from pipecompile.ir.links import Link, Links
-from pipecompile.ir.plan import Options, Plan, Provenance, Recompute
+from pipecompile.ir.plan import Options, Plan, Provenance, Recompute, ShardLevel
 
 MakePlan = Callable[..., Plan]
 
@@ -70,6 +70,8 @@ def _make_plan(
     costs: str = "roofline:h100",
     stages_per_rank: int | None = None,
     objective: str = "variance",
+    replicas: int = 1,
+    shard: ShardLevel | None = None,
 ) -> Plan:
     options = Options(
         k=k,
@@ -80,6 +82,8 @@ def _make_plan(
         memory_bytes=memory_bytes,
         costs=costs,
         stages_per_rank=stages_per_rank,
+        replicas=replicas,
+        shard=shard,
     )
     links = Links.of(Link(bandwidth_bytes_per_s=bandwidth, latency_ns=10_000))
     return draft(

@@ -20,12 +20,12 @@ from pipecompile.errors import InfeasibleError, InputError
 from pipecompile.ir.graph import CostGraph
 from pipecompile.ir.plan import RECOMPUTES, Options, Plan
 from pipecompile.schedule.named_orders import SPLIT, fitting_names
-from pipecompile.schedule.selection import order_bound_without_caps, representative_schedule
+from pipecompile.schedule.selection import representative_schedule
 
 __all__ = ["Drafter", "OpenChoices", "named_orders", "named_policies"]
 
 
-WORTH_A_HINT = 1.25  # a step that is so much longer than its order need be without caps
+IDLE_SHARE = 1 / 3  # of a step, from which on it may be worth its time to recompute
 
 
 def named_orders(graph: CostGraph, options: Options, placement: Sequence[int]) -> list[Options]:
@@ -109,24 +109,19 @@ class OpenChoices:
         return self._with_hint(plan)
 
     def _with_hint(self, plan: Plan) -> Plan:
-        """Return the plan; if memory keeps its order long, with the step that recompute gives."""
+        """Return the plan; if memory may keep its ranks idle, with the step that recompute gives.
+
+        Whole stages take the least memory, and `auto` is never longer than they are.
+        """
         ordering = plan.ordering
-        may_recompute = replace(self.options, recompute="auto")
-        is_long = ordering is not None and WORTH_A_HINT * order_bound_without_caps(plan) < (
-            _step_ns(plan)
-        )
-        if self.options.recompute != "none" or ordering is None or not is_long:
+        is_capped = self.options.memory_bytes is not None and self.options.recompute == "none"
+        if ordering is None or not is_capped or plan.prediction.bubble < IDLE_SHARE:
             return plan
-        steps = []
-        # An order that is searched may split backwards, and has no regions; a named one has.
-        name = representative_schedule(may_recompute, self.placement)
-        for options in (may_recompute, replace(may_recompute, schedule=name)):
-            with suppress(InfeasibleError):
-                steps.append(_step_ns(self.drafter.with_stages(plan, options)))
-        shorter = min(steps, default=_step_ns(plan))
-        if shorter >= _step_ns(plan):
+        name = representative_schedule(self.options, self.placement)
+        other = self._planned(replace(self.options, schedule=name, recompute="stage"))
+        if other is None or _step_ns(other) >= _step_ns(plan):
             return plan
-        return replace(plan, ordering=replace(ordering, recomputed_ns=shorter))
+        return replace(plan, ordering=replace(ordering, recomputed_ns=_step_ns(other)))
 
     def _of_policy(self, options: Options) -> Iterator[Plan]:
         """Yield the plans of a policy, and those with their cuts in which each stage may differ."""

@@ -56,7 +56,7 @@ def is_no_shorter(
     share = _recomputed_share(options)
     # No rank computes more than the step, so none has a longer forward than this.
     most_forward = _most_forward(times, Fraction(shortest, microbatches))
-    recomputed = share * max(0, forward - most_forward)
+    recomputed = share * max(Fraction(0), forward - most_forward)
     if microbatches * (total + recomputed) > ranks * shortest:
         return True
     if options.schedule not in ("1f1b", "gpipe") or ranks < len(placement):
@@ -70,10 +70,13 @@ def is_no_shorter(
 
 
 def _times(node: Node, may_split: bool) -> _NodeTimes:
-    halves = node.backward_input_ns, node.backward_weight_ns
-    backward_ns = node.backward_ns
-    if may_split and None not in halves:
-        backward_ns = min(backward_ns, sum(halves))
+    first_ns, second_ns, backward_ns = (
+        node.backward_input_ns,
+        node.backward_weight_ns,
+        node.backward_ns,
+    )
+    if may_split and first_ns is not None and second_ns is not None:
+        backward_ns = min(backward_ns, first_ns + second_ns)
     return _NodeTimes(node.forward_ns, backward_ns)
 
 

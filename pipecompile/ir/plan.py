@@ -209,8 +209,8 @@ class Ordering(Value, frozen=True, kw_only=True, omit_defaults=True):
 
     No order on this placement has a shorter step than `bound_ns`. If the search's order
     `is_in_plan`, its gain survived noise on the durations. Else the plan has the best named one.
-    Where memory keeps the order long and nothing is recomputed, `recomputed_ns` is the step of the
-    same cut that recompute `auto` would give, if that is shorter.
+    Where memory keeps ranks idle and nothing is recomputed, `recomputed_ns` is a shorter step that
+    recompute would give, if there is one.
     """
 
     searched_ns: NonNegative

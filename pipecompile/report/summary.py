@@ -227,7 +227,7 @@ def _recompute_hint(plan: Plan, ordering: Ordering) -> Iterator[str]:
         step = time_with_unit(ordering.recomputed_ns, plan.time_unit)
         yield (
             f"  note       memory keeps the ranks waiting: recompute auto would shorten the "
-            f"simulated step to {step} ({change:+.1%})"
+            f"simulated step to {step} or less ({change:+.1%})"
         )
 
 

@@ -12,7 +12,7 @@ from pipecompile.errors import InfeasibleError, InputError
 from pipecompile.ir.amount import AllocatorName
 from pipecompile.ir.links import Links
 from pipecompile.ir.options import known_name
-from pipecompile.ir.plan import Options, Ordering, Plan
+from pipecompile.ir.plan import Options, Ordering
 from pipecompile.ir.schedule import Schedule
 from pipecompile.ir.size import size_text
 from pipecompile.ir.stage import Stage
@@ -46,7 +46,6 @@ __all__ = [
     "named_schedule",
     "named_schedule_within",
     "named_steps_and_bound",
-    "order_bound_without_caps",
     "placements",
     "representative_schedule",
     "schedule_plan",
@@ -347,15 +346,6 @@ def named_steps_and_bound(
 
     named = _named_results(highest, safe, excess)
     return _steps_ns(named), order_lower_bound(highest, "makespan")
-
-
-def order_bound_without_caps(plan: Plan) -> int:
-    """Return a lower bound in ns on the step of the stages in any order, whatever it holds."""
-    from pipecompile.schedule.search import order_lower_bound
-
-    placement = plan.schedule.placement
-    problem = problem_of_stages(plan.stages, plan.links, placement, plan.microbatches)
-    return order_lower_bound(problem, "makespan")
 
 
 def _steps_ns(results: Iterable[NamedResult]) -> dict[str, int]:

@@ -253,10 +253,11 @@ def test_the_same_input_gives_the_same_bytes() -> None:
 
 
 def test_a_step_that_memory_keeps_long_is_told_what_recompute_would_give() -> None:
-    tight = {"schedule": "search", "memory_bytes": TIGHT}
-    made, recomputed = (planned(EVEN, **tight, recompute=r) for r in ("none", "auto"))
-    assert made.ordering is not None and made.ordering.recomputed_ns is not None
-    assert recomputed.prediction.step_ns <= made.ordering.recomputed_ns < made.prediction.step_ns
+    tight = {"memory_bytes": 16 * MIB}
+    made = planned(EVEN, schedule="search", **tight)
+    recomputed = planned(EVEN, schedule="1f1b", **tight, recompute="stage")
+    assert made.ordering is not None
+    assert made.ordering.recomputed_ns == recomputed.prediction.step_ns < made.prediction.step_ns
     assert "memory keeps the ranks waiting: recompute auto would shorten" in summary(made)
     free = planned(EVEN, schedule="search")
     assert free.ordering is not None and free.ordering.recomputed_ns is None

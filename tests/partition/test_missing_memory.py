@@ -20,10 +20,11 @@ def problem(sizes: list[tuple[int, int, int]], caps: tuple[int, ...]) -> Partiti
         dict(zip(names, column, strict=True)) for column in zip(*sizes, strict=True)
     )
     k = len(caps)
-    memory = MemoryConstraint(
-        caps, tuple(range(k, 0, -1)), resident, saved, optimizer=optimizer
+    memory = MemoryConstraint(caps, tuple(range(k, 0, -1)), resident, saved, optimizer=optimizer)
+    nodes = tuple(
+        Node(name=name, forward_ns=1, backward_ns=1, parameter_bytes=0, saved_bytes=0, group=None)
+        for name in names
     )
-    nodes = tuple(Node(name=name, forward_ns=1, backward_ns=1) for name in names)
     return PartitionProblem(CostGraph(nodes=nodes, tensors=()), k, memory=memory)
 
 

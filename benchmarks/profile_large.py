@@ -2,8 +2,8 @@
 
     python -m benchmarks.profile_large
 
-Runs `pipecompile profile` with AdamW, each time in a process of its own: on GPT-2 and on a Llama of
-13B parameters with roofline:h100, then on a narrow GPT of 96 layers with measured costs. A model
+Runs `pipecompile profile` with AdamW, each time in a process of its own: on GPT-2, on a Llama of
+13B parameters and on one rank's part of Llama-3-70B with roofline:h100, then on a narrow GPT of 96 layers with measured costs. A model
 that is in memory is also checked by two training steps.
 
 Prints the seconds from start to end and the largest resident memory beyond that of a process that
@@ -32,6 +32,7 @@ IMPORTS = [
 CASES = {
     "gpt2_small": ["examples/models.py:gpt2_small", "--costs", "roofline:h100"],
     "llama_13b": ["examples/models.py:llama_13b", "--costs", "roofline:h100"],
+    "llama3_70b": ["benchmarks/published_models.py:llama3_70b_h100", "--costs", "roofline:h100"],
     "gpt_96_layers": ["examples/models.py:gpt_96_layers", "--costs", "measured"],
 }
 

@@ -6,10 +6,11 @@ reading a plan does not. Needs no PyTorch.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
+from itertools import islice
 
 import msgspec
 
@@ -30,6 +31,7 @@ from pipecompile.ir.stage import Stage
 from pipecompile.partition.alternatives import fastest_alternative
 from pipecompile.partition.budget import THOROUGH, CutEffort
 from pipecompile.partition.cap_correction import corrected_cut
+from pipecompile.partition.missing_memory import missing_bytes
 from pipecompile.partition.objective import lower_bound, stage_loads
 from pipecompile.partition.problem import OBJECTIVES, PartitionProblem
 from pipecompile.partition.result import Partition
@@ -48,6 +50,7 @@ __all__ = [
 
 SHORT_SECONDS = 0.5  # of work on each other objective, and on each change that might make a cut fit
 SUGGESTIONS = 2
+SEARCHES = 3  # for something to suggest: each takes as long as a part of a plan
 
 
 def cut(
@@ -175,12 +178,12 @@ def best_cut(
     for one_in_flight in (False, True) if options.schedule == "search" else (False,):
         problem = problem_of(graph, options, links, placement, one_in_flight=one_in_flight)
         is_priced = problem.memory is not None and problem.memory.price is not None
-        missing_bytes = partial(_missing_by_rank, planner, one_in_flight)
+        missing_by_rank = partial(_missing_by_rank, planner, one_in_flight)
         try:
             best = solve(problem, seconds=effort.seconds, explained=effort.is_explained)
             if is_priced and not graph.copied:
                 return problem, best
-            return problem, corrected_cut(problem, best, missing_bytes)
+            return problem, corrected_cut(problem, best, missing_by_rank)
         except InfeasibleError as error:
             refusal = error
     if graph.copied or not effort.is_explained:  # without copies there may be a cut
@@ -278,30 +281,57 @@ def other_objectives(options: Options) -> list[str]:
 def _what_would_fit(graph: CostGraph, options: Options, links: Links) -> str:
     """Return the nearest options that can be met, as the end of a sentence.
 
-    It is "" where memory is not capped.
-
-    Tried are `recompute=auto` and more stages, until two of them fit.
+    It is "" where memory is not capped. Tried are `recompute=auto`, more stages, and both. Lower
+    bounds of what ranks hold rule most of them out, and short searches find cuts for the nearest of
+    the others: these would fit. If the searches find none, those after them may fit.
     """
     if options.memory_bytes is None:
         return ""
     # A list of caps or a matrix of links is for a fixed number of ranks.
     is_fixed = links.ranks is not None or isinstance(options.memory_bytes, tuple)
     most = options.k if is_fixed else 2 * options.k + 2
-    changes: dict[str, Options] = {}
-    if options.recompute != "auto":
-        changes["recompute=auto"] = msgspec.structs.replace(options, recompute="auto")
-    for k in range(options.k + 1, most + 1):
-        changes[f"k={k}"] = msgspec.structs.replace(options, k=k)
+    possible = (
+        (text, changed)
+        for text, changed in _with_more_room(options, most)
+        if _may_fit(graph, changed, links)
+    )
     fitting: list[str] = []
-    for text, changed in changes.items():
-        if len(fitting) < SUGGESTIONS and _is_feasible(graph, changed, links):
+    for text, changed in islice(possible, SEARCHES):
+        if _is_feasible(graph, changed, links):
             fitting.append(text)
+        if len(fitting) == SUGGESTIONS:
+            break
     if fitting:
         return f"; this would fit: {' or '.join(fitting)}"
+    unsearched = [text for text, _ in islice(possible, SUGGESTIONS)]
+    if unsearched:
+        return f"; this may fit: {' or '.join(unsearched)}"
     return (
         f"; neither up to {most} stages nor recompute would fit: allow more memory or more, "
         f"smaller microbatches"
     )
+
+
+def _with_more_room(options: Options, most: int) -> Iterator[tuple[str, Options]]:
+    """Yield changes of options by which stages hold less, up to `most` stages, as (text, options).
+
+    Those that change one thing come first.
+    """
+    counts = range(options.k + 1, most + 1)
+    auto = msgspec.structs.replace(options, recompute="auto")
+    if options.recompute != "auto":
+        yield "recompute=auto", auto
+    yield from ((f"k={k}", msgspec.structs.replace(options, k=k)) for k in counts)
+    if options.recompute != "auto":
+        for k in counts:
+            yield f"k={k} with recompute=auto", msgspec.structs.replace(auto, k=k)
+
+
+def _may_fit(graph: CostGraph, options: Options, links: Links) -> bool:
+    """Return whether lower bounds of what ranks hold leave a cut possible."""
+    with suppress(PipecompileError):
+        return missing_bytes(problem_of(graph, options, links)) == 0
+    return False
 
 
 def _is_feasible(graph: CostGraph, options: Options, links: Links) -> bool:

@@ -31,6 +31,7 @@ from pipecompile.memory_model.lower_bounds import (
     freeable_bytes,
     received_bytes,
 )
+from pipecompile.memory_model.optimizer import optimizer_bytes
 from pipecompile.memory_model.rank import available_for_activations, rank_memory
 from pipecompile.partition.problem import (
     BoundaryBuffers,
@@ -177,7 +178,9 @@ def _memory_constraint(planner: RecomputePlanner, one_in_flight: bool) -> Memory
         # Of several stages of a rank only one has its parameters gathered at a time.
         parts=options.replicas if ranges.gathers_in_actions and ranks != options.k else 1,
     )
-    constraint = MemoryConstraint(caps, in_flight, resident, saved)
+    constraint = MemoryConstraint(
+        caps, in_flight, resident, saved, optimizer=_optimizer_bytes(graph, options)
+    )
     if ranks != options.k:
         return constraint
     can_free = options.recompute == "auto" or bool(options.encodings)
@@ -191,6 +194,29 @@ def _memory_constraint(planner: RecomputePlanner, one_in_flight: bool) -> Memory
         if can_free
         else (),
     )
+
+
+def _optimizer_bytes(graph: CostGraph, options: Options) -> dict[str, int]:
+    """Return the state of the optimizer at the first reader of each parameter.
+
+    It is empty where replicas share the state.
+    """
+    held: dict[str, int] = {}
+    if options.sharded:
+        return held
+    counted: set[str] = set()
+    for node in graph.nodes:
+        new = [name for name in node.parameters if name not in counted]
+        counted.update(new)
+        trained = [each for each in map(graph.parameter_by_name.get, new) if each is not None]
+        state, _ = optimizer_bytes(
+            (each for each in trained if each.trainable),
+            options.optimizer,
+            master_weights=options.master_weights,
+            lists=False,
+        )
+        held[node.name] = sum(state)
+    return held
 
 
 def _refuse_caps_below_fixed(

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, fx, nn
 
-from pipecompile.graph.attributes import PLAIN, REGISTERED_TABLES, is_same_value
+from pipecompile.graph.attributes import REGISTERED_TABLES, is_same_value
 from pipecompile.graph.loss_module import called_path
 from pipecompile.graph.pytrees import tensor_leaves
 
@@ -84,10 +84,10 @@ def state_of(module: fx.GraphModule, node: fx.Node) -> tuple[Tensor, ...]:
 
 
 class _Read(NamedTuple):
-    """Where a parameter is read: a node, and the parameter's index in the node's state."""
+    """Where a parameter is read: a node, and the parameter's number in the node's state."""
 
     position: int
-    index: int
+    number: int
 
 
 @dataclass(frozen=True)
@@ -165,7 +165,7 @@ class _Comparison:
             for read in reads:
                 block = blocks.block_of(read.position)
                 offset = (read.position - blocks.start) % blocks.period
-                by_block[block].append(_Read(offset, read.index))
+                by_block[block].append(_Read(offset, read.number))
             inside = {block: tuple(at) for block, at in by_block.items() if 0 <= block < len(own)}
             is_shared = len(set(inside.values())) == 1 and len(inside) == len(own)
             if inside and len(by_block) > 1 and not is_shared:
@@ -215,8 +215,8 @@ class _Comparison:
         """By the id of each parameter and buffer where it is read."""
         reads: dict[int, list[_Read]] = defaultdict(list)
         for position, node in enumerate(self.nodes):
-            for index, value in enumerate(state_of(self.module, node)):
-                reads[id(value)].append(_Read(position, index))
+            for number, value in enumerate(state_of(self.module, node)):
+                reads[id(value)].append(_Read(position, number))
         return reads
 
     def _have_same_settings(self, left: fx.Node, right: fx.Node) -> bool:

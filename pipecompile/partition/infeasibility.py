@@ -13,6 +13,7 @@ from pipecompile.ir.links import FREE
 from pipecompile.ir.size import exact_size_text, size_text
 from pipecompile.partition.chains import Chain
 from pipecompile.partition.coarsening import coarse_groups
+from pipecompile.partition.missing_memory import missing_bytes
 from pipecompile.partition.orders import topological_orders
 from pipecompile.partition.prefix_cuts import cut_order
 from pipecompile.partition.prefixes import Prefixes
@@ -29,7 +30,7 @@ PAIRS_MAX = 20_000_000
 UNITS_MAX = 1000  # above it, memory that is missing is looked for between blocks
 LARGEST_BYTES = 1 << 60  # more than any rank has
 LARGEST_UNITS = 3  # that a message names
-PRECISION_PARTS = 1000  # missing memory is found to this part
+PRECISION_PARTS = 100  # missing memory is found to this part
 
 
 def why_infeasible(unit_graph: UnitGraph, *, proven: bool) -> str:
@@ -45,10 +46,12 @@ def _reason(unit_graph: UnitGraph) -> str:
     problem = unit_graph.problem
     # A constraint is to blame if there is a cut without it and without those before it.
     memory = problem.memory
-    if memory is not None and _first_cut(unit_graph, replace(problem, memory=None)) is not None:
-        if problem.ranks != problem.k:
-            return _shared_memory_reason(unit_graph, memory)
-        return _memory_reason(unit_graph, memory)
+    if memory is not None:
+        coarse = _coarser(unit_graph)
+        if _first_cut(coarse, replace(coarse.problem, memory=None)) is not None:
+            if problem.ranks != problem.k:
+                return _shared_memory_reason(unit_graph, memory)
+            return _memory_reason(coarse, memory)
     plain = replace(problem, memory=None, parameters_everywhere=False)
     if problem.parameters_everywhere and _first_cut(unit_graph, plain) is not None:
         with_parameters = int((unit_graph.parameters > 0).sum())
@@ -151,18 +154,20 @@ def _shared_memory_reason(unit_graph: UnitGraph, memory: MemoryConstraint) -> st
 def _memory_reason(unit_graph: UnitGraph, memory: MemoryConstraint) -> str:
     """Return by how much all ranks would need more, and the stage that is then tightest.
 
-    The amount is found by bisection.
+    The amount is found by bisection, from what is missing by lower bounds on.
     """
-    unit_graph = _coarser(unit_graph)
     problem = unit_graph.problem
 
     def cut_with(more: int) -> Chain | None:
         caps = tuple(cap + more for cap in memory.caps)
         return _first_cut(unit_graph, replace(problem, memory=replace(memory, caps=caps)))
 
-    too_few, enough = 0, max(1, max(memory.caps) // PRECISION_PARTS)
+    too_few = max(0, missing_bytes(problem) - 1)
+    step = max(1, (max(memory.caps) + too_few) // PRECISION_PARTS)
+    enough = too_few + step
     while (chain := cut_with(enough)) is None:
-        too_few, enough = enough, 2 * enough
+        too_few, step = enough, 4 * step
+        enough = too_few + step
         if enough > LARGEST_BYTES:
             return (
                 f"no cut into k={problem.k} stages can be made to fit, whatever memory the ranks "
@@ -194,12 +199,11 @@ def _coarser(unit_graph: UnitGraph) -> UnitGraph:
     problem = unit_graph.problem
     together = (*problem.together, *coarse_groups(problem.graph, "blocks"))
     coarse = replace(problem, granularity="operators", together=together)
-    if (
-        unit_graph.count <= UNITS_MAX
-        or _first_cut(unit_graph, replace(coarse, memory=None)) is None
-    ):
+    if unit_graph.count <= UNITS_MAX:
         return unit_graph
-    return UnitGraph(coarse, coarse.units)
+    between_blocks = UnitGraph(coarse, coarse.units)
+    has_cut = _first_cut(between_blocks, replace(coarse, memory=None)) is not None
+    return between_blocks if has_cut else unit_graph
 
 
 class _TightestStage(NamedTuple):

@@ -90,6 +90,9 @@ class MemoryConstraint:
     cap, for example by recompute. That price has a lower bound of its own: the bytes that the
     stage would hold over its cap, if it kept everything, must be freed from the classes of
     `freeable`, the cheapest first and for each microbatch in flight.
+
+    `optimizer` is the state of the optimizer, by node. Prices have it, and it says how much memory
+    is missing where nothing fits; the search does without.
     """
 
     caps: tuple[int, ...]
@@ -99,6 +102,7 @@ class MemoryConstraint:
     price: Callable[[StageCandidate], Price] | None = None
     boundary_buffers: BoundaryBuffers | None = None
     freeable: tuple[FreeableBytes, ...] = ()
+    optimizer: Mapping[str, int] = field(default_factory=dict)
 
     @staticmethod
     def simple(

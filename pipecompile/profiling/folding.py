@@ -145,7 +145,7 @@ class _Stored(NamedTuple):
     """A storage: the position of the first node that has it, and its number among that one's."""
 
     position: int
-    index: int
+    number: int
 
 
 @dataclass(frozen=True)
@@ -260,7 +260,7 @@ class _Unfolding:
         for name, node in self.seen.nodes.items():
             position = self.fold.positions[name]
             new = sorted({*node.storages, *node.saved} - stored.keys())
-            stored |= {each: _Stored(position, index) for index, each in enumerate(new)}
+            stored |= {each: _Stored(position, number) for number, each in enumerate(new)}
         if sorted(stored) != list(stored):
             raise IrregularError
         return stored
@@ -282,7 +282,7 @@ class _Unfolding:
 
     def _storage(self, storage: int, move: _Move) -> int:
         stored = self._stored[storage]
-        return self._first_number[move.position(stored.position)] + stored.index
+        return self._first_number[move.position(stored.position)] + stored.number
 
     # Gradients belong to the block of their producer, the last block first.
 

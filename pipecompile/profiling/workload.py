@@ -7,10 +7,11 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
+from operator import attrgetter
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 from torch.fx.node import map_aggregate
 
 from pipecompile.graph.loss_module import held_loss, hold_loss
@@ -56,26 +57,52 @@ class Workload:
 
         Call it under the FakeTensorMode that is to own them.
         """
+        # Constants of the graph may name the device of the captured model.
+        graph = _on_cpu(self.graph)
+        unused = self._unused_attributes()
         # `deepcopy` takes what is in the memo for copied already. With fake tensors there, it
         # copies the modules around them and never a real tensor.
+        skipped = {id(value) for each in unused for value in _tensors(each)}
         state = (value for _, value in named_state(self.module))
         memo: dict[int, Any] = {
             id(value): without_values(value, "cpu")
             for value in (*state, *tensor_attributes(self.module))
+            if id(value) not in skipped
         }
         # The loss is called as it is, so it is not copied: it gets the tensors of the copy.
         loss, fakes = held_loss(self.module), dict(memo)
+        memo |= {id(each): each for each in unused} | {id(self.module.graph): graph}
         module = copy.deepcopy(self.module, memo)
         hold_loss(module, loss)
         with nullcontext() if loss is None else swapped_state(loss, fakes):
             yield replace(
                 self,
                 module=module,
-                # Constants of the graph may name the device of the captured model.
-                graph=_on_cpu(self.graph),
+                graph=graph,
                 inputs=tuple(without_values(value, "cpu") for value in self.inputs),
                 targets=tuple(without_values(value, "cpu") for value in self.targets),
             )
+
+    def _unused_attributes(self) -> list[nn.Module | Tensor]:
+        """Return what only nodes outside of `graph` call or read, without what shares tensors."""
+        used = _attribute_names(self.graph)
+        others = _attribute_names(self.module.graph) - used
+        held = {id(value) for name in used for value in _tensors(attrgetter(name)(self.module))}
+        loss = held_loss(self.module)
+        held |= set() if loss is None else {id(value) for value in _tensors(loss)}
+        unused = (attrgetter(name)(self.module) for name in others)
+        return [each for each in unused if not held & {id(value) for value in _tensors(each)}]
+
+
+def _attribute_names(graph: fx.Graph) -> set[str]:
+    return {str(node.target) for node in graph.nodes if node.op in ("call_module", "get_attr")}
+
+
+def _tensors(attribute: nn.Module | Tensor | None) -> tuple[Tensor, ...]:
+    """Return an attribute of a graph's module if it is a tensor, else those that it holds."""
+    if isinstance(attribute, nn.Module):
+        return (*attribute.parameters(), *attribute.buffers(), *tensor_attributes(attribute))
+    return () if attribute is None else (attribute,)
 
 
 def _on_cpu(graph: fx.Graph) -> fx.Graph:

@@ -30,7 +30,7 @@ class Lister:
 
     name = "lister"
     real = False
-    time_unit, reproducible = "ns", True
+    time_unit, reproducible, by_signature = "ns", True, False
 
     def __init__(self, device: Device) -> None:
         self.device = device

@@ -49,8 +49,6 @@ from pipecompile.schedule.stages import most_by_rank
 
 __all__ = ["audit_file", "audit_graph", "is_file_of_costs"]
 
-DEFAULT_COSTS = "measured"  # of the commands: what a file of costs stands in for
-
 
 class _Drafted(NamedTuple):
     """A plan, and whether it was made within the cap."""
@@ -89,8 +87,8 @@ def audit_file(path: str | Path, *, links: LinksInput = None, **choices: Any) ->
     `choices` are those of `pipecompile.Choices`, `layout` among them. FormatError if the file is
     neither; InputError as in `audit_graph`.
     """
-    costs = choices.pop("costs", DEFAULT_COSTS)
-    if costs != DEFAULT_COSTS:
+    costs = choices.pop("costs", None)
+    if costs is not None:
         raise InputError(f"costs={costs!r}, but {path} has the costs; leave one of them out")
     requested = requested_options(costs="flops", **choices)
     if requested.optimizer is None and requested.master_weights:

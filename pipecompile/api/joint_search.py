@@ -81,7 +81,7 @@ def joint_plan(
     `costs` are those of the whole minibatch: its microbatches are those of all replicas. `devices`
     names them for people. InfeasibleError if no setting has a plan; it says what was in the way.
     """
-    search = _Search(space, costs, links, limits)
+    search = _Search(space, costs, links, limits, began=time.monotonic())
     search.run()
     return search.answer(devices)
 
@@ -97,12 +97,12 @@ class _Search:
     costs: TargetCosts
     links: Links
     limits: JointLimits
+    began: float
     results: dict[Setting, SettingResult] = field(default_factory=dict)
     plans: dict[Setting, Plan] = field(default_factory=dict)
     finished: dict[Setting, Plan] = field(default_factory=dict)
     graphs: dict[int, CostGraph] = field(default_factory=dict)
     works: dict[int, Work] = field(default_factory=dict)
-    began: float = field(default_factory=time.monotonic)
 
     def run(self) -> None:
         """Plan settings until the effort or the time is spent, or none is likely to be shorter."""

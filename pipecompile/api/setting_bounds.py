@@ -100,7 +100,8 @@ def least_step_ns(work: Work, setting: Setting, extra: int = 0) -> int:
     else:
         bounds.append(Fraction(total))
         if setting.stages_per_rank == 1:
-            bounds.append(total / (1 - (1 - Fraction(1, m)) ** p))
+            # Σ lᵢ ≤ T × (1 − (m − 1)ᵖ / mᵖ), in whole numbers.
+            bounds.append(Fraction(total * m**p, m**p - (m - 1) ** p))
             bounds.append(_warm_ns(setting, forward, backward))
     return ceil(max(bounds))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import combinations, pairwise
 
 from hypothesis import strategies as st
 
@@ -15,14 +16,17 @@ __all__ = ["ChainNode", "SizedChain", "chains", "contiguous_cuts"]
 
 @dataclass(frozen=True)
 class ChainNode:
-    """Times in ns: what a kernel takes at least, and more for each sample in each direction."""
+    """Times in ns: what a kernel takes at least, and more for each sample in each direction.
+
+    `bytes` of a sample are its output, which the next node saves.
+    """
 
     launch_ns: int = 0
     forward_ns: int = 10
     input_ns: int = 10
     weight_ns: int = 10
     parameter_bytes: int = 0
-    saved_bytes: int = 0
+    bytes: int = 8
 
 
 @dataclass(frozen=True)
@@ -46,10 +50,18 @@ class SizedChain:
         return CostGraph(
             nodes=tuple(_node(*pair, size) for pair in zip(names, self.nodes, strict=True)),
             tensors=tuple(
-                Tensor(producer=a, consumers=(b,), bytes=8 * size, gradient_bytes=8 * size)
-                for a, b in zip(names, names[1:], strict=False)
+                Tensor(
+                    producer=one,
+                    consumers=(other,),
+                    bytes=each.bytes * size,
+                    gradient_bytes=each.bytes * size,
+                    storage=index,
+                )
+                for index, ((one, other), each) in enumerate(
+                    zip(pairwise(names), self.nodes, strict=False)
+                )
             ),
-            storages=tuple(each.saved_bytes * size for each in self.nodes),
+            storages=tuple(each.bytes * size for each in self.nodes),
             contents=(None,) * len(self.nodes),
             parameters=tuple(
                 Parameter(name=f"{name}.weight", bytes=each.parameter_bytes, trainable=True)
@@ -70,16 +82,14 @@ def _node(name: str, each: ChainNode, size: int) -> Node:
         parameter_bytes=0,
         saved_bytes=0,
         group=None,
-        saved=(index,) if each.saved_bytes else (),
-        forward_peak_bytes=each.saved_bytes * size,
+        saved=(index - 1,) if index else (),
+        forward_peak_bytes=each.bytes * size,
         parameters=(f"{name}.weight",),
     )
 
 
 def contiguous_cuts(nodes: int, k: int) -> list[dict[str, int]]:
     """Return all cuts of the chain into `k` stages of one node or more."""
-    from itertools import combinations
-
     cuts = []
     for ends in combinations(range(1, nodes), k - 1):
         stages = [sum(index >= end for end in ends) for index in range(nodes)]
@@ -98,6 +108,6 @@ def chains(draw: st.DrawFn, samples: int) -> SizedChain:
         input_ns=times,
         weight_ns=times,
         parameter_bytes=st.sampled_from([0, 1000, 100_000]),
-        saved_bytes=st.sampled_from([0, 100, 1000]),
+        bytes=st.sampled_from([1, 100, 1000]),
     )
     return SizedChain(tuple(draw(st.lists(nodes, min_size=2, max_size=6))), samples)

@@ -1,0 +1,130 @@
+"""Plans of models for devices, from Python and on the command line."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner
+from torch import nn
+
+from pipecompile import InputError, Plan, pipecompile
+from pipecompile.api.check import check_plan
+from pipecompile.api.factory import Factory
+from pipecompile.api.joint_request import joint_request
+from pipecompile.cli import commands
+from pipecompile.ir.serialization import read
+
+WIDTH, SAMPLES = 16, 12
+FACTORY = f"""
+import torch
+from torch import nn
+
+def target():
+    blocks = [nn.Sequential(nn.Linear({WIDTH}, {WIDTH}), nn.ReLU()) for _ in range(4)]
+    batch = torch.zeros({SAMPLES}, {WIDTH})
+    return {{
+        "model": nn.Sequential(*blocks),
+        "sample_input": batch,
+        "targets": batch,
+        "loss_fn": nn.functional.mse_loss,
+        "optimizer": "adamw",
+    }}
+"""
+
+
+@pytest.fixture
+def factory(tmp_path: Path) -> str:
+    path = tmp_path / "net.py"
+    path.write_text(FACTORY)
+    return f"{path}:target"
+
+
+def planned(factory: str, path: Path, *words: str) -> str:
+    result = CliRunner().invoke(
+        commands, ["plan", factory, "--devices", "2xh100", "-o", str(path), *words]
+    )
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+def test_the_command_says_what_was_chosen_and_a_check_finds_the_plan_current(
+    factory: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "plan.json"
+    text = planned(factory, path, "--effort", "4", "--top", "3")
+    assert "devices    2xh100: no setting has a step below" in text
+    assert "the best settings that were planned" in text
+    plan = read(path, Plan)
+    assert plan.joint is not None
+    assert len(plan.joint.best) <= 3
+    assert plan.ranks * plan.replicas == 2
+    assert plan.options.costs == "roofline:h100"
+    assert plan.options.memory_bytes == 80_000_000_000
+    assert plan.microbatch_shapes[0][0] * plan.microbatches * plan.replicas == SAMPLES
+    assert plan.capture.verified
+    assert all(finding.passed for finding in check_plan(plan, Factory.of(factory)))
+
+
+def test_json_has_the_table(factory: str, tmp_path: Path) -> None:
+    words = ["--effort", "2", "--format", "json", "-q"]
+    text = planned(factory, tmp_path / "plan.json", *words)
+    assert json.loads(text)["joint"]["best"][0]["status"] == "planned"
+
+
+def test_a_pipeline_of_what_was_chosen_trains_as_the_model_does() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(4)])
+    batch, target = torch.randn(SAMPLES, WIDTH), torch.randn(SAMPLES, WIDTH)
+    loss = nn.functional.mse_loss(model(batch), target)
+    loss.backward()
+    expected = [
+        parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None
+    ]
+    model.zero_grad()
+    pipeline = pipecompile(
+        model,
+        batch,
+        loss_fn=nn.functional.mse_loss,
+        sample_target=target,
+        devices="2xh100",
+        replicas=1,
+        effort=2,
+    )
+    assert pipeline.plan.ranks == 2
+    assert pipeline.step(batch, target) == pytest.approx(loss.item())
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    for got, wanted in zip(gradients, expected, strict=True):
+        torch.testing.assert_close(got, wanted)
+
+
+@pytest.mark.parametrize(
+    ("choices", "message"),
+    [
+        ({"devices": "2xh100,2xa100"}, "are of several kinds, and a joint search plans equal ones"),
+        ({"devices": "2xh100", "objective": "latency"}, "latency has no step that ends with a"),
+        ({"devices": "2xh100", "schedule": "pipedream"}, "pipedream has no step that ends"),
+        ({"devices": "2xh100", "time_limit": -1.0}, "time_limit=-1.0 must be a number of seconds"),
+        ({"devices": "2xh100", "effort": 0}, "effort=0, but a search makes at least one plan"),
+    ],
+)
+def test_what_cannot_be_asked_for_is_refused(choices: dict[str, Any], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        joint_request(**choices)
+
+
+def test_what_is_of_a_joint_search_needs_devices(factory: str) -> None:
+    result = CliRunner().invoke(commands, ["plan", factory, "--effort", "3"])
+    assert result.exit_code == 2
+    assert "effort=3 is of a joint search" in result.output
+
+
+def test_what_is_given_is_kept_and_the_rest_implied() -> None:
+    request = joint_request("2xa100", memory="10GB", recompute="auto", k=2)
+    assert request.base.memory_bytes == 10**10
+    assert request.base.costs == "roofline:a100"
+    assert request.fixed == {"recompute": "auto", "k": 2}
+    assert joint_request("2xa100", costs="flops").base.costs == "flops"

@@ -202,7 +202,7 @@ def _optimizer_bytes(graph: CostGraph, options: Options) -> dict[str, int]:
     It is empty where replicas share the state.
     """
     held: dict[str, int] = {}
-    if options.sharded:
+    if options.shard:
         return held
     counted: set[str] = set()
     for node in graph.nodes:

@@ -78,9 +78,9 @@ class Options(Value, frozen=True, kw_only=True):
     overwrite are held until then. `recompute` is the policy: `auto` takes what fits the cap at the
     least extra time, the others are named in the glossary. `encodings` are the ones of saved
     tensors that stages may use where that lets them fit. `granularity` is what the model was cut
-    between, `comm` what the loads that were compared pay for transfers (None: what the
-    objective asks for), and `leaf` are modules that were taken as one node. `batch_norm` says after what batch
-    norms update their running averages; no figure of a plan depends on it. A `layout`, of
+    between, `comm` what the loads that were compared pay for transfers (None: what the objective
+    asks for), and `leaf` are modules that were taken as one node. `batch_norm` says after what
+    batch norms update their running averages; no figure of a plan depends on it. A `layout`, of
     `layout_format`, is the cut; its layers are those in the module `layers`, or found in the model.
     Over `replicas` gradients are summed; with `shard` each replica holds a part of every parameter
     and of its optimizer state between steps, and in a step of the gradients and the parameters too,

@@ -72,6 +72,7 @@ REFUSALS: list[tuple[dict[str, Any], str]] = [
     ({"encodings": ["relo"]}, "unknown encoding 'relo'; did you mean 'relu'?"),
     ({"encodings": "relu"}, "encodings='relu' is not a list of names"),
     ({"costs": "flop"}, "unknown costs 'flop'; did you mean 'flops'?"),
+    ({"objective": "latency", "comm": "overlap"}, "latency is that of one alone"),
     ({"costs": "roofline:h99"}, "h99"),
     ({"memory": "much"}, "write 16GiB"),
     ({"colour": "red"}, "unknown option 'colour'"),

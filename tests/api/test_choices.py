@@ -76,6 +76,7 @@ REFUSALS: list[tuple[dict[str, Any], str]] = [
     ({"encodings": ["relo"]}, "unknown encoding 'relo'; did you mean 'relu'?"),
     ({"encodings": "relu"}, "encodings='relu' is not a list of names"),
     ({"costs": "flop"}, "unknown costs 'flop'; did you mean 'flops'?"),
+    ({"objective": "latency", "comm": "overlap"}, "latency is that of one alone"),
     ({"costs": "roofline:h99"}, "h99"),
     ({"memory": "much"}, "write 16GiB"),
     ({"shard": "grads"}, "unknown shard 'grads'; did you mean 'gradients'?"),
@@ -93,3 +94,29 @@ def test_what_is_refused(choices: dict[str, Any], message: str) -> None:
     with pytest.raises(InputError) as caught:
         requested_options(**choices)
     assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("choices", "communication"),
+    [
+        ({}, "relay"),
+        ({"comm": "overlap"}, "overlap"),
+        ({"objective": "throughput"}, "overlap"),
+        ({"objective": "throughput", "comm": "relay"}, "relay"),
+        ({"objective": "latency"}, "relay"),
+    ],
+)
+def test_comm_says_what_loads_pay_for_transfers(
+    choices: dict[str, Any], communication: str
+) -> None:
+    from pipecompile.api.partition_problem import problem_of
+    from pipecompile.ir.graph import CostGraph, Node
+    from pipecompile.ir.links import FREE
+
+    nodes = (
+        Node(name=n, forward_ns=1, backward_ns=1, parameter_bytes=0, saved_bytes=0, group=None)
+        for n in "ab"
+    )
+    graph = CostGraph(nodes=tuple(nodes), tensors=())
+    options = requested_options(k=2, costs="flops", **choices)
+    assert problem_of(graph, options, FREE).communication == communication

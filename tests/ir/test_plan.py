@@ -122,6 +122,18 @@ def test_a_plan_knows_the_stage_of_each_node_and_what_a_rank_holds() -> None:
     assert list(plan.footprints(1)) == [1]
 
 
+def test_a_copied_node_is_in_its_first_stage_and_runs_in_others() -> None:
+    first, second = _plan().stages
+    copying = msgspec.structs.replace(second, blocks=(("a", "b"),), copies=("a",))
+    plan = _plan(stages=(first, copying))
+    assert plan.assignment == {"a": 0, "b": 1}
+    assert plan.copied == {"a"}
+    assert copying.own_nodes == ("b",)
+    unknown = msgspec.structs.replace(second, blocks=(("c", "b"),), copies=("c",))
+    with pytest.raises(ValueError, match="stage 1 copies c, which no earlier stage runs"):
+        _plan(stages=(first, unknown))
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

@@ -45,6 +45,20 @@ def test_a_parameter_is_read_in_the_stage_of_each_reader() -> None:
     assert sorted(reads) == [("scale", 0), ("weight", 0), ("weight", 1)]
 
 
+def test_a_copied_node_is_in_each_stage_that_reads_it() -> None:
+    module = fx.symbolic_trace(Twice())
+    # Only the last product reads them, in stage 1: there both are, with the scale.
+    stages = {**STAGES, "mul": 0, "relu": 0}
+    apply_passes(module.graph, [Place(stages, copied=("mul", "relu"))])
+    module.recompile()
+    placed_in = [(n.meta.get("origin", n.name), stage_of(n)) for n in module.graph.nodes]
+    assert ("mul", 1) in placed_in and ("relu", 1) in placed_in
+    assert ("mul", 0) not in placed_in and ("relu", 0) not in placed_in
+    x = torch.randn(2, 4)
+    weight, scale = module.get_parameter("weight"), module.get_parameter("scale")
+    assert torch.equal(module(x), torch.relu((x @ weight) * scale) @ weight)
+
+
 def test_values_stay() -> None:
     module, x = placed(STAGES), torch.randn(2, 4)
     weight, scale = module.get_parameter("weight"), module.get_parameter("scale")

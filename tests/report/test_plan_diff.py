@@ -55,6 +55,16 @@ def held(parameters: int, activations: int, bound: int) -> RankMemory:
     )
 
 
+def test_nodes_that_only_one_plan_copies_are_named(plan: Plan) -> None:
+    copied = plan.stages[0].nodes[0]
+    blocks = ((copied,), *plan.stages[1].blocks)
+    new = with_stage(plan, 1, blocks=blocks, copies=(copied,))
+    assert ("copies", "run in several stages", (), (copied,)) in changes(plan, new)
+    assert f"copied nodes\n  run in several stages: none → {copied}" in diff_text(
+        compare_plans(plan, new)
+    )
+
+
 def changes(old: Plan, new: Plan) -> list[tuple[ChangeKind, str, Any, Any]]:
     return [(c.kind, c.where, c.before, c.after) for c in compare_plans(old, new).changes]
 

@@ -133,9 +133,9 @@ class _Exchanges(NamedTuple):
 def _exchanges(graph: CostGraph, names: Iterable[str], options: Options) -> _Exchanges:
     """Return what a stage exchanges with other replicas, under ZeRO's levels of sharding.
 
-    All-reduce is a sum of parts and a gather of them. Sharded parameters are gathered instead of
-    the sums, which takes as much; what is done in each action, and not once a step, is taken out
-    (Rajbhandari et al. 2020, section 7; a step of theirs is one microbatch).
+    An all-reduce sums parts and gathers the sums. With sharded parameters these are gathered, and
+    not the sums. Each of both is done once a step, or in each action that needs it (Rajbhandari et
+    al. 2020, section 7, whose steps have one microbatch).
     """
     replicas = options.replicas
     if replicas == 1 or options.is_inference:

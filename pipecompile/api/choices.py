@@ -30,7 +30,7 @@ from pipecompile.ir.share import parse_share
 from pipecompile.ir.size import parse_caps
 from pipecompile.layouts.layout import Layout
 from pipecompile.layouts.reading import layout_text, read_layout
-from pipecompile.schedule.named_orders import ASYNCHRONOUS, SPLIT, required_placement
+from pipecompile.schedule.named_orders import ASYNCHRONOUS, MAY_SPLIT, SPLIT, required_placement
 from pipecompile.schedule.selection import placements
 
 __all__ = [
@@ -407,7 +407,7 @@ def _check_encodings(options: Options, placement: Sequence[int]) -> None:
             "encodings are chosen for ranks of one stage each; leave them out, or have one stage a "
             "rank"
         )
-    if options.schedule in SPLIT:
+    if options.schedule in MAY_SPLIT:
         raise InputError(
             f"encodings are not planned under schedule {options.schedule!r}, whose backwards may "
             "be split; leave them out, or choose another schedule"

@@ -98,8 +98,8 @@ def _fault_of_order(index: int, plan: Plan) -> str | None:
     splits = any(
         action.stage == index and action.kind is Kind.BACKWARD_INPUT for _, action in schedule
     )
-    if splits and (stage.regions or stage.encoded_runs):
-        return "has regions or encoded runs, which are not possible where backwards are split"
+    if splits and stage.regions:
+        return "has regions, which are not possible where its backwards are split"
     return None
 
 

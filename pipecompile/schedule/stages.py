@@ -164,10 +164,9 @@ def _costs(
     region_ns = stage.recompute_ns if stage.recompute == "regions" else 0
     encoding_ns = sum(run.forward_ns for run in stage.encoded_runs)
     decoding_ns = sum(run.backward_ns for run in stage.encoded_runs)
-    # Regions and encodings are of a backward as a whole.
-    can_split = not (stage.regions or stage.encoded_runs) and (
-        stage.backward_input_ns is not None and stage.backward_weight_ns is not None
-    )
+    # Regions are recomputed in a backward as a whole.
+    halves = stage.backward_input_ns, stage.backward_weight_ns
+    can_split = not stage.regions and None not in halves
     return StageCosts(
         forward_ns=stage.forward_ns + forward_ns + encoding_ns,
         backward_ns=stage.backward_ns + backward_ns + region_ns + decoding_ns,

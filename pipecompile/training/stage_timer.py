@@ -248,12 +248,8 @@ def _timed(
     times = measure_stages(works, with_whole_backwards(order), device)
     if plan.options.schedule not in MAY_SPLIT:
         return dict(times)
-    # Regions and encodings are of a backward as a whole.
-    splits = {
-        index: work
-        for index, work in works.items()
-        if not (plan.stages[index].regions or plan.stages[index].encoded_runs)
-    }
+    # Regions are recomputed in a backward as a whole.
+    splits = {index: work for index, work in works.items() if not plan.stages[index].regions}
     order = [action for action in order if action.stage in splits]
     halves = measure_stages(splits, with_split_backwards(order), device) if splits else {}
     return {index: {**halves.get(index, {}), **times[index]} for index in works}

@@ -82,13 +82,13 @@ def joint_plan(
     `costs` are those of the whole minibatch: its microbatches are those of all replicas. `devices`
     names them for people. InfeasibleError if no setting has a plan; it says what was in the way.
     """
-    search = _Search(space, costs, links, limits, began=time.monotonic())
+    search = _SettingSearch(space, costs, links, limits, began=time.monotonic())
     search.run()
     return search.answer(devices)
 
 
 @dataclass
-class _Search:
+class _SettingSearch:
     """A search under way: what is known of each setting, and the plans so far.
 
     `finished` are those that a thorough search made: planning again gives the same ones.
@@ -388,6 +388,6 @@ def _why_none(
             parts.append(f"{counts[first.status]} {text}{example}")
     return (
         f"no plan was found for {devices} among {len(results)} settings: {'; '.join(parts)}. Give "
-        f"{'more effort or time, ' * ('not tried' in counts)}more devices, more memory or a smaller "
-        "batch, or fix fewer options"
+        f"{'more effort or time, ' * ('not tried' in counts)}more devices, more memory or a "
+        "smaller batch, or fix fewer options"
     )

@@ -55,6 +55,7 @@ __all__ = ["JointLimits", "joint_plan"]
 
 logger = logging.getLogger("pipecompile.api")
 
+LIKELY_FILLED = 0.85  # of a rank, by what is known before it is planned: the rest is workspace
 FINALISTS = 2  # settings whose plans are made again by thorough ones
 
 
@@ -81,16 +82,18 @@ def joint_plan(
     `costs` are those of the whole minibatch: its microbatches are those of all replicas. `devices`
     names them for people. InfeasibleError if no setting has a plan; it says what was in the way.
     """
-    search = _Search(space, costs, links, limits, began=time.monotonic())
+    search = _SettingSearch(space, costs, links, limits, began=time.monotonic())
     search.run()
     return search.answer(devices)
 
 
 @dataclass
-class _Search:
+class _SettingSearch:
     """A search under way: what is known of each setting, and the plans so far.
 
     `finished` are those that a thorough search made: planning again gives the same ones.
+    `least_filled` is by recompute the least share of its memory that a rank was likely to need
+    under a setting without a plan.
     """
 
     space: SettingSpace
@@ -103,6 +106,7 @@ class _Search:
     finished: dict[Setting, Plan] = field(default_factory=dict)
     graphs: dict[int, CostGraph] = field(default_factory=dict)
     works: dict[int, Work] = field(default_factory=dict)
+    least_filled: dict[str, float] = field(default_factory=dict)
 
     def run(self) -> None:
         """Plan settings until the effort or the time is spent, or none is likely to be shorter."""
@@ -179,12 +183,24 @@ class _Search:
                     return
                 self._cost(setting.parts)
             if self._likely(setting) != key:
-                # Its size was costed since: it is not what a larger microbatch let expect.
+                # Its size was costed since, or one that holds as much did not fit.
                 heappush(queue, (self._likely(setting), index))
             elif not self._needs_no_recompute(setting) and not self._rule_out(setting):
-                if len(self._tried) >= self.limits.effort or not self._has_time:
+                if not self._may_plan:
                     return
                 yield setting
+                self._learn(setting)
+
+    def _learn(self, setting: Setting) -> None:
+        """Note how full a rank is under a setting for which no cut was found: what holds as much
+        is not likely to fit either.
+        """
+        if self._status(setting) == "no cut":
+            options = self.space.options(setting)
+            state = state_bytes(self.graphs[setting.parts], options)
+            filled = likely_step(self._work(setting), options, state).filled
+            known = self.least_filled.get(setting.recompute, LIKELY_FILLED)
+            self.least_filled[setting.recompute] = min(known, filled)
 
     def _likely(self, setting: Setting) -> tuple[bool, int, int]:
         """Return the sort key of a setting: whether it is not likely to fit, the stages on each
@@ -193,7 +209,8 @@ class _Search:
         options = self.space.options(setting)
         state = state_bytes(self.graphs[min(self.graphs)], options)
         likely = likely_step(self._work(setting), options, state)
-        return not likely.fits, setting.stages_per_rank, likely.step_ns
+        is_unlikely = likely.filled >= self.least_filled.get(setting.recompute, LIKELY_FILLED)
+        return is_unlikely, setting.stages_per_rank, likely.step_ns
 
     def _needs_no_recompute(self, setting: Setting) -> bool:
         """Return whether there is a plan of the setting without the recompute that it has."""
@@ -310,6 +327,12 @@ class _Search:
         return [s for s, r in self.results.items() if r.status in ("planned", "no cut", "refused")]
 
     @property
+    def _may_plan(self) -> bool:
+        """Whether one more quick plan may be made; the first one always may."""
+        tried = len(self._tried)
+        return tried < self.limits.effort and (self._has_time or not tried)
+
+    @property
     def _has_time(self) -> bool:
         return time.monotonic() - self.began < self.limits.seconds
 
@@ -365,5 +388,6 @@ def _why_none(
             parts.append(f"{counts[first.status]} {text}{example}")
     return (
         f"no plan was found for {devices} among {len(results)} settings: {'; '.join(parts)}. Give "
-        "more devices, more memory or a smaller batch, or fix fewer options"
+        f"{'more effort or time, ' * ('not tried' in counts)}more devices, more memory or a "
+        "smaller batch, or fix fewer options"
     )

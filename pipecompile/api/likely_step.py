@@ -23,10 +23,10 @@ SIMULATED_ROUNDS = 3
 
 
 class LikelyStep(NamedTuple):
-    """A guess of a step in ns, and whether its ranks are likely to fit."""
+    """A guess of a step in ns, and of the share of its memory that a rank needs."""
 
     step_ns: int
-    fits: bool
+    filled: float
 
 
 def likely_step(work: Work, options: Options, state_bytes: int) -> LikelyStep:
@@ -39,10 +39,13 @@ def likely_step(work: Work, options: Options, state_bytes: int) -> LikelyStep:
     name = representative_schedule(options, placement)
     step, held = _equal_stages(name, placement, simulated, work)
     caps = options.caps(ranks)
-    room = None if caps is None else min(caps) - state_bytes // ranks
-    extra, fits = _recomputed_ns(work, options, held, room, len(placement))
     rest = (m - simulated) * (work.forward_ns + work.backward_ns)
-    return LikelyStep(step + (rest + m * extra) // ranks, fits)
+    if caps is None:
+        return LikelyStep(step + rest // ranks, 0.0)
+    room = min(caps) - state_bytes // ranks
+    extra, kept = _recompute(work, options, held, room, len(placement))
+    filled = (state_bytes // ranks + kept) / max(1, min(caps))
+    return LikelyStep(step + (rest + m * extra) // ranks, filled)
 
 
 @lru_cache(maxsize=4096)
@@ -66,20 +69,15 @@ def _equal_stages(
     return timeline.makespan_ns, max(max(row) for row in timeline.held_bytes)
 
 
-def _recomputed_ns(
-    work: Work, options: Options, held: int, room: int | None, stages: int
-) -> tuple[int, bool]:
-    """Return what all stages recompute of one microbatch in ns, and whether they then fit.
+def _recompute(work: Work, options: Options, held: int, room: int, stages: int) -> tuple[int, int]:
+    """Return what all stages recompute of one microbatch in ns, and what a rank then holds.
 
     Stages of a schedule that may split backwards recompute as a whole or not at all; others free
     the share of what they hold that is too much, by the same share of their forwards.
     """
-    has_room = room is None or held <= room
-    if options.recompute == "none" or (options.recompute == "auto" and has_room):
-        return 0, has_room
-    assert room is not None or options.recompute != "auto"
-    fits = room is None or work.saved_bytes // stages <= room
+    if options.recompute == "none" or (options.recompute == "auto" and held <= room):
+        return 0, held
+    one = work.saved_bytes // stages  # what a stage holds while one microbatch is recomputed
     if options.recompute != "auto" or options.schedule in MAY_SPLIT:
-        return work.forward_ns, fits
-    assert room is not None
-    return work.forward_ns * min(held, held - room) // held, fits
+        return work.forward_ns, one
+    return work.forward_ns * min(held, held - room) // max(1, held), max(one, min(held, room))

@@ -119,8 +119,8 @@ def _warm_ns(setting: Setting, forward: int, backward: int) -> Fraction:
     alpha, betas = m - 1, sorted(m - each for each in warm)
     values = [Fraction((warm[-1] - 1) * forward + alpha * backward, p)]
     for ratio in (each for each in betas if betas[0]):
-        weight = sum((max(Fraction(1), Fraction(ratio, beta)) for beta in betas), Fraction(0))
-        values.append((alpha * backward + ratio * forward) / weight)
+        weight = sum(max(Fraction(1), Fraction(ratio, beta)) for beta in betas)
+        values.append(Fraction(alpha * backward + ratio * forward) / weight)
     return forward + backward + max(values)
 
 

@@ -3,8 +3,8 @@
     python -m benchmarks.profile_large
 
 Runs `pipecompile profile` with AdamW, each time in a process of its own: on GPT-2, on a Llama of
-13B parameters and on one rank's part of Llama-3-70B with roofline:h100, then on a narrow GPT of 96 layers with measured costs. A model
-that is in memory is also checked by two training steps.
+13B parameters and on one rank's part of Llama-3-70B with roofline:h100, then on a narrow GPT of 96
+layers with measured costs. A model that is in memory is also checked by two training steps.
 
 Prints the seconds from start to end and the largest resident memory beyond that of a process that
 only imports what all of them need; writes results/profile_large.json.

@@ -6,11 +6,11 @@ reading a plan does not. Needs no PyTorch.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from itertools import islice
+from itertools import chain, islice
 
 import msgspec
 
@@ -282,28 +282,24 @@ def _what_would_fit(graph: CostGraph, options: Options, links: Links) -> str:
     """Return the nearest options that can be met, as the end of a sentence.
 
     It is "" where memory is not capped. Tried are `recompute=auto`, more stages, and both. Lower
-    bounds of what ranks hold rule most of them out, and short searches find cuts for the nearest of
-    the others: these would fit. If the searches find none, those after them may fit.
+    bounds of what ranks hold rule most of them out. Of the others those would fit for which a short
+    search finds a cut. If it finds none, what was not searched may fit.
     """
     if options.memory_bytes is None:
         return ""
     # A list of caps or a matrix of links is for a fixed number of ranks.
     is_fixed = links.ranks is not None or isinstance(options.memory_bytes, tuple)
     most = options.k if is_fixed else 2 * options.k + 2
-    possible = (
-        (text, changed)
-        for text, changed in _with_more_room(options, most)
-        if _may_fit(graph, changed, links)
-    )
+    single, double = _with_more_room(options, most)
+    possible = (text for text, changed in single.items() if _may_fit(graph, changed, links))
     fitting: list[str] = []
-    for text, changed in islice(possible, SEARCHES):
-        if _is_feasible(graph, changed, links):
+    for text in islice(possible, SEARCHES):
+        if len(fitting) < SUGGESTIONS and _is_feasible(graph, single[text], links):
             fitting.append(text)
-        if len(fitting) == SUGGESTIONS:
-            break
     if fitting:
         return f"; this would fit: {' or '.join(fitting)}"
-    unsearched = [text for text, _ in islice(possible, SUGGESTIONS)]
+    both = (text for text, changed in double.items() if _may_fit(graph, changed, links))
+    unsearched = list(islice(chain(possible, both), SUGGESTIONS))
     if unsearched:
         return f"; this may fit: {' or '.join(unsearched)}"
     return (
@@ -312,19 +308,18 @@ def _what_would_fit(graph: CostGraph, options: Options, links: Links) -> str:
     )
 
 
-def _with_more_room(options: Options, most: int) -> Iterator[tuple[str, Options]]:
-    """Yield changes of options by which stages hold less, up to `most` stages, as (text, options).
-
-    Those that change one thing come first.
-    """
+def _with_more_room(options: Options, most: int) -> tuple[dict[str, Options], dict[str, Options]]:
+    """Return changes by which stages hold less: of one thing, and of two, up to `most` stages."""
     counts = range(options.k + 1, most + 1)
-    auto = msgspec.structs.replace(options, recompute="auto")
-    if options.recompute != "auto":
-        yield "recompute=auto", auto
-    yield from ((f"k={k}", msgspec.structs.replace(options, k=k)) for k in counts)
-    if options.recompute != "auto":
-        for k in counts:
-            yield f"k={k} with recompute=auto", msgspec.structs.replace(auto, k=k)
+    more = {f"k={k}": msgspec.structs.replace(options, k=k) for k in counts}
+    if options.recompute == "auto":
+        return more, {}
+    recompute = {"recompute=auto": msgspec.structs.replace(options, recompute="auto")}
+    both = {
+        f"{text} with recompute=auto": msgspec.structs.replace(changed, recompute="auto")
+        for text, changed in more.items()
+    }
+    return recompute | more, both
 
 
 def _may_fit(graph: CostGraph, options: Options, links: Links) -> bool:

@@ -50,7 +50,7 @@ def repetitions(module: fx.GraphModule, graph: fx.Graph) -> list[Repetition]:
     the first. Nodes after the last block read no other block. A parameter is read in one block, or
     in all by the same nodes. Requires `meta["val"]` of `propagate`.
     """
-    comparison = _Comparison(module, tuple(graph.nodes))
+    comparison = _BlockComparison(module, tuple(graph.nodes))
     found = (comparison.longest(starts) for starts in _possible_starts(graph))
     return sorted(
         (each for each in found if each is not None),
@@ -91,7 +91,7 @@ class _Read(NamedTuple):
 
 
 @dataclass(frozen=True)
-class _Comparison:
+class _BlockComparison:
     """Compares blocks of a graph's nodes."""
 
     module: fx.GraphModule

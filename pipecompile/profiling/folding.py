@@ -111,7 +111,7 @@ class Fold:
 
 
 @dataclass(frozen=True)
-class _Move:
+class _Shift:
     """The way of something that was observed in block `home` to the same place in block `to`."""
 
     blocks: Repetition
@@ -198,14 +198,14 @@ class _Unfolding:
         storages = self._storages_at.get(position, [])
         return [(self.seen.storages[each], self.seen.contents.get(each)) for each in storages]
 
-    def _move(self, at: int, to: int) -> _Move:
+    def _move(self, at: int, to: int) -> _Shift:
         blocks = self.fold.blocks
-        return _Move(blocks, blocks.block_of(at), blocks.block_of(to))
+        return _Shift(blocks, blocks.block_of(at), blocks.block_of(to))
 
-    def _name(self, name: str, move: _Move) -> str:
+    def _name(self, name: str, move: _Shift) -> str:
         return self.fold.nodes[move.position(self.fold.positions[name])].name
 
-    def _names(self, names: Iterable[str], move: _Move) -> tuple[str, ...]:
+    def _names(self, names: Iterable[str], move: _Shift) -> tuple[str, ...]:
         return tuple(self._name(name, move) for name in names)
 
     # Nodes
@@ -228,7 +228,7 @@ class _Unfolding:
             consumers_without_gradient=self._names(node.consumers_without_gradient, move),
         )
 
-    def _parameter_names(self, move: _Move) -> dict[str, str]:
+    def _parameter_names(self, move: _Shift) -> dict[str, str]:
         """Return, by the name of each parameter of the old block, that of the new block's."""
         if move.home == move.to:
             return {}
@@ -248,7 +248,7 @@ class _Unfolding:
         ]
 
     @cached_property
-    def _renamings(self) -> dict[_Move, dict[str, str]]:
+    def _renamings(self) -> dict[_Shift, dict[str, str]]:
         return {}
 
     # Storages belong to the first node that has them, and are numbered in the order of nodes.
@@ -280,7 +280,7 @@ class _Unfolding:
         counts = (len(self._storages_at.get(each, ())) for each in origins)
         return list(accumulate(counts, initial=0))
 
-    def _storage(self, storage: int, move: _Move) -> int:
+    def _storage(self, storage: int, move: _Shift) -> int:
         stored = self._stored[storage]
         return self._first_number[move.position(stored.position)] + stored.number
 
@@ -323,7 +323,7 @@ class _Unfolding:
     def _gradient(self, index: int, block: int) -> GradientStorage:
         """Return a gradient as one of `block`."""
         gradient, home = self.seen.gradients[index], self._gradient_blocks[index]
-        move = _Move(self.fold.blocks, home, block)
+        move = _Shift(self.fold.blocks, home, block)
         return msgspec.structs.replace(
             gradient,
             producer=self._name(gradient.producer, move),
@@ -337,7 +337,7 @@ class _Unfolding:
             continues=self._continued(gradient.continues, move),
         )
 
-    def _continued(self, index: int | None, move: _Move) -> int | None:
+    def _continued(self, index: int | None, move: _Shift) -> int | None:
         """Return the number of the gradient `index` as seen from the new place."""
         if index is None:
             return None

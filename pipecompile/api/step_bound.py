@@ -61,7 +61,7 @@ def is_no_shorter(
         return True
     if options.schedule not in ("1f1b", "gpipe") or ranks < len(placement):
         return False
-    waits = (microbatches - 1) * total
+    waits = Fraction((microbatches - 1) * total)
     if options.schedule == "1f1b":
         in_flight = [min(ranks - rank, microbatches) for rank in range(ranks)]
         spared = sum((1 + share) * count - 1 for count in in_flight)

@@ -105,7 +105,7 @@ def _check_memory(
     """
     if not shapes:
         return
-    as_planned = _Program(plan.assignment, plan.copied, plan.regions, plan.encoded_runs)
+    as_planned = _ShapeProgram(plan.assignment, plan.copied, plan.regions, plan.encoded_runs)
     before = _memory(plan, target, planned, as_planned)
     for shape in shapes:
         for rank, pair in enumerate(zip(before, _memory_at(plan, planned, shape), strict=True)):
@@ -130,11 +130,11 @@ def _memory_at(plan: Plan, planned: Captured, shape: DeclaredShape) -> Sequence[
     copied = transfer_copied(plan.copied, source, module, stages, holders)
     regions = transfer_regions(plan.regions, source, module, stages, copied)
     encoded_runs = transfer_encodings(plan.encoded_runs, source, module, stages, copied)
-    program = _Program(stages, copied, regions, encoded_runs)
+    program = _ShapeProgram(stages, copied, regions, encoded_runs)
     return _memory(plan, shape.target, shape.captured, program)
 
 
-class _Program(NamedTuple):
+class _ShapeProgram(NamedTuple):
     """What stages run: the stage of each node, the copied nodes, and what is recomputed and
     encoded.
     """
@@ -146,7 +146,7 @@ class _Program(NamedTuple):
 
 
 def _memory(
-    plan: Plan, target: Target, captured: Captured, program: _Program
+    plan: Plan, target: Target, captured: Captured, program: _ShapeProgram
 ) -> Sequence[RankMemory]:
     # Only sizes count here, so every call is free. The loss is left out, since targets of other
     # shapes are not known.

@@ -14,9 +14,9 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from benchmarks.tiled_graphs import LEAST_LAYERS, tile
-from pipecompile.api.draft import scheduled
 from pipecompile.api.partition_problem import problem_of
 from pipecompile.api.recompute import recompute_planner
+from pipecompile.api.scheduled_stages import scheduled
 from pipecompile.ir.graph import CostGraph
 from pipecompile.ir.links import FREE
 from pipecompile.ir.module_paths import block_of

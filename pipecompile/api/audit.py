@@ -22,11 +22,12 @@ import msgspec
 
 from pipecompile.api.choices import requested_options
 from pipecompile.api.cut_figures import CutFigures, caps_of, parts_of
-from pipecompile.api.draft import Origin, assembled, scheduled
 from pipecompile.api.links import LinksInput, links_for
 from pipecompile.api.partition import best_cut, with_all_time
 from pipecompile.api.partition_problem import problem_of
+from pipecompile.api.placement_draft import Origin, assembled
 from pipecompile.api.recompute import recompute_planner
+from pipecompile.api.scheduled_stages import scheduled
 from pipecompile.errors import InfeasibleError, InputError
 from pipecompile.ir.audit import GRAINS, WHERE, Audit, Grain
 from pipecompile.ir.graph import CostGraph

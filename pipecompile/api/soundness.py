@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain, combinations
 
-from pipecompile.api.draft import predicted
+from pipecompile.api.scheduled_stages import predicted
 from pipecompile.errors import PipecompileError
 from pipecompile.ir.finding import Finding
 from pipecompile.ir.plan import (

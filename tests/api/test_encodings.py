@@ -19,9 +19,10 @@ from zoo import same
 from pipecompile import InfeasibleError, InputError
 from pipecompile.api.compilation import pipecompile
 from pipecompile.api.costs import cost_graph
-from pipecompile.api.draft import draft, predicted
+from pipecompile.api.draft import draft
 from pipecompile.api.options import options_for
 from pipecompile.api.recompute import recompute_planner
+from pipecompile.api.scheduled_stages import predicted
 from pipecompile.api.soundness import findings
 from pipecompile.api.verification import verify
 from pipecompile.frontend.signature import Arguments

@@ -7,8 +7,9 @@ from itertools import pairwise
 
 from msgspec.structs import replace
 
-from pipecompile.api.draft import costs_digest, scheduled
+from pipecompile.api.draft import costs_digest
 from pipecompile.api.recompute import recompute_planner
+from pipecompile.api.scheduled_stages import scheduled
 from pipecompile.ir.graph import CostGraph, Node, Parameter, Tensor, TimeUnit
 from pipecompile.ir.links import Link, Links
 from pipecompile.ir.plan import Fingerprint, Options, Plan, Provenance, Search

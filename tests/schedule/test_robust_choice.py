@@ -13,7 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipecompile.api.draft import node_times, predicted
+from pipecompile.api.draft import node_times
+from pipecompile.api.scheduled_stages import predicted
 from pipecompile.api.soundness import findings
 from pipecompile.ir.plan import Plan
 from pipecompile.ir.robustness import NoisyStep, Robustness

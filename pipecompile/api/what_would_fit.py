@@ -1,0 +1,93 @@
+"""What to suggest where no cut fits: options near those that were asked for, under which one does.
+
+Needs no PyTorch.
+"""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from dataclasses import replace
+from itertools import chain, islice
+
+import msgspec
+
+from pipecompile.api.partition_problem import problem_of
+from pipecompile.errors import PipecompileError
+from pipecompile.ir.graph import CostGraph
+from pipecompile.ir.links import Links
+from pipecompile.ir.plan import Options
+from pipecompile.partition.missing_memory import missing_bytes
+from pipecompile.partition.solver import solve
+
+__all__ = ["what_would_fit"]
+
+SHORT_SECONDS = 0.5  # of work on each change that might make a cut fit
+SUGGESTIONS = 2
+SEARCHES = 3  # for something to suggest: each takes as long as a part of a plan
+
+
+def what_would_fit(graph: CostGraph, options: Options, links: Links) -> str:
+    """Return the nearest options that can be met, as the end of a sentence.
+
+    It is "" where memory is not capped. Tried are `recompute=auto`, more stages, and both. Lower
+    bounds of what ranks hold rule most of them out. Of the others those would fit for which a short
+    search finds a cut. If it finds none, what was not searched may fit.
+    """
+    if options.memory_bytes is None:
+        return ""
+    # A list of caps or a matrix of links is for a fixed number of ranks.
+    is_fixed = links.ranks is not None or isinstance(options.memory_bytes, tuple)
+    most = options.k if is_fixed else 2 * options.k + 2
+    single, double = _with_more_room(options, most)
+    possible = (text for text, changed in single.items() if _may_fit(graph, changed, links))
+    fitting: list[str] = []
+    for text in islice(possible, SEARCHES):
+        if len(fitting) < SUGGESTIONS and _is_feasible(graph, single[text], links):
+            fitting.append(text)
+    if fitting:
+        return f"; this would fit: {' or '.join(fitting)}"
+    both = (text for text, changed in double.items() if _may_fit(graph, changed, links))
+    unsearched = list(islice(chain(possible, both), SUGGESTIONS))
+    if unsearched:
+        return f"; this may fit: {' or '.join(unsearched)}"
+    return (
+        f"; neither up to {most} stages nor recompute would fit: allow more memory or more, "
+        f"smaller microbatches"
+    )
+
+
+def _with_more_room(options: Options, most: int) -> tuple[dict[str, Options], dict[str, Options]]:
+    """Return changes by which stages hold less: of one thing, and of two, up to `most` stages."""
+    counts = range(options.k + 1, most + 1)
+    more = {f"k={k}": msgspec.structs.replace(options, k=k) for k in counts}
+    if options.recompute == "auto":
+        return more, {}
+    recompute = {"recompute=auto": msgspec.structs.replace(options, recompute="auto")}
+    both = {
+        f"{text} with recompute=auto": msgspec.structs.replace(changed, recompute="auto")
+        for text, changed in more.items()
+    }
+    return recompute | more, both
+
+
+def _may_fit(graph: CostGraph, options: Options, links: Links) -> bool:
+    """Return whether lower bounds of what ranks hold leave a cut possible."""
+    with suppress(PipecompileError):
+        return missing_bytes(problem_of(graph, options, links)) == 0
+    return False
+
+
+def _is_feasible(graph: CostGraph, options: Options, links: Links) -> bool:
+    """Return whether a short search finds a cut.
+
+    First with lower bounds of what stages hold; only what then fits is priced, which takes longer.
+    """
+    with suppress(PipecompileError):
+        problem = replace(problem_of(graph, options, links), objective="max-load")
+        assert problem.memory is not None
+        unpriced = replace(problem.memory, price=None, freeable=())
+        # Each raises InfeasibleError where it finds no cut.
+        for variant in (replace(problem, memory=unpriced), problem):
+            solve(variant, seconds=SHORT_SECONDS, explained=False)
+        return True
+    return False

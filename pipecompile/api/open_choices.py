@@ -14,7 +14,7 @@ from typing import Protocol
 
 from msgspec.structs import replace
 
-from pipecompile.api.choices import check_together
+from pipecompile.api.option_conflicts import check_together
 from pipecompile.api.step_bound import is_no_shorter
 from pipecompile.errors import InfeasibleError, InputError
 from pipecompile.ir.graph import CostGraph

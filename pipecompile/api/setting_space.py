@@ -8,7 +8,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from pipecompile.api.choices import check_together
+from pipecompile.api.option_conflicts import check_together
 from pipecompile.errors import InputError
 from pipecompile.ir.plan import Options
 from pipecompile.ir.setting import Setting

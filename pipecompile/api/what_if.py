@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from msgspec.structs import replace
 
 from pipecompile.api.changes import ChangedOptions, changes, removals
-from pipecompile.api.choices import check_together
 from pipecompile.api.draft import costs_digest, draft, planned_graph
 from pipecompile.api.links import links_for
+from pipecompile.api.option_conflicts import check_together
 from pipecompile.api.partition_problem import problem_of
 from pipecompile.api.target_costs import TargetCosts
 from pipecompile.errors import InfeasibleError, InputError

@@ -15,7 +15,7 @@ from pipecompile.ir.plan import Plan
 from pipecompile.ir.schedule import Event, Kind, Timeline
 from pipecompile.ir.size import size_text
 from pipecompile.report.memory import cap_text, memory_bounds
-from pipecompile.report.summary import headline
+from pipecompile.report.plan_head import headline
 from pipecompile.report.templates import page
 from pipecompile.report.time_charts import KIND_NAMES
 from pipecompile.report.units import percent

@@ -32,6 +32,7 @@ from pipecompile.report.memory import (
 )
 from pipecompile.report.model_blocks import stage_rows
 from pipecompile.report.page_parts import comparison_part, difference_part
+from pipecompile.report.plan_head import headline
 from pipecompile.report.recompute import (
     encoding_texts,
     extra_time_header,
@@ -42,7 +43,6 @@ from pipecompile.report.recompute import (
     region_texts,
 )
 from pipecompile.report.run_comparison import RunComparison
-from pipecompile.report.summary import headline
 from pipecompile.report.templates import page
 from pipecompile.report.time_charts import NamedTimeline, chart_data, kinds_drawn, memory_rows
 from pipecompile.report.units import costs_text, percent

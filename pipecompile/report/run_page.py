@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pipecompile.report.plan_head import headline
 from pipecompile.report.recompute import recompute_shares
 from pipecompile.report.run_comparison import RunComparison
 from pipecompile.report.run_text import (
@@ -11,7 +12,6 @@ from pipecompile.report.run_text import (
     recorded_text,
     run_notes,
 )
-from pipecompile.report.summary import headline
 from pipecompile.report.svg import picture
 from pipecompile.report.templates import page
 

@@ -12,8 +12,8 @@ from pipecompile.ir.duration import time_scale, time_with_unit
 from pipecompile.ir.graph import TimeUnit
 from pipecompile.ir.plan import Plan
 from pipecompile.ir.schedule import Event, Kind, Timeline
+from pipecompile.report.plan_head import headline
 from pipecompile.report.recompute import recompute_shares
-from pipecompile.report.summary import headline
 
 __all__ = ["picture", "timeline_svg"]
 

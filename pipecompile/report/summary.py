@@ -10,17 +10,9 @@ from pipecompile.ir.plan import Plan
 from pipecompile.ir.plurals import counted
 from pipecompile.ir.size import size_text
 from pipecompile.ir.stage import Stage
-from pipecompile.report.inference import (
-    cache_rows,
-    load_text,
-)
+from pipecompile.report.inference import cache_header, cache_rows, load_text
 from pipecompile.report.joint import settings_table
-from pipecompile.report.memory import (
-    FIXED_NOTE,
-    kinds_of,
-    memory_bounds,
-    stage_memory,
-)
+from pipecompile.report.memory import FIXED_NOTE, kinds_of, memory_bounds, stage_memory
 from pipecompile.report.plan_head import plan_head
 from pipecompile.report.recompute import (
     encoding_texts,
@@ -31,9 +23,7 @@ from pipecompile.report.recompute import (
     region_texts,
 )
 from pipecompile.report.tables import DrawTable, bar, plain_table
-from pipecompile.report.units import (
-    percent,
-)
+from pipecompile.report.units import percent
 
 __all__ = ["summary"]
 

@@ -199,10 +199,10 @@ def _memory_constraint(planner: RecomputePlanner, one_in_flight: bool) -> Memory
 def _optimizer_bytes(graph: CostGraph, options: Options) -> dict[str, int]:
     """Return the state of the optimizer at the first reader of each parameter.
 
-    It is empty where replicas share the state.
+    It is empty where replicas share the state, and where it lies in the host's memory.
     """
     held: dict[str, int] = {}
-    if options.shard:
+    if options.shard or options.optimizer_on_host:
         return held
     counted: set[str] = set()
     for node in graph.nodes:
@@ -245,8 +245,6 @@ def _received_counts(
     """Return, by stage, the numbers of microbatches whose values and gradients have arrived.
 
     They are counted when most microbatches are in flight. Each stage is alone on its rank.
-
-    Each stage is alone on its rank.
     """
     if one_in_flight:
         # As `available_for_activations` counts them, since the order is open.

@@ -139,9 +139,8 @@ def state_bytes(graph: CostGraph, options: Options) -> int:
     """
     trained = [each for each in graph.parameters if each.trainable]
     unnamed = sum(node.parameter_bytes for node in graph.nodes if not node.parameters)
-    states, _ = optimizer_bytes(
-        trained, options.optimizer, master_weights=options.master_weights, lists=True
-    )
+    on_rank = None if options.optimizer_on_host else options.optimizer
+    states, _ = optimizer_bytes(trained, on_rank, master_weights=options.master_weights, lists=True)
     held = sum(each.bytes for each in (*graph.parameters, *trained)) + 2 * unnamed + sum(states)
     # Sharded parts are rounded up, which only adds to this.
     return held // options.replicas if options.shard else held

@@ -153,15 +153,13 @@ def named_order_of(plan: Plan, name: str) -> Schedule:
     """
     placement, microbatches = plan.schedule.placement, plan.microbatches
     problem = problem_of_stages(plan.stages, plan.links, placement, microbatches)
-    caps = activation_caps(
-        plan.stages,
-        placement,
-        microbatches,
-        plan.options.caps(plan.ranks),
-        plan.allocator,
-        highest=True,
-    )
-    return add_transfers(problem, named_schedule(name, replace(problem, caps=caps)))
+    caps = plan.options.caps(plan.ranks)
+
+    def excess(schedule: Schedule) -> tuple[int, ...]:
+        return excess_bytes(plan.stages, schedule, caps, plan.allocator)
+
+    highest, safe = capped_problems(problem, plan.stages, caps, plan.allocator)
+    return add_transfers(problem, named_schedule_within(name, highest, safe, excess))
 
 
 def schedule_plan(

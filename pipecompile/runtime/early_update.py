@@ -52,10 +52,16 @@ class EarlyUpdate:
             self._taken()
             return
         # What this process knows of the norm is never more than all of it.
-        if rule.changes_nothing(norm.own):
+        is_early = rule.changes_nothing(norm.own)
+        if is_early:
             self._before = [_OptimizerCopy(each) for each in optimizers]
-            self._step()
         self._gradients = self._taken()
+        if is_early:
+            # With copies: a step may write to gradients, as SGD's does with nesterov and foreach.
+            for parameter, gradient in self._gradients.items():
+                parameter.grad = gradient.clone()
+            self._step()
+            self._taken()
 
     def validate(self, wait: Callable[[NormOnItsWay], Tensor]) -> bool:
         """Make the update the right one; `wait` returns the norm when it is there.

@@ -72,10 +72,16 @@ class HostOptimizer(torch.optim.Optimizer):
         stepped = [p for p in self._copies if p.grad is not None]
         for parameter in stepped:
             self._give(parameter)
+        for parameter, copy in self._copies.items():
+            if parameter.grad is None:  # that of an earlier step would be used once more
+                copy.grad = None
         _wait_for_copies(stepped)
-        for own, inner in zip(self.param_groups, self._inner.param_groups, strict=True):
+        groups = list(zip(self.param_groups, self._inner.param_groups, strict=True))
+        for own, inner in groups:
             inner.update(_options(own))
         self._inner.step()
+        for own, inner in groups:  # some optimizers count there
+            own.update(_options(inner))
         for parameter in stepped:
             self._take(parameter)
         _wait_for_copies(stepped)
@@ -97,7 +103,9 @@ class HostOptimizer(torch.optim.Optimizer):
         master = slots.pop(MASTER, None)
         if master is not None:
             copy.data.copy_(master)
-        if parameter._version != self._versions[parameter] and not self._is_rounded(parameter):
+        # Without a master in the state the copy may be that of a step that was rolled back.
+        is_known = master is not None and self._is_rounded(parameter)
+        if parameter._version != self._versions[parameter] and not is_known:
             copy.data.copy_(parameter)
         if slots:
             self._inner.state[copy] = slots

@@ -12,6 +12,7 @@ from pipecompile.api.model_costs import ModelCosts
 from pipecompile.api.options import completed
 from pipecompile.api.plan import with_digests
 from pipecompile.api.target import planned_target
+from pipecompile.cost_models.interpolation import sizes_to_measure
 from pipecompile.frontend.target import Target
 from pipecompile.frontend.target_capture import capture_target
 from pipecompile.ir.plan import Plan
@@ -27,8 +28,9 @@ def joint_plan_of(target: Target, request: JointRequest, *, self_check: bool = T
     InfeasibleError if nothing fits, with what was in the way.
     """
     request = replace(request, base=completed(target, request.base))
-    costs = ModelCosts(target)
     space = request.space(target.samples)
+    sizes = sizes_to_measure({target.samples // each.parts for each in space.settings()})
+    costs = ModelCosts(target, sizes=sizes if len(sizes) > 1 else ())
     plan = joint_plan(space, costs, request.links, request.cluster.text, request.limits)
     part = planned_target(target, plan)
     captured = costs.captured(

@@ -52,7 +52,8 @@ def joint_request(devices: ClusterInput, links: LinksInput = None, **choices: An
     if len(cluster.kinds) > 1:
         raise InputError(
             f"devices={cluster.text!r} are of several kinds, and a joint search plans equal ones; "
-            "give devices of one kind"
+            f"give devices of one kind, or plan with costs='roofline:{cluster.text}' and k, memory "
+            "and links instead of devices"
         )
     given = open_options(**choices)
     limits = _limits(given)
@@ -61,6 +62,7 @@ def joint_request(devices: ClusterInput, links: LinksInput = None, **choices: An
     implied = {"costs": f"roofline:{cluster.kinds[0]}", "memory": min(caps_of(cluster))}
     for name, value in implied.items():
         given[name] = value if given[name] is None else given[name]
+    _refuse_table(given["costs"], fixed)
     # A layout has its own k; any other number stands for one that is chosen.
     k = None if given["layout"] is not None else 1
     base = plan_options({**given, "ranks": None, "k": k, "replicas": None, "microbatches": 1})
@@ -85,6 +87,15 @@ def _limits(given: Mapping[str, Any]) -> JointLimits:
         seconds=inf if seconds is None else seconds,
         top=given["top"] or DEFAULT_TOP,
     )
+
+
+def _refuse_table(costs: str, fixed: Mapping[str, Any]) -> None:
+    """Raise InputError if costs are of one size of microbatches, and several would be tried."""
+    if costs.startswith("table:") and not {"replicas", "microbatches"} <= fixed.keys():
+        raise InputError(
+            f"costs={costs!r} are of microbatches of one size, but a joint search tries several; "
+            "give replicas and microbatches too, or other costs"
+        )
 
 
 def _refuse_other_steps(fixed: Mapping[str, Any]) -> None:

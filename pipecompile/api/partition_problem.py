@@ -44,9 +44,9 @@ from pipecompile.partition.summation import gradient_sum_order
 from pipecompile.recompute.planner import RecomputePlanner
 from pipecompile.recompute.policies import StageSlice
 from pipecompile.recompute.stages import stages_of
-from pipecompile.schedule.named_orders import MAY_SPLIT, held_microbatches
+from pipecompile.schedule.named_orders import MAY_SPLIT, FullestMoment, held_microbatches
 from pipecompile.schedule.selection import (
-    in_flight_counts,
+    fullest_moment_of,
     named_schedule,
     placements,
     representative_schedule,
@@ -164,22 +164,23 @@ def _memory_constraint(planner: RecomputePlanner, one_in_flight: bool) -> Memory
     if caps is None:
         return None
     _refuse_caps_below_fixed(caps, placement, graph.allocator)
-    in_flight = (1,) * options.k if one_in_flight else tuple(in_flight_counts(options, placement))
-    # If there are more microbatches than fit in flight, a backward has run before most are in
-    # flight, and its gradients of parameters are there.
-    is_full = options.microbatches > max(in_flight) and not one_in_flight
+    moment = FullestMoment((1,) * options.k, have_gradients=False)
+    if not one_in_flight:
+        moment = fullest_moment_of(options, placement)
+    has_gradients = moment.have_gradients and options.microbatches > max(moment.held)
     ranges = planner.policies.ranges
     resident, saved = bytes_lower_bounds(
         graph,
         options.recompute,
-        gradients=is_full and not options.is_inference and not ranges.divides_gradients,
+        # The gradients of parameters are there after the first backward.
+        gradients=has_gradients and not ranges.divides_gradients,
         encodings=options.encodings,
         kv_tokens=options.kv_tokens or 0,
         # Of several stages of a rank only one has its parameters gathered at a time.
         parts=options.replicas if ranges.gathers_in_actions and ranks != options.k else 1,
     )
     constraint = MemoryConstraint(
-        caps, in_flight, resident, saved, optimizer=_optimizer_bytes(graph, options)
+        caps, moment.held, resident, saved, optimizer=_optimizer_bytes(graph, options)
     )
     if ranks != options.k:
         return constraint

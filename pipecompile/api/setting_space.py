@@ -67,7 +67,8 @@ class SettingSpace:
             raise InputError(
                 f"no setting of {self.devices} devices and a batch of {self.samples} has "
                 f"{given or 'one microbatch for each replica'}; ranks × replicas must be the "
-                "number of devices, and replicas × microbatches must divide the batch"
+                "number of devices, k is ranks × stages per rank, and replicas × microbatches must "
+                "divide the batch"
             )
         return found
 

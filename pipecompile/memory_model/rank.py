@@ -119,7 +119,7 @@ def stage_memory(
         snapshots,
         key=lambda snapshot: _held(stages, snapshot, microbatches, allocator).total.expected,
     )
-    is_copied = _has_copies(stages, peak)
+    is_copied, is_stepped = _has_copies(stages, peak), _steps_on_copies(stages, peak)
     with_gradients = {
         index: stage
         for index, stage in stages.items()
@@ -129,7 +129,7 @@ def stage_memory(
         index: RankMemory(
             parameters=_added_by(stages, index, "parameters")
             + _added_by(stages, index, "gradients") * is_copied,
-            gradients=_added_by(with_gradients, index, "gradients"),
+            gradients=_added_by(with_gradients, index, "gradients") * (1 + is_stepped),
             optimizer=_added_by(stages, index, "optimizer") * (1 + is_copied),
             activations=_activations(stage, peak.states[index]),
             buffers=stage.inputs * microbatches
@@ -235,9 +235,12 @@ def available_for_activations(
     keep only outputs of a forward, and copies of buffers. The result is negative if no order fits.
     """
     always = _always(stages, microbatches, "parameters", "gradients", "optimizer")
-    if any(stage.is_validated_later for stage in stages.values()):
-        always += _sum(_counted_once(stages.values(), kind) for kind in ("gradients", "optimizer"))
     step = always + _optimizer_workspace(stages, allocator)
+    if any(stage.is_validated_later for stage in stages.values()):
+        copies = _sum(_counted_once(stages.values(), kind) for kind in ("gradients", "optimizer"))
+        always += copies
+        # The optimizer steps on copies of gradients.
+        step += copies + _counted_once(stages.values(), "gradients")
     always += _sum(stage.gradient_copies for stage in stages.values())
     for index in stages:
         with_next = microbatches * (index + 1 not in stages)
@@ -284,7 +287,8 @@ def _held(
         # Gradients are as large as the parameters that are trained.
         parameters=_counted_once(stages.values(), "parameters")
         + _counted_once(stages.values(), "gradients") * is_copied,
-        gradients=_counted_once(with_gradients, "gradients"),
+        gradients=_counted_once(with_gradients, "gradients")
+        * (1 + _steps_on_copies(stages, snapshot)),
         optimizer=_counted_once(stages.values(), "optimizer") * (1 + is_copied),
         activations=_sum(_activations(stage, state) for stage, state in pairs),
         buffers=_minibatch(stages, microbatches) + _sum(messages) + _sum(copies),
@@ -301,6 +305,12 @@ def _has_copies(stages: Mapping[int, Footprint], snapshot: Snapshot) -> bool:
         return False
     is_leading = snapshot.kind is Kind.FORWARD and snapshot.is_before_backwards
     return snapshot.kind is Kind.STEP or is_leading
+
+
+def _steps_on_copies(stages: Mapping[int, Footprint], snapshot: Snapshot) -> bool:
+    """Return whether an optimizer steps on copies of gradients, which it may write to."""
+    is_validated_later = any(stage.is_validated_later for stage in stages.values())
+    return is_validated_later and snapshot.kind is Kind.STEP
 
 
 def _sum(amounts: Iterable[Amount]) -> Amount:

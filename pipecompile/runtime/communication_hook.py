@@ -18,6 +18,8 @@ import torch
 from torch import Tensor
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
+from pipecompile.errors import InputError
+
 __all__ = ["CommunicationHook", "GradientBucket", "HookedBuckets"]
 
 
@@ -85,7 +87,14 @@ class HookedBuckets:
         flat = gradients[0].view(-1) if single else _flatten_dense_tensors(gradients)
         is_last = self._given == self._count
         bucket = GradientBucket(index, flat, parameters, is_last=is_last)
-        self._last = self._hook.function(self._hook.state, bucket), gradients
+        future = self._hook.function(self._hook.state, bucket)
+        if not isinstance(future, torch.futures.Future):
+            raise InputError(
+                f"the communication hook returned {type(future).__name__}, but it returns a future "
+                "of the bucket's mean over replicas, as `dist.all_reduce(…, async_op=True)"
+                ".get_future()`"
+            )
+        self._last = future, gradients
 
     def wait(self) -> None:
         """Wait until the last bucket has come back; its gradients are then sums over replicas."""

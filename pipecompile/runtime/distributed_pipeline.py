@@ -19,6 +19,7 @@ from typing import Literal, NamedTuple
 import torch
 import torch.distributed as dist
 
+from pipecompile.errors import InputError
 from pipecompile.ir.schedule import BACKWARDS, Schedule
 from pipecompile.runtime.agreement import Agreement
 from pipecompile.runtime.leading_forwards import LeadingForwards
@@ -73,6 +74,7 @@ class DistributedPipeline:
 
             self._torch = TorchEngine(self._stages, len(boundaries), device, group)
         self._messages_by_placement: dict[tuple[int, ...], Messages] = {}
+        self._has_stray_messages = False
 
     def run(
         self,
@@ -92,8 +94,16 @@ class DistributedPipeline:
         Return what the last stage returns; None on ranks without it. `reducer` is told when the
         gradients of a stage are complete. A schedule without backwards returns the model's output
         tensors, or if it is `with_loss` losses. `remainder` are the stages for the last microbatch
-        if that is smaller than the others. With `leading` forwards ranks agree only after these.
+        if that is smaller than the others. With `leading` forwards ranks agree only after these:
+        where they disagree, messages are on their way that nobody receives, and all that follows is
+        an InputError.
         """
+        if self._has_stray_messages:
+            raise InputError(
+                "a step was refused after ranks had begun it (post_validation), so its messages "
+                "are still on their way; make the pipeline once more, in new processes, and load "
+                "the last checkpoint"
+            )
         messages = self._messages(schedule)
         last = schedule.microbatches - 1
         rank = dist.get_rank(self._group)
@@ -123,7 +133,11 @@ class DistributedPipeline:
             if leading is not None:
                 written = [buffer for stage in self._stages.values() for buffer in stage.buffers]
                 agree = partial(messages.agree, agreement)
-                if leading.perform(rank_step, row, rank, written, agree):
+                # Until all have agreed.
+                self._has_stray_messages = True
+                is_right = leading.perform(rank_step, row, rank, written, agree)
+                self._has_stray_messages = False
+                if is_right:
                     rest = row[leading.counts[rank] :]
                 else:
                     rank_step = begun()

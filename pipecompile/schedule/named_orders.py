@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from pipecompile.errors import InputError
 from pipecompile.ir.footprint import SINGLE, WeightCopies
@@ -35,7 +36,9 @@ __all__ = [
     "MAY_SPLIT",
     "NAMES",
     "SPLIT",
+    "FullestMoment",
     "fitting_names",
+    "fullest_moment",
     "generate",
     "held_microbatches",
     "lasting_microbatches",
@@ -207,6 +210,39 @@ def peak_in_flight(name: str, placement: Sequence[int], microbatches: int) -> tu
             held[stage] -= kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT)
             peaks[stage] = max(peaks[stage], held[stage])
     return tuple(peaks)
+
+
+class FullestMoment(NamedTuple):
+    """The last moment at which ranks hold the most: the microbatches that each stage then holds
+    between forward and B or W, and whether all stages have run a backward by then.
+
+    Of stages that share a rank these are held at once, which the peaks of each are not: under
+    interleaved-1f1b stages 0 and 4 share rank 0 of four, and hold 8 and 4 at most, but together 11.
+    """
+
+    held: tuple[int, ...]
+    have_gradients: bool
+
+
+def fullest_moment(name: str, placement: Sequence[int], microbatches: int) -> FullestMoment:
+    """Return what the stages of each rank hold when it holds the most. InputError as in
+    `generate`.
+    """
+    if known_name("schedule", name, NAMES) == "forward-only":
+        return FullestMoment((1,) * len(placement), have_gradients=False)
+    counts, backwards = [0] * len(placement), [0] * len(placement)
+    for row in _rows(name, placement, microbatches):
+        stages = sorted({action.stage for action in row})
+        held, ended, most = dict.fromkeys(stages, 0), dict.fromkeys(stages, 0), 0
+        for stage, kind, *_ in row:
+            held[stage] += kind is Kind.FORWARD
+            ended[stage] += kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT)
+            held[stage] -= kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT)
+            if sum(held.values()) >= most:
+                most = sum(held.values())
+                for each in stages:
+                    counts[each], backwards[each] = held[each], ended[each]
+    return FullestMoment(tuple(counts), all(backwards))
 
 
 def _rows(name: str, placement: Sequence[int], microbatches: int) -> list[tuple[Action, ...]]:

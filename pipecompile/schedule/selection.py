@@ -21,7 +21,9 @@ from pipecompile.schedule.check import check_schedule
 from pipecompile.schedule.named_orders import (
     NAMES,
     SPLIT,
+    FullestMoment,
     fitting_names,
+    fullest_moment,
     generate,
     lasting_microbatches,
     peak_in_flight,
@@ -41,6 +43,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "capped_problems",
+    "fullest_moment_of",
     "in_flight_counts",
     "named_order_of",
     "named_schedule",
@@ -114,6 +117,13 @@ def in_flight_counts(options: Options, placement: Sequence[int]) -> tuple[int, .
     name = representative_schedule(options, placement)
     lasting = lasting_microbatches(name, max(placement) + 1, options.microbatches)
     return peak_in_flight(name, placement, lasting)
+
+
+def fullest_moment_of(options: Options, placement: Sequence[int]) -> FullestMoment:
+    """Return what stages hold at once when their ranks hold the most microbatches."""
+    name = representative_schedule(options, placement)
+    lasting = lasting_microbatches(name, max(placement) + 1, options.microbatches)
+    return fullest_moment(name, placement, lasting)
 
 
 @lru_cache(maxsize=8)

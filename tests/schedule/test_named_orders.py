@@ -14,6 +14,7 @@ from pipecompile.schedule.named_orders import (
     NAMES,
     SPLIT,
     fitting_names,
+    fullest_moment,
     generate,
     peak_in_flight,
     required_placement,
@@ -223,6 +224,35 @@ def test_in_flight_is_the_most_that_a_stage_holds(asked: tuple[str, tuple[int, .
     _, placement, microbatches = asked
     assert len(peak_in_flight(*asked)) == len(placement)
     assert all(1 <= held <= microbatches for held in peak_in_flight(*asked))
+
+
+@given(_asked([name for name in SYNCHRONOUS if name != "forward-only"]))
+def test_the_fullest_moment_is_one_of_the_rank(asked: tuple[str, tuple[int, ...], int]) -> None:
+    """No moment of a rank has more microbatches, and one has just these in its stages."""
+    placement = asked[1]
+    held = fullest_moment(*asked).held
+    schedule = generate(*asked)
+    for rank, row in enumerate(schedule.compute):
+        stages = [stage for stage, other in enumerate(placement) if other == rank]
+        moments = []
+        for end in range(len(row) + 1):
+            kinds = Counter((action.stage, action.kind) for action in row[:end])
+            moments.append(
+                [
+                    kinds[s, Kind.FORWARD]
+                    - kinds[s, Kind.BACKWARD]
+                    - kinds[s, Kind.BACKWARD_WEIGHT]
+                    for s in stages
+                ]
+            )
+        assert [held[stage] for stage in stages] in moments
+        assert sum(held[stage] for stage in stages) == max(map(sum, moments))
+
+
+def test_stages_that_share_a_rank_hold_less_at_once_than_their_peaks() -> None:
+    placement = place("loop", 4, 2)
+    assert peak_in_flight("interleaved-1f1b", placement, 8) == (8, 8, 7, 5, 4, 4, 3, 1)
+    assert fullest_moment("interleaved-1f1b", placement, 8).held == (7, 5, 4, 4, 4, 4, 3, 1)
 
 
 def test_in_flight_of_the_schedules_whose_memory_is_published() -> None:

@@ -13,9 +13,10 @@ def is_copyable(node: fx.Node) -> bool:
     """Return whether each stage that reads the value of `node` may compute it for itself.
 
     Its value must follow from its inputs alone: it draws nothing, writes nothing, and needs no
-    parameter. It has no gradient, whose parts would have to be summed. Requires `propagate`.
+    parameter. It has no gradient, whose parts would have to be summed. False unless `propagate` has
+    found its value.
     """
-    value = node.meta["val"]
+    value = node.meta.get("val")
     if node.op not in ("call_function", "call_method") or not isinstance(value, Tensor):
         return False
     has_effects = node.meta["random"] or node.meta["mutates"] or node.meta.get("hook")

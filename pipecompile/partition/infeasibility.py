@@ -35,7 +35,9 @@ PRECISION_PARTS = 100  # missing memory is found to this part
 
 def why_infeasible(unit_graph: UnitGraph, *, proven: bool) -> str:
     """Return one line for an InfeasibleError; `proven` if a search has excluded all cuts."""
-    shortage = proven_shortage(unit_graph)
+    problem = unit_graph.problem
+    # Of stages alone on their ranks more is known: what the best cut needs, and where.
+    shortage = proven_shortage(unit_graph) if problem.ranks != problem.k else None
     if shortage is not None:
         return shortage
     return _reason(unit_graph) + ("" if proven else "; that there is no other cut is not proven")

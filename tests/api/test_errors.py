@@ -191,9 +191,9 @@ def test_a_memory_cap_that_nobody_can_meet_says_by_how_much_and_which_node() -> 
     more = needed - 66_000
     assert match[2] in compiled(k=2).plan.assignment
     assert compiled(k=2, memory=needed).plan.options.memory_bytes == needed
-    # What is short is found by bisection, to a thousandth.
+    # What is short is found by bisection, to a hundredth.
     with pytest.raises(InfeasibleError, match="more, in stage"):
-        compiled(k=2, memory=needed - max(1, more // 1000))
+        compiled(k=2, memory=needed - max(1, more // 100))
 
 
 @pytest.mark.parametrize(

@@ -88,7 +88,7 @@ class HookedBuckets:
         is_last = self._given == self._count
         bucket = GradientBucket(index, flat, parameters, is_last=is_last)
         future = self._hook.function(self._hook.state, bucket)
-        if not isinstance(future, torch.futures.Future):
+        if not isinstance(future, torch._C.Future):
             raise InputError(
                 f"the communication hook returned {type(future).__name__}, but it returns a future "
                 "of the bucket's mean over replicas, as `dist.all_reduce(…, async_op=True)"

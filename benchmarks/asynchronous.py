@@ -27,6 +27,7 @@ import torch.distributed as dist
 from torch import Tensor, fx, nn
 
 from benchmarks.command_line import no_arguments
+from benchmarks.weight_copies import sgd
 from pipecompile import pipecompile
 from pipecompile.api.comparison import comparison_of
 from pipecompile.cost_models.protocol import FREE_CALL, CallCost, NodeCall
@@ -145,11 +146,6 @@ def measured(schedule: str) -> Rates | None:
         predicted_idle,
         measured_idle,
     )
-
-
-def sgd(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-    """The optimizer of a stage."""
-    return torch.optim.SGD(parameters, lr=0.01)
 
 
 def main() -> None:

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
-from fractions import Fraction
 from functools import partial
 from operator import attrgetter
 
 import msgspec
 
 from pipecompile.api.recompute import recompute_planner
+from pipecompile.api.step_bound import recomputed_share
 from pipecompile.errors import InfeasibleError, InputError
 from pipecompile.ir.amount import AllocatorName
 from pipecompile.ir.copied_nodes import without_copied
@@ -99,7 +99,7 @@ def problem_of(
         communication=_communication(options),
         links=links.among(max(placement) + 1),
         placement=None if placement == tuple(range(options.k)) else placement,
-        recompute=_recomputed_share(options),
+        recompute=recomputed_share(options),
         memory=_memory_constraint(planner, one_in_flight),
         # A layout has a stage for copied nodes too.
         pin={name: stage for name, stage in options.pin.items() if name not in copied},
@@ -137,16 +137,6 @@ def has_recompute_in_compute(options: Options) -> bool:
 def may_pay_for_memory(options: Options) -> bool:
     """Return whether stages may take longer to hold less, by recompute or by encodings."""
     return options.recompute != "none" or bool(options.encodings)
-
-
-def _recomputed_share(options: Options) -> Fraction:
-    """Return the share of microbatches whose forward is recomputed in all stages but the last."""
-    if options.recompute == "stage":
-        return Fraction(1)
-    if options.recompute == "except-last":
-        # Three of four microbatches recompute, so a stage pays 3 / 4 of its forward on average.
-        return Fraction(options.microbatches - 1, options.microbatches)
-    return Fraction(0)
 
 
 # Memory

@@ -14,7 +14,7 @@ from pipecompile.ir.graph import CostGraph, Node
 from pipecompile.ir.plan import Options
 from pipecompile.schedule.named_orders import MAY_SPLIT
 
-__all__ = ["is_no_shorter"]
+__all__ = ["is_no_shorter", "recomputed_share"]
 
 
 class _NodeTimes(NamedTuple):
@@ -53,7 +53,7 @@ def is_no_shorter(
     times = [_times(node, options.schedule in MAY_SPLIT) for node in graph.nodes]
     ranks, microbatches = max(placement) + 1, options.microbatches
     total, forward = sum(t.load_ns for t in times), sum(t.forward_ns for t in times)
-    share = _recomputed_share(options)
+    share = recomputed_share(options)
     # No rank computes more than the step, so none has a longer forward than this.
     most_forward = _most_forward(times, Fraction(shortest, microbatches))
     recomputed = share * max(Fraction(0), forward - most_forward)
@@ -80,8 +80,11 @@ def _times(node: Node, may_split: bool) -> _NodeTimes:
     return _NodeTimes(node.forward_ns, backward_ns)
 
 
-def _recomputed_share(options: Options) -> Fraction:
-    """Return of which share of the microbatches at least all but the last stage are recomputed."""
+def recomputed_share(options: Options) -> Fraction:
+    """Return of which share of the microbatches at least all but the last stage are recomputed.
+
+    If three of four microbatches recompute, a stage pays 3 / 4 of its forward on average.
+    """
     if options.recompute == "stage":
         return Fraction(1)
     if options.recompute == "except-last":

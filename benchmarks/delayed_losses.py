@@ -22,13 +22,12 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-import transformers
-from torch import nn
 
 from benchmarks import asynchronous
 from benchmarks.command_line import chosen_names
-from examples.corpus import VOCABULARY, corpus, minibatch
+from examples.corpus import corpus, minibatch
 from examples.models import token_loss
+from examples.pretrain import gpt2
 from pipecompile import pipecompile
 from tests.distributed.workers import Workers
 
@@ -55,31 +54,12 @@ TRAININGS = {
 }
 
 
-def gpt2() -> nn.Module:
-    """Return a GPT-2 of four layers with random weights, the same in every process."""
-    torch.manual_seed(0)
-    config = transformers.GPT2Config(
-        vocab_size=VOCABULARY,
-        n_positions=LENGTH,
-        n_embd=WIDTH,
-        n_layer=RANKS,
-        n_head=4,
-        resid_pdrop=0.0,
-        embd_pdrop=0.0,
-        attn_pdrop=0.0,
-        bos_token_id=0,
-        eos_token_id=0,
-        use_cache=False,
-    )
-    return transformers.GPT2LMHeadModel(config)
-
-
 def losses_of(training: Training) -> list[float]:
     """Train on this rank; return the losses on that of the last stage, [] on others."""
     tokens = corpus()
     batches = [minibatch(tokens, n, size=BATCH, length=LENGTH) for n in range(MINIBATCHES)]
     pipeline = pipecompile(
-        gpt2(),
+        gpt2(length=LENGTH, width=WIDTH),
         batches[0][0],
         ranks=dist.get_world_size(),
         microbatches=MICROBATCHES,

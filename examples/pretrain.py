@@ -55,7 +55,7 @@ class Run(NamedTuple):
 # -- what both kinds of training have in common
 
 
-def gpt2() -> nn.Module:
+def gpt2(*, length: int = LENGTH, width: int = WIDTH) -> nn.Module:
     """Return a GPT-2 with random weights, the same in every process.
 
     Without dropout, for which the plain loop would draw other numbers.
@@ -63,8 +63,8 @@ def gpt2() -> nn.Module:
     torch.manual_seed(0)
     config = transformers.GPT2Config(
         vocab_size=VOCABULARY,
-        n_positions=LENGTH,
-        n_embd=WIDTH,
+        n_positions=length,
+        n_embd=width,
         n_layer=LAYERS,
         n_head=HEADS,
         resid_pdrop=0.0,

@@ -26,15 +26,15 @@ from torch import nn
 from benchmarks.command_line import parser_of
 from benchmarks.published_models import Decoder, token_loss
 from pipecompile.api.cluster import caps_of, cluster_of
-from pipecompile.api.draft import draft
-from pipecompile.api.joint_search import JointLimits, joint_plan
 from pipecompile.api.model_costs import ModelCosts
 from pipecompile.api.options import options_for
-from pipecompile.api.setting_space import SettingSpace
 from pipecompile.errors import InfeasibleError, InputError
 from pipecompile.frontend.target import Target
 from pipecompile.ir.plan import Options, Plan
 from pipecompile.partition.budget import QUICK
+from pipecompile.planner.draft import draft
+from pipecompile.planner.joint_search import JointLimits, joint_plan
+from pipecompile.planner.setting_space import SettingSpace
 
 RESULT = Path(__file__).parent / "results" / "auto.json"
 SCHEDULES = ("1f1b", "zb-h1", "interleaved-1f1b")

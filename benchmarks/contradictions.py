@@ -21,11 +21,11 @@ from typing import Any, NamedTuple
 
 from benchmarks.command_line import parser_of
 from pipecompile.api.choices import requested_options
-from pipecompile.api.draft import draft
 from pipecompile.errors import PipecompileError
 from pipecompile.ir.graph import CostGraph
 from pipecompile.ir.plan import RECOMPUTES, Plan, Provenance
 from pipecompile.ir.serialization import encode, read, write
+from pipecompile.planner.draft import draft
 
 RESULT = Path(__file__).parent / "results" / "contradictions.json"
 GRAPHS = Path(__file__).parent / ".cache"

@@ -21,13 +21,13 @@ from msgspec.structs import replace
 
 from benchmarks.command_line import chosen_names
 from pipecompile.api.choices import requested_options
-from pipecompile.api.draft import draft
 from pipecompile.api.profile import costs_of
 from pipecompile.frontend.target import Target
 from pipecompile.ir.graph import CostGraph
 from pipecompile.ir.imbalance import imbalance_of
 from pipecompile.ir.links import Link, Links
 from pipecompile.ir.plan import Plan, Provenance
+from pipecompile.planner.draft import draft
 
 RESULT = Path(__file__).parent / "results" / "copied_nodes.json"
 STAGES = ("8", "16")

@@ -14,15 +14,15 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from benchmarks.tiled_graphs import LEAST_LAYERS, tile
-from pipecompile.api.partition_problem import problem_of
-from pipecompile.api.recompute import recompute_planner
-from pipecompile.api.scheduled_stages import scheduled
 from pipecompile.ir.graph import CostGraph
 from pipecompile.ir.links import FREE
 from pipecompile.ir.module_paths import block_of
 from pipecompile.ir.plan import Options, Prediction
 from pipecompile.ir.stage import Stage
 from pipecompile.partition.problem import StageCandidate
+from pipecompile.planner.partition_problem import problem_of
+from pipecompile.planner.recompute import recompute_planner
+from pipecompile.planner.scheduled_stages import scheduled
 from pipecompile.schedule.selection import placements
 
 __all__ = ["DeepPlan", "LayerCapacity", "plan_assignment", "plan_layers"]

@@ -45,7 +45,6 @@ from benchmarks.gpipe_models import TOKENS, FusedLayer, Transformer, Transformer
 from benchmarks.tiled_graphs import LEAST_LAYERS, tile
 from pipecompile.api.costs import cost_graph
 from pipecompile.api.options import options_for
-from pipecompile.api.partition_problem import problem_of
 from pipecompile.errors import InfeasibleError
 from pipecompile.frontend.signature import arguments_of
 from pipecompile.frontend.target import Target
@@ -55,6 +54,7 @@ from pipecompile.ir.graph import CostGraph
 from pipecompile.ir.links import FREE
 from pipecompile.ir.plan import Options
 from pipecompile.partition.solver import solve
+from pipecompile.planner.partition_problem import problem_of
 
 RESULT = Path(__file__).parent / "results" / "gpipe_memory.json"
 # Times only weigh what is recomputed; bytes are those of PyTorch on any GPU.

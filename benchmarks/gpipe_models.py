@@ -25,12 +25,12 @@ from torch import Tensor, nn
 from benchmarks.amoebanet import AmoebaNet
 from benchmarks.command_line import no_arguments
 from pipecompile.api.costs import cost_graph
-from pipecompile.api.draft import draft
 from pipecompile.api.options import options_for
 from pipecompile.frontend.signature import arguments_of
 from pipecompile.frontend.target import Target
 from pipecompile.frontend.target_capture import Captured, capture_target
 from pipecompile.ir.plan import Options, Provenance
+from pipecompile.planner.draft import draft
 
 RESULT = Path(__file__).parent / "results" / "gpipe_models.json"
 DEVICES = ("p100", "tpu-v2", "tpu-v3", "h100")

@@ -24,7 +24,6 @@ from benchmarks.command_line import no_arguments
 from examples import models
 from pipecompile.api.costs import cost_graph
 from pipecompile.api.options import options_for
-from pipecompile.api.partition_problem import problem_of
 from pipecompile.frontend.target import Target
 from pipecompile.frontend.target_capture import capture_target
 from pipecompile.ir.links import FREE
@@ -33,6 +32,7 @@ from pipecompile.partition.multilevel_solver import solve_multilevel, with_group
 from pipecompile.partition.problem import PartitionProblem
 from pipecompile.partition.result import Partition
 from pipecompile.partition.solver import solve
+from pipecompile.planner.partition_problem import problem_of
 
 NAMES = ("gpt2", "gpt2_small", "bert", "llama", "resnet50", "t5", "unet")
 RESULT = Path(__file__).parent / "results" / "granularity.json"

@@ -26,11 +26,11 @@ from torch import Tensor
 from benchmarks.command_line import no_arguments
 from benchmarks.recompute_stages import STAGES, CostedStage, held_bytes
 from pipecompile.api.costs import cost_graph
-from pipecompile.api.draft import draft
 from pipecompile.api.options import options_for
 from pipecompile.frontend.signature import arguments_of
 from pipecompile.frontend.target import Target
 from pipecompile.frontend.target_capture import capture_target
+from pipecompile.planner.draft import draft
 from pipecompile.recompute.choice import cheapest
 
 RESULT = Path(__file__).parent / "results" / "recompute_speed.json"

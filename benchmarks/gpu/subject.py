@@ -12,7 +12,6 @@ from torch import Tensor
 from benchmarks.gpu.bench import Bench
 from benchmarks.gpu.models import Scale, target_on
 from pipecompile.api.costs import cost_graph
-from pipecompile.api.draft import draft
 from pipecompile.api.options import options_for
 from pipecompile.codegen.regions import EncodedRuns
 from pipecompile.codegen.stages import emit
@@ -22,6 +21,7 @@ from pipecompile.ir.graph import CostGraph
 from pipecompile.ir.plan import Plan
 from pipecompile.passes.contract import apply_passes
 from pipecompile.passes.group import Group
+from pipecompile.planner.draft import draft
 from pipecompile.runtime.stage import EagerStage
 
 __all__ = ["Subject", "subject_of"]

@@ -5,8 +5,7 @@
     choices, options       what is asked of a plan, checked without and with the model
     costs                  what the nodes of the graph take
     links                  what transfers between ranks take
-    plan                   graph, costs and options become a plan
-    draft, partition       the same without PyTorch: cut, stages, schedule, prediction
+    plan                   graph, costs and options become a plan, in `planner/`, without PyTorch
     soundness, staleness   whether a plan contradicts itself, or its model has changed
 
 The model is read and captured in `frontend/`, and the pipeline that comes out is `training/`. The

@@ -23,11 +23,6 @@ import msgspec
 from pipecompile.api.choices import requested_options
 from pipecompile.api.cut_figures import CutFigures, caps_of, parts_of
 from pipecompile.api.links import LinksInput, links_for
-from pipecompile.api.partition import best_cut, with_all_time
-from pipecompile.api.partition_problem import problem_of
-from pipecompile.api.placement_draft import Origin, assembled
-from pipecompile.api.recompute import recompute_planner
-from pipecompile.api.scheduled_stages import scheduled
 from pipecompile.errors import InfeasibleError, InputError
 from pipecompile.ir.audit import GRAINS, WHERE, Audit, Grain
 from pipecompile.ir.graph import CostGraph
@@ -45,6 +40,11 @@ from pipecompile.partition.objective import lower_bound
 from pipecompile.partition.problem import PartitionProblem
 from pipecompile.partition.result import Partition
 from pipecompile.partition.units import units
+from pipecompile.planner.partition import best_cut, with_all_time
+from pipecompile.planner.partition_problem import problem_of
+from pipecompile.planner.placement_draft import Origin, assembled
+from pipecompile.planner.recompute import recompute_planner
+from pipecompile.planner.scheduled_stages import scheduled
 from pipecompile.schedule.selection import placements
 from pipecompile.schedule.stages import most_by_rank
 

@@ -7,7 +7,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from pipecompile.api.option_conflicts import check_together
 from pipecompile.cost_models.device import devices_of, load_device
 from pipecompile.errors import InputError, unknown
 from pipecompile.ir.encodings import ENCODINGS, Encoding
@@ -31,6 +30,7 @@ from pipecompile.ir.share import parse_share
 from pipecompile.ir.size import parse_caps
 from pipecompile.layouts.layout import Layout
 from pipecompile.layouts.reading import layout_text, read_layout
+from pipecompile.planner.option_conflicts import check_together
 from pipecompile.schedule.named_orders import required_placement
 
 __all__ = [

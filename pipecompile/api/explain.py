@@ -26,7 +26,7 @@ from pipecompile.report.explanation_text import (
 from pipecompile.report.plan_facts import plan_facts
 
 if TYPE_CHECKING:
-    from pipecompile.api.target_costs import TargetCosts
+    from pipecompile.planner.target_costs import TargetCosts
 
 __all__ = [
     "explain",
@@ -52,8 +52,8 @@ def explain(
     if not 0 < time_limit < inf:
         raise InputError(f"a time limit of {time_limit:g} s: give a positive number")
     # Imported here: solvers need numpy and networkx, which what a plan tells by itself does not.
-    from pipecompile.api.heaviest_stage import edge_moves, undivided
     from pipecompile.api.what_if import Planner, best_command, what_ifs
+    from pipecompile.planner.heaviest_stage import edge_moves, undivided
 
     costs = _costs(plan, target)
     costs.check(plan)
@@ -76,7 +76,7 @@ def explain(
 
 def _costs(plan: Plan, target: str | Path | CostGraph) -> TargetCosts:
     """Return the costs of the nodes of `target`."""
-    from pipecompile.api.target_costs import GraphCosts
+    from pipecompile.planner.target_costs import GraphCosts
 
     if isinstance(target, CostGraph):
         return GraphCosts(target, plan.microbatches)

@@ -7,7 +7,6 @@ from dataclasses import replace
 import msgspec
 
 from pipecompile.api.joint_request import JointRequest
-from pipecompile.api.joint_search import joint_plan
 from pipecompile.api.model_costs import ModelCosts
 from pipecompile.api.options import completed
 from pipecompile.api.plan import with_digests
@@ -16,6 +15,7 @@ from pipecompile.cost_models.interpolation import sizes_to_measure
 from pipecompile.frontend.target import Target
 from pipecompile.frontend.target_capture import capture_target
 from pipecompile.ir.plan import Plan
+from pipecompile.planner.joint_search import joint_plan
 
 __all__ = ["joint_plan_of"]
 

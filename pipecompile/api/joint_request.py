@@ -11,14 +11,14 @@ from typing import Any
 
 from pipecompile.api.choices import open_options, plan_options
 from pipecompile.api.cluster import ClusterInput, caps_of, cluster_of
-from pipecompile.api.joint_search import JointLimits
 from pipecompile.api.links import LinksInput, links_of
-from pipecompile.api.setting_space import JOINT_CHOICES, SettingSpace
 from pipecompile.errors import InputError
 from pipecompile.ir.cluster import Cluster
 from pipecompile.ir.links import Links
 from pipecompile.ir.options import DEFAULT_EFFORT, DEFAULT_TOP, INFERENCE_OBJECTIVES
 from pipecompile.ir.plan import Options
+from pipecompile.planner.joint_search import JointLimits
+from pipecompile.planner.setting_space import JOINT_CHOICES, SettingSpace
 from pipecompile.schedule.named_orders import ASYNCHRONOUS
 
 __all__ = ["JointRequest", "joint_request"]

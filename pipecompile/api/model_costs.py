@@ -11,7 +11,6 @@ from pipecompile.api.costs import cost_graph, interpolated_graph, measured_on, r
 from pipecompile.api.options import completed
 from pipecompile.api.staleness import check_current
 from pipecompile.api.target import load_target, planned_target
-from pipecompile.api.target_costs import Source
 from pipecompile.cost_models.interpolation import nearest_sizes
 from pipecompile.errors import InputError
 from pipecompile.frontend.target import Target
@@ -20,6 +19,7 @@ from pipecompile.ir.graph import CostGraph
 from pipecompile.ir.plan import Options, Plan
 from pipecompile.passes.contract import apply_passes
 from pipecompile.passes.group import Group
+from pipecompile.planner.target_costs import Source
 
 __all__ = ["ModelCosts"]
 

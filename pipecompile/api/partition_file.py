@@ -1,7 +1,7 @@
 """`pipecompile partition`: the partitioner alone, on a cost graph in a file. Needs no PyTorch.
 
 Memory is counted by the simple rule of the cost-graph format. A plan has its own composition, with
-the memory model and recompute: see api/partition.py.
+the memory model and recompute: see planner/partition.py.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from typing import Literal, TypeVar
 import msgspec
 
 from pipecompile.api.links import link_of, links_of
-from pipecompile.api.partition_problem import simulated_step_ns
 from pipecompile.errors import InfeasibleError, InputError, PipecompileError
 from pipecompile.ir.cut import Cut
 from pipecompile.ir.graph import CostGraph
@@ -28,6 +27,7 @@ from pipecompile.ir.size import parse_bytes
 from pipecompile.partition.problem import MemoryConstraint, PartitionProblem
 from pipecompile.partition.result import Partition
 from pipecompile.partition.solver import solve
+from pipecompile.planner.partition_problem import simulated_step_ns
 from pipecompile.schedule.named_orders import peak_in_flight, required_placement
 
 __all__ = ["CutRequest", "links_from_options", "partition", "partition_over_ranks"]

@@ -15,7 +15,6 @@ import msgspec
 from torch import fx
 
 from pipecompile.api.costs import cost_graph, measured_on
-from pipecompile.api.draft import draft
 from pipecompile.api.options import completed
 from pipecompile.cost_models.device import devices_of, load_device
 from pipecompile.errors import InfeasibleError
@@ -27,6 +26,7 @@ from pipecompile.ir.links import FREE, Links
 from pipecompile.ir.plan import Options, Plan
 from pipecompile.ir.size import option_text, size_text
 from pipecompile.ir.stage import Stage
+from pipecompile.planner.draft import draft
 from pipecompile.profiling.stage_correction import correct_stages
 from pipecompile.training.stage_timer import StageTimer
 

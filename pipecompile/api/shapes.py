@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 import msgspec
 
 from pipecompile.api.costs import profiled
-from pipecompile.api.draft import planned_graph
 from pipecompile.codegen.regions import EncodedRuns, Regions
 from pipecompile.codegen.transfer import (
     transfer,
@@ -33,6 +32,7 @@ from pipecompile.ir.rank_memory import RankMemory
 from pipecompile.ir.size import size_text
 from pipecompile.memory_model.live_ranges import LiveRanges
 from pipecompile.memory_model.stage import footprint_of
+from pipecompile.planner.draft import planned_graph
 from pipecompile.runtime import world
 from pipecompile.schedule.named_orders import weight_copies
 from pipecompile.schedule.stages import memory_by_rank

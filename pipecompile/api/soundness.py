@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain, combinations
 
-from pipecompile.api.scheduled_stages import predicted
 from pipecompile.errors import PipecompileError
 from pipecompile.ir.finding import Finding
 from pipecompile.ir.plan import (
@@ -18,6 +17,7 @@ from pipecompile.ir.plan import (
 from pipecompile.ir.schedule import Kind, Schedule
 from pipecompile.ir.size import size_text
 from pipecompile.ir.stage import Stage
+from pipecompile.planner.scheduled_stages import predicted
 from pipecompile.schedule.check import check_schedule
 from pipecompile.schedule.problem import PlacedProblem
 from pipecompile.schedule.selection import (

@@ -10,11 +10,7 @@ from dataclasses import dataclass
 from msgspec.structs import replace
 
 from pipecompile.api.changes import ChangedOptions, changes, removals
-from pipecompile.api.draft import costs_digest, draft, planned_graph
 from pipecompile.api.links import links_for
-from pipecompile.api.option_conflicts import check_together
-from pipecompile.api.partition_problem import problem_of
-from pipecompile.api.target_costs import TargetCosts
 from pipecompile.errors import InfeasibleError, InputError
 from pipecompile.ir.command_line import plan_command
 from pipecompile.ir.explanation import Outcome, WhatIf
@@ -22,6 +18,10 @@ from pipecompile.ir.graph import CostGraph
 from pipecompile.ir.plan import Options, Plan
 from pipecompile.partition.edge_moves import next_best_pin
 from pipecompile.partition.problem import PartitionProblem
+from pipecompile.planner.draft import costs_digest, draft, planned_graph
+from pipecompile.planner.option_conflicts import check_together
+from pipecompile.planner.partition_problem import problem_of
+from pipecompile.planner.target_costs import TargetCosts
 from pipecompile.report.plan_facts import outcome_of
 
 __all__ = ["Planner", "best_command", "what_ifs"]

@@ -1,7 +1,7 @@
 """The stages of an assignment: what each runs, costs, holds and sends. Needs no PyTorch.
 
-`api.draft` writes them into plans, and `api.partition_problem` simulates them while cuts are
-compared.
+`planner.draft` writes them into plans, and `planner.partition_problem` simulates them while cuts
+are compared.
 """
 
 from __future__ import annotations

@@ -7,9 +7,9 @@ from itertools import combinations, pairwise
 
 from hypothesis import strategies as st
 
-from pipecompile.api.target_costs import Source
 from pipecompile.ir.graph import CostGraph, Node, Parameter, Tensor
 from pipecompile.ir.plan import Options, Plan, Provenance
+from pipecompile.planner.target_costs import Source
 
 __all__ = ["ChainNode", "SizedChain", "chains", "contiguous_cuts"]
 

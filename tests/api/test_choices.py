@@ -109,9 +109,9 @@ def test_what_is_refused(choices: dict[str, Any], message: str) -> None:
 def test_comm_says_what_loads_pay_for_transfers(
     choices: dict[str, Any], communication: str
 ) -> None:
-    from pipecompile.api.partition_problem import problem_of
     from pipecompile.ir.graph import CostGraph, Node
     from pipecompile.ir.links import FREE
+    from pipecompile.planner.partition_problem import problem_of
 
     nodes = (
         Node(name=n, forward_ns=1, backward_ns=1, parameter_bytes=0, saved_bytes=0, group=None)

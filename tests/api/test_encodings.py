@@ -19,10 +19,7 @@ from zoo import same
 from pipecompile import InfeasibleError, InputError
 from pipecompile.api.compilation import pipecompile
 from pipecompile.api.costs import cost_graph
-from pipecompile.api.draft import draft
 from pipecompile.api.options import options_for
-from pipecompile.api.recompute import recompute_planner
-from pipecompile.api.scheduled_stages import predicted
 from pipecompile.api.soundness import findings
 from pipecompile.api.verification import verify
 from pipecompile.frontend.signature import Arguments
@@ -33,6 +30,9 @@ from pipecompile.ir.graph import CostGraph
 from pipecompile.ir.plan import Plan
 from pipecompile.ir.stage import EncodedNodes, Stage
 from pipecompile.memory_model.live_ranges import LiveRanges
+from pipecompile.planner.draft import draft
+from pipecompile.planner.recompute import recompute_planner
+from pipecompile.planner.scheduled_stages import predicted
 from pipecompile.recompute.encoding_offers import encoding_offers
 from pipecompile.recompute.stages import stages_of
 

@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 import pipecompile
 from pipecompile import Explanation, InputError, Plan, StalePlanError, explain
 from pipecompile.api.choices import requested_options
-from pipecompile.api.draft import draft
 from pipecompile.ir.explanation import WhatIf
 from pipecompile.ir.graph import CostGraph
 from pipecompile.ir.links import FREE, Link, Links
@@ -24,6 +23,7 @@ from pipecompile.ir.plan import Faster, Provenance
 from pipecompile.partition.groups import grouped
 from pipecompile.partition.objective import stage_loads
 from pipecompile.partition.problem import PartitionProblem
+from pipecompile.planner.draft import draft
 from pipecompile.report.explanation_text import explanation_markdown, explanation_text
 from pipecompile.report.plan_facts import outcome_of
 from pipecompile.schedule.simulator import simulate_plan

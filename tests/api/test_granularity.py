@@ -9,7 +9,6 @@ import pytest
 
 from examples import models
 from pipecompile.api.costs import cost_graph
-from pipecompile.api.draft import draft
 from pipecompile.api.options import options_for
 from pipecompile.api.soundness import findings
 from pipecompile.errors import InputError
@@ -18,6 +17,7 @@ from pipecompile.frontend.target_capture import capture_target
 from pipecompile.ir.graph import CostGraph
 from pipecompile.ir.plan import GRANULARITIES, Plan, Provenance
 from pipecompile.ir.serialization import decode, encode
+from pipecompile.planner.draft import draft
 from pipecompile.report.summary import summary
 
 

@@ -15,7 +15,6 @@ from torch.nn import functional
 
 from pipecompile import pipecompile
 from pipecompile.api.choices import requested_options
-from pipecompile.api.draft import draft
 from pipecompile.api.layouts import export_of
 from pipecompile.api.soundness import findings
 from pipecompile.api.verification import verify
@@ -27,6 +26,7 @@ from pipecompile.ir.graph import Tensor as Edge
 from pipecompile.ir.links import FREE, Link, Links
 from pipecompile.ir.plan import Plan, Provenance
 from pipecompile.memory_model.kv_cache import rank_caches, tokens_that_fit
+from pipecompile.planner.draft import draft
 from pipecompile.report.inference import beat_ns, latency_ns
 
 Times = Sequence[int]

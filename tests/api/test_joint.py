@@ -10,8 +10,6 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace as replace_options
 
-from pipecompile.api.partition_problem import problem_of
-from pipecompile.api.recompute import recompute_planner
 from pipecompile.errors import InfeasibleError
 from pipecompile.ir.graph import CostGraph, Node, Tensor
 from pipecompile.ir.links import FREE
@@ -25,6 +23,8 @@ from pipecompile.partition.objective import objective_value, stage_loads
 from pipecompile.partition.problem import PartitionProblem
 from pipecompile.partition.solver import solve
 from pipecompile.partition.violations import violations
+from pipecompile.planner.partition_problem import problem_of
+from pipecompile.planner.recompute import recompute_planner
 from pipecompile.recompute.policies import StageSlice
 from pipecompile.schedule.selection import snapshots_of
 from tests.ir.cost_graphs import cost_graphs

@@ -14,7 +14,6 @@ from examples import models
 from pipecompile import pipecompile
 from pipecompile.api.choices import requested_options
 from pipecompile.api.costs import cost_graph
-from pipecompile.api.draft import draft
 from pipecompile.api.options import options_for
 from pipecompile.api.soundness import findings
 from pipecompile.errors import InputError
@@ -25,6 +24,7 @@ from pipecompile.ir.plan import LAYOUT_FORMATS, LayoutFormat, Plan, Provenance
 from pipecompile.ir.serialization import decode, encode
 from pipecompile.layouts.assignment import layers_of
 from pipecompile.layouts.export import export_layout
+from pipecompile.planner.draft import draft
 from pipecompile.report.summary import summary
 
 

@@ -10,13 +10,13 @@ from cuts import chain, graphs
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from pipecompile.api.draft import draft
 from pipecompile.api.links import links_for, links_of
 from pipecompile.errors import FormatError, InputError, PipecompileError
 from pipecompile.ir.graph import CostGraph
 from pipecompile.ir.links import FREE, Link, Links
 from pipecompile.ir.plan import Options, Plan, Provenance
 from pipecompile.ir.serialization import encode, write
+from pipecompile.planner.draft import draft
 
 TWO = Links(bandwidth_bytes_per_s=None, latency_ns=((0, 5), (7, 0)))
 

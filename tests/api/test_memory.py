@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 from torch import nn
 
 from pipecompile.api.costs import cost_graph
-from pipecompile.api.draft import draft
 from pipecompile.api.options import options_for
 from pipecompile.api.plan import make_plan
 from pipecompile.cli import commands
@@ -27,6 +26,7 @@ from pipecompile.ir.graph import CostGraph
 from pipecompile.ir.plan import Plan, Provenance
 from pipecompile.ir.serialization import decode, encode, read, write
 from pipecompile.ir.size import size_text
+from pipecompile.planner.draft import draft
 
 WIDTH, BLOCKS, BATCH = 64, 6, 8
 LINEAR = 4 * (WIDTH * WIDTH + WIDTH)  # bytes of one layer's parameters

@@ -12,12 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from pipecompile.api.choices import requested_options
-from pipecompile.api.draft import draft
 from pipecompile.api.model_costs import ModelCosts
 from pipecompile.errors import InputError
 from pipecompile.frontend.target import Target
 from pipecompile.ir.graph import CostGraph
 from pipecompile.ir.plan import Options, Provenance
+from pipecompile.planner.draft import draft
 from pipecompile.report.summary import summary
 
 BATCH = 8

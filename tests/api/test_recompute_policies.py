@@ -8,9 +8,9 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from pipecompile.api.recompute import recompute_planner
 from pipecompile.ir.graph import CostGraph
 from pipecompile.ir.plan import Options, Recompute
+from pipecompile.planner.recompute import recompute_planner
 from pipecompile.recompute.planner import RecomputePlanner
 from pipecompile.recompute.policies import StageRecompute
 from pipecompile.schedule.named_orders import MAY_SPLIT

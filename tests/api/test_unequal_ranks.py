@@ -14,7 +14,6 @@ from torch import nn
 
 from pipecompile.api.choices import requested_options
 from pipecompile.api.costs import cost_graph
-from pipecompile.api.draft import draft
 from pipecompile.api.plan import make_plan
 from pipecompile.api.staleness import check_current
 from pipecompile.cost_models.device import devices_of
@@ -25,6 +24,7 @@ from pipecompile.ir.graph import CostGraph
 from pipecompile.ir.links import Link, Links
 from pipecompile.ir.plan import Options, Plan, Provenance
 from pipecompile.ir.unequal_costs import UnequalCosts
+from pipecompile.planner.draft import draft
 from tests.chains_of_nodes import chain
 
 LINKS = Links.of(Link(bandwidth_bytes_per_s=10**9, latency_ns=2))

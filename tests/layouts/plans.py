@@ -7,13 +7,13 @@ from collections.abc import Mapping
 from hypothesis import strategies as st
 
 from pipecompile.api.choices import requested_options
-from pipecompile.api.recompute import recompute_planner
 from pipecompile.ir.amount import Amount
 from pipecompile.ir.graph import CostGraph
 from pipecompile.ir.links import FREE
 from pipecompile.ir.plan import Fingerprint, Plan, Prediction, Provenance, Search
 from pipecompile.ir.rank_memory import RankMemory
 from pipecompile.ir.schedule import Idle, Schedule
+from pipecompile.planner.recompute import recompute_planner
 from pipecompile.recompute.stages import owners_of, stages_of
 
 __all__ = ["cuts", "planned"]

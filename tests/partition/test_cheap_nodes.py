@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from pipecompile.api.choices import requested_options
-from pipecompile.api.draft import draft
 from pipecompile.ir.copied_nodes import with_copies, without_copied
 from pipecompile.ir.graph import CostGraph, Node, Tensor
 from pipecompile.ir.links import FREE, Link, Links
@@ -20,6 +19,7 @@ from pipecompile.ir.plan import Provenance
 from pipecompile.partition.cheap_nodes import TOTAL_SHARE, with_cheap_nodes_copied
 from pipecompile.partition.objective import stage_loads
 from pipecompile.partition.problem import PartitionProblem
+from pipecompile.planner.draft import draft
 from pipecompile.report.plan_facts import plan_facts
 
 LAYER_NS = 100_000

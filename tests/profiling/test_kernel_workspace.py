@@ -227,7 +227,7 @@ class Workspaces(TorchDispatchMode):
 COSTED = """
 import torch
 from torch import fx, nn
-from pipecompile.api.draft import costs_digest
+from pipecompile.planner.draft import costs_digest
 from pipecompile.cost_models.flops import Flops
 from pipecompile.profiling.profile import profile
 layers = nn.Conv2d(8, 8, 5, padding=2, groups=8), nn.BatchNorm2d(8), nn.Conv2d(8, 8, 7, padding=3)

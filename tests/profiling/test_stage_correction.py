@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from pipecompile.api.draft import draft
 from pipecompile.ir.graph import CostGraph, Node, Parameter, Tensor
 from pipecompile.ir.plan import Options, Plan, Provenance
 from pipecompile.ir.schedule import Kind
+from pipecompile.planner.draft import draft
 from pipecompile.profiling.scaled_costs import Times, apportioned, scaled
 from pipecompile.profiling.stage_correction import ROUNDS, DoesNotFitError, correct_stages
 from tests.sweeps import examples

@@ -6,10 +6,10 @@ from collections.abc import Callable
 
 import pytest
 
-from pipecompile.api.draft import draft
 from pipecompile.ir.graph import CostGraph, Node, Parameter, Tensor, TimeUnit
 from pipecompile.ir.links import Link, Links
 from pipecompile.ir.plan import Options, Plan, Provenance, Recompute, ShardLevel
+from pipecompile.planner.draft import draft
 
 MakePlan = Callable[..., Plan]
 

@@ -7,12 +7,12 @@ from itertools import pairwise
 
 from msgspec.structs import replace
 
-from pipecompile.api.draft import costs_digest
-from pipecompile.api.recompute import recompute_planner
-from pipecompile.api.scheduled_stages import scheduled
 from pipecompile.ir.graph import CostGraph, Node, Parameter, Tensor, TimeUnit
 from pipecompile.ir.links import Link, Links
 from pipecompile.ir.plan import Fingerprint, Options, Plan, Provenance, Search
+from pipecompile.planner.draft import costs_digest
+from pipecompile.planner.recompute import recompute_planner
+from pipecompile.planner.scheduled_stages import scheduled
 from pipecompile.recompute.stages import owners_of
 from pipecompile.schedule.selection import placements
 

@@ -13,12 +13,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipecompile.api.draft import node_times
-from pipecompile.api.scheduled_stages import predicted
 from pipecompile.api.soundness import findings
 from pipecompile.ir.plan import Plan
 from pipecompile.ir.robustness import NoisyStep, Robustness
 from pipecompile.ir.serialization import decode, encode
+from pipecompile.planner.draft import node_times
+from pipecompile.planner.scheduled_stages import predicted
 from pipecompile.schedule.robust_choice import robust_choice
 from pipecompile.schedule.stages import problem_of_plan
 from tests.schedule.naive import naive_times

@@ -12,7 +12,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipecompile.api.draft import draft
 from pipecompile.api.soundness import findings
 from pipecompile.errors import InfeasibleError, InputError
 from pipecompile.ir.graph import CostGraph, Node, Tensor
@@ -20,6 +19,7 @@ from pipecompile.ir.plan import Options, Plan, Provenance
 from pipecompile.ir.schedule import Kind, Schedule
 from pipecompile.ir.serialization import encode
 from pipecompile.ir.size import size_text
+from pipecompile.planner.draft import draft
 from pipecompile.report.summary import summary
 from pipecompile.schedule import selection as ordering
 from pipecompile.schedule.check import check_schedule

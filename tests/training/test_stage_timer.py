@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from pipecompile.api.costs import cost_graph
-from pipecompile.api.draft import draft
 from pipecompile.api.options import options_for
 from pipecompile.api.plan import make_plan
 from pipecompile.errors import PipecompileError
@@ -20,6 +19,7 @@ from pipecompile.frontend.target import Target
 from pipecompile.frontend.target_capture import capture_target
 from pipecompile.ir.plan import Plan, Provenance
 from pipecompile.ir.schedule import Kind
+from pipecompile.planner.draft import draft
 from pipecompile.profiling.stage_correction import DoesNotFitError
 from pipecompile.training import stage_timer as measuring
 from pipecompile.training.stage_timer import StageTimer

@@ -13,17 +13,17 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from pipecompile.api.choices import requested_options
-from pipecompile.api.draft import draft
-from pipecompile.api.joint_search import JointLimits, joint_plan
-from pipecompile.api.partition_problem import simulated_step_ns
-from pipecompile.api.setting_bounds import Work, extra_ns, least_step_ns
-from pipecompile.api.setting_space import SettingSpace
 from pipecompile.errors import InfeasibleError, InputError
 from pipecompile.ir.links import FREE, Link, Links
 from pipecompile.ir.plan import Options, Plan
 from pipecompile.ir.serialization import encode
 from pipecompile.ir.setting import Setting
 from pipecompile.partition.budget import QUICK
+from pipecompile.planner.draft import draft
+from pipecompile.planner.joint_search import JointLimits, joint_plan
+from pipecompile.planner.partition_problem import simulated_step_ns
+from pipecompile.planner.setting_bounds import Work, extra_ns, least_step_ns
+from pipecompile.planner.setting_space import SettingSpace
 from tests.api.sized_costs import ChainNode, SizedChain, chains, contiguous_cuts
 
 SAMPLES = 8

@@ -14,8 +14,6 @@ from operator import attrgetter
 
 import msgspec
 
-from pipecompile.api.recompute import recompute_planner
-from pipecompile.api.step_bound import recomputed_share
 from pipecompile.errors import InfeasibleError, InputError
 from pipecompile.ir.amount import AllocatorName
 from pipecompile.ir.copied_nodes import without_copied
@@ -41,6 +39,8 @@ from pipecompile.partition.problem import (
     StageCandidate,
 )
 from pipecompile.partition.summation import gradient_sum_order
+from pipecompile.planner.recompute import recompute_planner
+from pipecompile.planner.step_bound import recomputed_share
 from pipecompile.recompute.planner import RecomputePlanner
 from pipecompile.recompute.policies import StageSlice
 from pipecompile.recompute.stages import stages_of

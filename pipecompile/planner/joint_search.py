@@ -29,16 +29,6 @@ from math import inf
 
 from msgspec.structs import replace
 
-from pipecompile.api.draft import draft
-from pipecompile.api.likely_step import likely_step
-from pipecompile.api.setting_bounds import (
-    Work,
-    extra_ns,
-    least_step_ns,
-    state_bytes,
-)
-from pipecompile.api.setting_space import SettingSpace
-from pipecompile.api.target_costs import TargetCosts
 from pipecompile.errors import InfeasibleError, InputError
 from pipecompile.ir.duration import time_with_unit
 from pipecompile.ir.graph import CostGraph
@@ -48,6 +38,16 @@ from pipecompile.ir.plan import Plan
 from pipecompile.ir.setting import JointSearch, Setting, SettingResult, SettingStatus
 from pipecompile.ir.size import size_text
 from pipecompile.partition.budget import QUICK, THOROUGH, UNEXPLAINED, CutEffort
+from pipecompile.planner.draft import draft
+from pipecompile.planner.likely_step import likely_step
+from pipecompile.planner.setting_bounds import (
+    Work,
+    extra_ns,
+    least_step_ns,
+    state_bytes,
+)
+from pipecompile.planner.setting_space import SettingSpace
+from pipecompile.planner.target_costs import TargetCosts
 from pipecompile.profiling.progress import progress
 from pipecompile.schedule.named_orders import SPLIT
 

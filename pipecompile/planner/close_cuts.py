@@ -1,6 +1,6 @@
 """Other cuts that are about as fast as a plan's: what a plan under noise is chosen from.
 
-`api.draft` imports it when it drafts a plan under noise, and not before: solvers need numpy and
+`planner.draft` imports it when it drafts a plan under noise, and not before: solvers need numpy and
 networkx, which reading a plan does not. Needs no PyTorch.
 """
 
@@ -11,8 +11,6 @@ from dataclasses import replace
 
 import msgspec
 
-from pipecompile.api.partition import SHORT_SECONDS, other_objectives, with_all_time
-from pipecompile.api.partition_problem import problem_of
 from pipecompile.ir.links import Links
 from pipecompile.ir.plan import Plan, Search
 from pipecompile.ir.robustness import is_close
@@ -20,6 +18,8 @@ from pipecompile.partition.alternatives import alternative_cuts
 from pipecompile.partition.edge_moves import edge_parts, loads_after, moved
 from pipecompile.partition.problem import PartitionProblem
 from pipecompile.partition.result import Partition
+from pipecompile.planner.partition import SHORT_SECONDS, other_objectives, with_all_time
+from pipecompile.planner.partition_problem import problem_of
 from pipecompile.recompute.planner import RecomputePlanner
 
 __all__ = ["close_cuts"]

@@ -14,11 +14,11 @@ from typing import Protocol
 
 from msgspec.structs import replace
 
-from pipecompile.api.option_conflicts import check_together
-from pipecompile.api.step_bound import is_no_shorter
 from pipecompile.errors import InfeasibleError, InputError
 from pipecompile.ir.graph import CostGraph
 from pipecompile.ir.plan import RECOMPUTES, Options, Plan
+from pipecompile.planner.option_conflicts import check_together
+from pipecompile.planner.step_bound import is_no_shorter
 from pipecompile.schedule.named_orders import SPLIT, fitting_names
 from pipecompile.schedule.selection import representative_schedule
 

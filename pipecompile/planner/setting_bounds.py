@@ -21,7 +21,6 @@ from fractions import Fraction
 from functools import lru_cache
 from math import ceil
 
-from pipecompile.api.partition_problem import problem_of
 from pipecompile.errors import InfeasibleError
 from pipecompile.ir.graph import CostGraph, Node
 from pipecompile.ir.links import FREE
@@ -30,6 +29,7 @@ from pipecompile.ir.setting import Setting
 from pipecompile.memory_model.lower_bounds import bytes_lower_bounds
 from pipecompile.memory_model.optimizer import optimizer_bytes
 from pipecompile.partition.problem import MemoryConstraint
+from pipecompile.planner.partition_problem import problem_of
 from pipecompile.schedule.named_orders import SPLIT, peak_in_flight
 from pipecompile.schedule.selection import placements
 

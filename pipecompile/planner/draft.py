@@ -9,7 +9,6 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from pipecompile.api.placement_draft import Origin, PlacementDrafter, plans_on_placement
 from pipecompile.errors import InfeasibleError, InputError
 from pipecompile.ir.forward_graph import forward_graph
 from pipecompile.ir.graph import CostGraph
@@ -21,6 +20,7 @@ from pipecompile.layouts.assignment import assignment_of
 from pipecompile.layouts.reading import read_layout
 from pipecompile.partition.budget import THOROUGH, CutEffort
 from pipecompile.partition.cheap_nodes import with_cheap_nodes_copied
+from pipecompile.planner.placement_draft import Origin, PlacementDrafter, plans_on_placement
 from pipecompile.schedule.selection import placements
 
 __all__ = ["best_plan", "costs_digest", "draft", "node_times", "planned_graph"]

@@ -9,8 +9,8 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import NamedTuple
 
-from pipecompile.api.setting_bounds import Work
 from pipecompile.ir.plan import Options
+from pipecompile.planner.setting_bounds import Work
 from pipecompile.schedule.named_orders import MAY_SPLIT, generate
 from pipecompile.schedule.problem import PlacedProblem, StageCosts
 from pipecompile.schedule.selection import placements, representative_schedule

@@ -12,14 +12,20 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
-from pipecompile.api.open_choices import OpenChoices
-from pipecompile.api.recompute import recompute_planner
-from pipecompile.api.scheduled_stages import Scheduled, ordered, predicted, scheduled, while_waiting
 from pipecompile.errors import InfeasibleError
 from pipecompile.ir.graph import CostGraph
 from pipecompile.ir.links import Links
 from pipecompile.ir.plan import Fingerprint, Options, Plan, Provenance, Search
 from pipecompile.partition.budget import THOROUGH, CutEffort
+from pipecompile.planner.open_choices import OpenChoices
+from pipecompile.planner.recompute import recompute_planner
+from pipecompile.planner.scheduled_stages import (
+    Scheduled,
+    ordered,
+    predicted,
+    scheduled,
+    while_waiting,
+)
 from pipecompile.recompute.planner import RecomputePlanner
 from pipecompile.recompute.stages import owners_of, routes_of
 from pipecompile.schedule.selection import named_order_of
@@ -52,7 +58,7 @@ class PlacementDrafter:
     def planned(self, options: Options, *, explained: bool) -> Plan:
         """Return the plan of the best cut, or of the given one."""
         # Solvers need numpy and networkx, which reading and checking a plan does not.
-        from pipecompile.api.partition import cut
+        from pipecompile.planner.partition import cut
 
         planner = self._planner(options)
         effort = self.effort._replace(is_explained=explained and self.effort.is_explained)
@@ -71,7 +77,7 @@ class PlacementDrafter:
 
     def adopted(self, plan: Plan, options: Options, own: Plan | None) -> Plan:
         """Return the plan of any choice as the plan of `options`; `own` is that of their cut."""
-        from pipecompile.api.partition import search_of
+        from pipecompile.planner.partition import search_of
 
         search = search_of(plan, self._planner(options), self.links, own.search if own else None)
         stages = plan.stages
@@ -89,7 +95,7 @@ class PlacementDrafter:
         """Yield plans with other cuts that are about as fast; none if the cut was given."""
         if self.assignment is not None:
             return
-        from pipecompile.api.close_cuts import close_cuts
+        from pipecompile.planner.close_cuts import close_cuts
 
         planner = self._planner(plan.options)
         for close in close_cuts(planner, self.links, plan):
@@ -117,8 +123,8 @@ def _plan_of_cut(
     planner: RecomputePlanner, links: Links, origin: Origin, partition: Partition
 ) -> Plan:
     """Return the plan whose stages lie on the ranks of the planner's placement."""
-    from pipecompile.api.partition import with_all_time
-    from pipecompile.api.partition_problem import problem_of
+    from pipecompile.planner.partition import with_all_time
+    from pipecompile.planner.partition_problem import problem_of
 
     result = scheduled(planner, links, partition.assignment)
     if result.recomputes_while_waiting:

@@ -11,13 +11,13 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from pipecompile.api.draft import draft
-from pipecompile.api.open_choices import named_orders, named_policies
 from pipecompile.api.soundness import findings
-from pipecompile.api.step_bound import is_no_shorter
 from pipecompile.errors import InfeasibleError
 from pipecompile.ir.graph import CostGraph
 from pipecompile.ir.plan import Options, Plan, Provenance, Recompute
+from pipecompile.planner.draft import draft
+from pipecompile.planner.open_choices import named_orders, named_policies
+from pipecompile.planner.step_bound import is_no_shorter
 from pipecompile.schedule import selection
 from pipecompile.schedule.selection import placements
 from tests.ir.cost_graphs import cost_graphs

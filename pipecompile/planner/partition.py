@@ -1,7 +1,7 @@
 """The cut of a plan: composes the partitioner with recompute, the memory model and the schedule.
 
-`api.draft` imports it when it drafts a plan, and not before: solvers need numpy and networkx, which
-reading a plan does not. Needs no PyTorch.
+`planner.draft` imports it when it drafts a plan, and not before: solvers need numpy and networkx,
+which reading a plan does not. Needs no PyTorch.
 """
 
 from __future__ import annotations
@@ -12,15 +12,6 @@ from functools import partial
 
 import msgspec
 
-from pipecompile.api.partition_problem import (
-    has_recompute_in_compute,
-    may_pay_for_memory,
-    planned_step_ns,
-    problem_of,
-    rank_missing_bytes,
-)
-from pipecompile.api.recompute import recompute_planner
-from pipecompile.api.what_would_fit import what_would_fit
 from pipecompile.errors import InfeasibleError
 from pipecompile.ir.footprint import Footprint
 from pipecompile.ir.graph import CostGraph
@@ -34,6 +25,15 @@ from pipecompile.partition.objective import lower_bound, stage_loads
 from pipecompile.partition.problem import OBJECTIVES, PartitionProblem
 from pipecompile.partition.result import Partition
 from pipecompile.partition.solver import solve
+from pipecompile.planner.partition_problem import (
+    has_recompute_in_compute,
+    may_pay_for_memory,
+    planned_step_ns,
+    problem_of,
+    rank_missing_bytes,
+)
+from pipecompile.planner.recompute import recompute_planner
+from pipecompile.planner.what_would_fit import what_would_fit
 from pipecompile.recompute.planner import RecomputePlanner
 from pipecompile.recompute.stages import stages_of
 

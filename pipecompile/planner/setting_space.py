@@ -8,10 +8,10 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from pipecompile.api.option_conflicts import check_together
 from pipecompile.errors import InputError
 from pipecompile.ir.plan import Options
 from pipecompile.ir.setting import Setting
+from pipecompile.planner.option_conflicts import check_together
 from pipecompile.schedule.named_orders import fitting_names, required_placement
 from pipecompile.schedule.placement import place
 

@@ -11,13 +11,13 @@ from itertools import chain, islice
 
 import msgspec
 
-from pipecompile.api.partition_problem import problem_of
 from pipecompile.errors import PipecompileError
 from pipecompile.ir.graph import CostGraph
 from pipecompile.ir.links import Links
 from pipecompile.ir.plan import Options
 from pipecompile.partition.missing_memory import missing_bytes
 from pipecompile.partition.solver import solve
+from pipecompile.planner.partition_problem import problem_of
 
 __all__ = ["what_would_fit"]
 

@@ -18,8 +18,9 @@ from pipecompile.api.choices import Choices, check_names, requested_options
 from pipecompile.api.joint_plan import joint_plan_of
 from pipecompile.api.joint_request import joint_request
 from pipecompile.api.links import LinksInput, links_for
-from pipecompile.api.options import options_for
-from pipecompile.api.plan import assist, make_plan
+from pipecompile.api.open_setting import chosen_plan, plan_with_choice, target_options
+from pipecompile.api.plan import assist
+from pipecompile.api.plan_request import PlanRequest, plan_request
 from pipecompile.api.shapes import declared_shapes
 from pipecompile.api.soundness import findings
 from pipecompile.api.staleness import check_current
@@ -32,7 +33,7 @@ from pipecompile.frontend.self_check import restored_state
 from pipecompile.frontend.signature import arguments_of
 from pipecompile.frontend.target import LossFunction, Target
 from pipecompile.frontend.target_capture import Captured, capture_target
-from pipecompile.ir.links import FREE, Links
+from pipecompile.ir.links import FREE
 from pipecompile.ir.options import known_name
 from pipecompile.ir.plan import Options, Plan
 from pipecompile.ir.serialization import decode, encode, read
@@ -150,8 +151,8 @@ def pipecompile(
             target = planned_target(target, committed)
             captured = _captured(target, committed.options, self_check=self_check)
         elif plan is None:
-            options = _shared_options(target, k, costs, choices, mesh)
-            captured, committed = _new(target, options, links, self_check=self_check)
+            request = _request(k, costs, choices, mesh)
+            captured, committed = _new(target, request, links, self_check=self_check)
         else:
             committed = _committed(plan, links, choices)
             target = planned_target(target, committed)
@@ -204,25 +205,20 @@ def _check_weights(target: Target, weights: str | Path | None) -> None:
         target.check_values("a pipeline")
 
 
-def _shared_options(
-    target: Target,
-    k: int | None,
-    costs: str | CostFunction | None,
-    choices: Choices,
-    mesh: DeviceMesh | None,
-) -> Options:
-    """Return the same options on every rank.
-
-    Only rank 0 needs the files that costs and links name.
+def _request(
+    k: int | None, costs: str | CostFunction | None, choices: Choices, mesh: DeviceMesh | None
+) -> PlanRequest | None:
+    """Return what is asked for; None on ranks that do not plan, which may lack the files that costs
+    and links name.
     """
 
-    def on_first() -> bytes:
+    def on_first() -> PlanRequest:
         replicas = choices.get("replicas") or _replicas_here(k, choices, mesh)
+        name = "function" if callable(costs) else costs
         all_choices: Choices = {**choices, "replicas": replicas}
-        return encode(options_for(target, k=k, costs=name, **all_choices))
+        return plan_request(k=k, costs=name, **all_choices)
 
-    name = "function" if callable(costs) else costs
-    return decode(world.share_from_first(on_first), Options, origin="rank 0")
+    return world.run_on_first(on_first)
 
 
 def _jointly_planned(
@@ -254,13 +250,26 @@ def _replicas_here(k: int | None, choices: Choices, mesh: DeviceMesh | None) -> 
 
 
 def _new(
-    target: Target, options: Options, links: LinksInput, *, self_check: bool
+    target: Target, request: PlanRequest | None, links: LinksInput, *, self_check: bool
 ) -> tuple[Captured, Plan]:
-    """Return the captured model and a plan for it."""
-    # Other ranks get None and go on with free links: only rank 0, which plans, needs them.
-    connected = world.run_on_first(lambda: links_for(options, links)) or FREE
+    """Return the captured model and a plan for it, the same plan on every rank; rank 0 makes it."""
+    connected, chosen = FREE, None
+
+    def options_on_first() -> bytes:
+        nonlocal connected, chosen
+        assert request is not None
+        connected = links_for(request.options, links)
+        chosen = chosen_plan(target, request, connected)
+        return encode(target_options(target, request) if chosen is None else chosen.options)
+
+    options = decode(world.share_from_first(options_on_first), Options, origin="rank 0")
     captured = _captured(target, options, self_check=self_check)
-    return captured, _planned(target, options, captured, connected)
+    if world.rank():
+        assist(target, options, captured)
+    plan = world.share_from_first(
+        lambda: encode(plan_with_choice(target, options, captured, connected, chosen))
+    )
+    return captured, decode(plan, Plan, origin="rank 0")
 
 
 def _committed(plan: Plan | str | Path, links: LinksInput, choices: Choices) -> Plan:
@@ -285,14 +294,6 @@ def _captured(target: Target, options: Options, *, self_check: bool) -> Captured
         lambda: captured.capture.method.encode() if captured else b""
     ).decode()
     return captured or capture_target(target, options, verify=False, method=method)
-
-
-def _planned(target: Target, options: Options, captured: Captured, links: Links) -> Plan:
-    """Return the same plan on every rank; rank 0 makes it."""
-    if world.rank():
-        assist(target, options, captured)
-    plan = world.share_from_first(lambda: encode(make_plan(target, options, captured, links)))
-    return decode(plan, Plan, origin="rank 0")
 
 
 def _check_sound(plan: Plan) -> None:

@@ -56,6 +56,5 @@ def _check_microbatches(target: Target, microbatches: int) -> None:
         fitting = [str(number) for number in range(1, batch + 1) if batch % number == 0]
         raise InputError(
             f"a batch of {batch} cannot be cut into {microbatches} microbatches of one size; "
-            f"choose microbatches from {', '.join(fitting)}, or another batch (microbatches is k "
-            "unless given)"
+            f"choose microbatches from {', '.join(fitting)}, leave it out, or choose another batch"
         )

@@ -15,12 +15,11 @@ import msgspec
 from torch import fx
 
 from pipecompile.api.costs import cost_graph, measured_on
-from pipecompile.api.options import completed
 from pipecompile.cost_models.device import devices_of, load_device
 from pipecompile.errors import InfeasibleError
 from pipecompile.frontend.digest import node_digests
 from pipecompile.frontend.target import Target
-from pipecompile.frontend.target_capture import Captured, capture_target
+from pipecompile.frontend.target_capture import Captured
 from pipecompile.graph.autograd_context import shared_cast_readers
 from pipecompile.ir.links import FREE, Links
 from pipecompile.ir.plan import Options, Plan
@@ -30,7 +29,7 @@ from pipecompile.planner.draft import draft
 from pipecompile.profiling.stage_correction import correct_stages
 from pipecompile.training.stage_timer import StageTimer
 
-__all__ = ["assist", "make_plan", "plan_of", "with_digests", "with_target"]
+__all__ = ["assist", "finished", "make_plan", "with_digests", "with_target"]
 
 logger = logging.getLogger("pipecompile.api")
 
@@ -69,15 +68,15 @@ def make_plan(
     finally:
         if timer is not None:
             timer.dismiss()
+    return finished(plan, captured)
+
+
+def finished(plan: Plan, captured: Captured) -> Plan:
+    """Return a plan of a captured target with the digests of its nodes; a warning says if ranks may
+    not fit the named device.
+    """
     _warn_if_too_large(plan)
     return with_digests(plan, captured)
-
-
-def plan_of(target: Target, requested: Options, links: Links, *, self_check: bool = True) -> Plan:
-    """Return the plan for a target that is captured first, and proven with `self_check`."""
-    options = completed(target, requested)
-    captured = capture_target(target, options, verify=self_check)
-    return make_plan(target, options, captured, links)
 
 
 def with_target(plan: Plan, text: str) -> Plan:

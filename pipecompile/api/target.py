@@ -23,8 +23,11 @@ def target_of(factory: Factory) -> Target:
 
 
 def planned_target(target: Target, plan: Plan) -> Target:
-    """Return what one replica of a plan trains: of a joint search its share of the minibatch."""
-    return target if plan.joint is None else target.share(plan.replicas)
+    """Return what one replica of a plan trains: where devices were given its
+    share of the minibatch.
+    """
+    is_whole = plan.joint is not None and plan.joint.devices != ""
+    return target.share(plan.replicas) if is_whole else target
 
 
 def made_with(target: Target) -> str:

@@ -30,9 +30,9 @@ logger = logging.getLogger("pipecompile.cli")
 @format_option
 def plan(target: str, output: str | None, form: str, **options: Any) -> int:
     """Capture, cost, cut and schedule TARGET (package.module:factory or path/file.py:factory)."""
-    from pipecompile.api.choices import requested_options
     from pipecompile.api.factory import Factory
     from pipecompile.api.links import links_for
+    from pipecompile.api.plan_request import plan_request
 
     check_writable(output)
     factory = Factory.of(target)
@@ -43,11 +43,12 @@ def plan(target: str, output: str | None, form: str, **options: Any) -> int:
 
         request = joint_request(links=links_from_options, **options)
     else:
-        requested = requested_options(**options)
-        links = links_for(requested, links_from_options)
+        requested = plan_request(**options)
+        links = links_for(requested.options, links_from_options)
     # Only now is PyTorch imported.
     from pipecompile.api.joint_plan import joint_plan_of
-    from pipecompile.api.plan import plan_of, with_target
+    from pipecompile.api.open_setting import plan_of
+    from pipecompile.api.plan import with_target
     from pipecompile.api.target import made_with, target_of
 
     subject = target_of(factory)

@@ -40,7 +40,7 @@ from pipecompile.graph.attributes import ModuleAttributes
 from pipecompile.graph.model_state import has_values, named_state
 from pipecompile.graph.torch_repairs import repair_torch
 
-__all__ = ["capture", "captures"]
+__all__ = ["capture", "captures", "normalises_batches"]
 
 WRAPPERS = {
     "DataParallel": "module",
@@ -256,6 +256,11 @@ def _notes(forward: RecordedForward, changed: Sequence[Attribute]) -> Iterator[C
         yield CaptureNote(
             f"the forward sets {_first_of(names)}: the pipeline leaves that as it was", line
         )
+
+
+def normalises_batches(model: nn.Module) -> bool:
+    """Return whether a module of a model trains with the statistics of each microbatch."""
+    return any(map(_normalises_a_batch, model.modules()))
 
 
 def _normalises_a_batch(module: nn.Module) -> bool:

@@ -145,7 +145,11 @@ class ChoiceTypes(TypedDict, total=False):
     ]
     microbatches: Annotated[
         int | None,
-        Option(None, "Number of equal parts that the minibatch is cut into.", default_text="k"),
+        Option(
+            None,
+            "Number of equal parts that the minibatch is cut into.",
+            default_text="chosen, from k to 4 × k",
+        ),
     ]
     schedule: Annotated[
         ScheduleName | None,
@@ -153,7 +157,8 @@ class ChoiceTypes(TypedDict, total=False):
             None,
             "A named schedule, or search for the shortest one for this model, its links and its "
             "memory; forward-only plans for inference.",
-            default_text="1f1b; forward-only for throughput and latency",
+            default_text="1f1b; zb-h1 where that is shorter and microbatches are not given; "
+            "forward-only for throughput and latency",
         ),
     ]
     stages_per_rank: Annotated[
@@ -253,7 +258,7 @@ class ChoiceTypes(TypedDict, total=False):
             "as a whole (stage), that for all microbatches but a step's last (except-last), each "
             "block (block), about √n of n blocks together (sqrt), or what lets each rank fit its "
             "memory at the least extra time (auto).",
-            default_text="none; chosen for devices",
+            default_text="none; auto if microbatches are not given and nothing fits without",
         ),
     ]
     encodings: Annotated[

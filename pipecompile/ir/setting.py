@@ -66,6 +66,9 @@ class SettingResult(Value, frozen=True, kw_only=True):
 class JointSearch(Value, frozen=True, kw_only=True):
     """How a plan was chosen among `settings` for `devices`, and how good it can be at most.
 
+    `devices` is empty where the user gave the number of stages instead: the minibatch is then the
+    share of one replica.
+
     No plan of any of these settings has a step shorter than `bound_ns`; `gap` is what the plan's
     step is above that, as a share of the step. `counts` has the number of settings by status, and
     `best` the settings with the shortest steps, the plan's first.

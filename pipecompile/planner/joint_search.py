@@ -62,12 +62,13 @@ FINALISTS = 2  # settings whose plans are made again by thorough ones
 @dataclass(frozen=True)
 class JointLimits:
     """How much is searched: at most `effort` quick plans, none begun after `seconds`; the plan
-    lists the `top` best settings.
+    lists the `top` best settings. The answer is never longer than the thorough plan of `reference`.
     """
 
     effort: int = DEFAULT_EFFORT
     seconds: float = inf
     top: int = DEFAULT_TOP
+    reference: Setting | None = None
 
 
 def joint_plan(
@@ -248,6 +249,12 @@ class _SettingSearch:
         for setting in best[:FINALISTS]:
             if setting not in self.finished and (self._has_time or not self.finished):
                 self._plan(setting, THOROUGH)
+        reference = self.limits.reference
+        if reference in settings and reference not in self.finished:
+            if reference.parts not in self.works:
+                self._cost(reference.parts)
+            if not self._rule_out(reference):
+                self._plan(reference, THOROUGH)
         if self.finished and "objective" not in self.space.fixed and self._has_time:
             self._plan(self._shortest(self.finished), THOROUGH, "step-time")
 

@@ -50,14 +50,16 @@ class SettingSpace:
     """The settings under which `devices` equal devices train a minibatch of `samples` samples.
 
     `base` has all options that are not chosen, and `fixed` those of `JOINT_CHOICES` that the user
-    gave. All devices are used, and microbatches have one size. InputError if what is fixed leaves
-    no setting.
+    gave; `offered` has the values of others that are tried, where these are not all that there are.
+    All devices are used, and microbatches have one size. InputError if what is fixed leaves no
+    setting.
     """
 
     devices: int
     samples: int
     base: Options
     fixed: Mapping[str, Any] = field(default_factory=dict)
+    offered: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
 
     def settings(self) -> tuple[Setting, ...]:
         """Return all settings: numbers of replicas first, the fewest first, recompute last."""
@@ -136,7 +138,9 @@ class SettingSpace:
         return self._values("recompute", POLICIES if has_cap else POLICIES[:1])
 
     def _values(self, name: str, choices: tuple[Any, ...]) -> tuple[Any, ...]:
-        return (self.fixed[name],) if name in self.fixed else choices
+        if name in self.fixed:
+            return (self.fixed[name],)
+        return self.offered.get(name, choices)
 
 
 def _default(shape: str) -> str:

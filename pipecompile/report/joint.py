@@ -27,7 +27,8 @@ _STATUSES: dict[SettingStatus, str] = {
 def joint_text(joint: JointSearch, unit: TimeUnit = "ns") -> Iterator[str]:
     """Yield how good the plan is at most, and what came of the settings."""
     bound, gap = time_with_unit(joint.bound_ns, unit), gap_text(joint.gap)
-    yield f"devices    {joint.devices}: no setting has a step below {bound}, gap {gap}"
+    what = f"devices    {joint.devices}" if joint.devices else "chosen     what was left open"
+    yield f"{what}: no setting has a step below {bound}, gap {gap}"
     counts = ", ".join(
         f"{joint.counts[status]} {text}"
         for status, text in _STATUSES.items()

@@ -113,9 +113,9 @@ def test_synchronised_batch_norms_are_refused_with_the_way() -> None:
     model, x = images()
     model[5] = nn.SyncBatchNorm(4)
     with pytest.raises(InputError, match=r"5 is a SyncBatchNorm, .* batch_norm='minibatch'"):
-        pipecompile(model, x, k=2, loss_fn=squares, costs="flops")
+        pipecompile(model, x, k=2, loss_fn=squares, costs="flops", microbatches=2)
     model[5].eval()  # it then only reads its averages
-    pipecompile(model, x, k=2, loss_fn=squares, costs="flops").step(x)
+    pipecompile(model, x, k=2, loss_fn=squares, costs="flops", microbatches=2).step(x)
 
 
 def test_an_unknown_rule_is_answered_with_the_nearest() -> None:

@@ -212,7 +212,9 @@ def test_a_batch_of_no_or_too_many_samples(batch: int, message: str) -> None:
 
 def test_another_shape_on_a_later_step() -> None:
     target = example("sequential")
-    pipeline = pipecompile(target.model, target.call, 2, loss_fn=target.loss_fn, costs="flops")
+    pipeline = pipecompile(
+        target.model, target.call, 2, loss_fn=target.loss_fn, costs="flops", microbatches=2
+    )
     pipeline.step(target.call, target.targets)
     before = [parameter.grad.clone() for parameter in pipeline.parameters()]
     with pytest.raises(
@@ -244,7 +246,7 @@ def test_another_call_on_a_later_step() -> None:
 
 def test_a_model_without_a_loss() -> None:
     target = example("sequential")
-    pipeline = pipecompile(target.model, target.call, 2, costs="flops")
+    pipeline = pipecompile(target.model, target.call, 2, costs="flops", microbatches=2)
     with pytest.raises(
         InputError, match="the model has no `loss` output that is a scalar tensor; give loss_fn"
     ):
@@ -328,7 +330,7 @@ def test_a_model_that_branches_on_data(output: Path, here: Path) -> None:
         r"^Branch \(.*made.py:\d+\): the forward branches on the values of a tensor.*torch.where"
     )
     with pytest.raises(CaptureError, match=message):
-        pipecompile(target.model, target.call, 1, costs="flops")
+        pipecompile(target.model, target.call, 1, costs="flops", microbatches=1)
     for command in (["plan", "made.py:branch", "-o", str(output)], ["verify", "made.py:branch"]):
         assert re.search(message, refused(invoke(*command, "-k", "1", "--costs", "flops"), 2))
 

@@ -130,6 +130,7 @@ def test_a_list_of_modules_in_python_is_the_cut_that_trains() -> None:
     pipeline = pipecompile(
         model,
         torch.randn(4, 4),
+        microbatches=2,
         layout=[["0", "1"], ["2"]],
         costs="flops",
         loss_fn=nn.functional.mse_loss,

@@ -249,7 +249,7 @@ def test_what_no_stage_can_hold_is_refused(what: str) -> None:
     make, words = REFUSED[what]
     model, loss_fn = make()
     with pytest.raises(InputError, match=words):
-        pipecompile(model, X, k=2, costs="flops", loss_fn=loss_fn).step(X, Y)
+        pipecompile(model, X, k=2, costs="flops", loss_fn=loss_fn, microbatches=2).step(X, Y)
 
 
 def test_parameters_that_change_later_are_refused() -> None:

@@ -98,6 +98,6 @@ def test_a_compile_leaves_a_loss_as_it_was(costs: str) -> None:
 def test_what_is_no_loss_or_target_is_refused(
     loss_fn: Callable[..., Any], target: Any, words: str
 ) -> None:
-    pipeline = pipecompile(layers(), X, k=2, costs="flops", loss_fn=loss_fn)
+    pipeline = pipecompile(layers(), X, k=2, costs="flops", loss_fn=loss_fn, microbatches=2)
     with pytest.raises(InputError, match=words):
         pipeline.step(X, target)

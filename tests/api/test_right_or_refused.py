@@ -38,7 +38,9 @@ def test_weights_that_hooks_compute(
     if has_run:  # then the weight carries a gradient, and `deepcopy` would refuse the model
         model = between(computed(nn.Linear(WIDTH, WIDTH)))
         model(X)
-        pipecompile(model, X, k=2, costs="flops", loss_fn=nn.functional.mse_loss).step(X, X)
+        pipecompile(
+            model, X, k=2, costs="flops", loss_fn=nn.functional.mse_loss, microbatches=2
+        ).step(X, X)
 
 
 class Sloped(nn.Module):
@@ -77,7 +79,9 @@ COMPILES: dict[str, tuple[Any, Any, str]] = {
 def test_what_cannot_be_compiled_is_refused_in_one_line(what: str) -> None:
     model, batch, message = COMPILES[what]
     with pytest.raises((InputError, CaptureError)) as caught:
-        pipecompile(model, batch, k=2, costs="flops", loss_fn=nn.functional.mse_loss)
+        pipecompile(
+            model, batch, k=2, costs="flops", loss_fn=nn.functional.mse_loss, microbatches=2
+        )
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
 
@@ -98,7 +102,7 @@ STEPS: dict[str, tuple[Callable[[Tensor, Any], Tensor], Any, bool, str]] = {
 def test_a_step_that_trains_nothing_is_refused(what: str) -> None:
     loss_fn, target, trains, message = STEPS[what]
     model = between(nn.Tanh()).requires_grad_(trains)
-    pipeline = pipecompile(model, X, k=2, costs="flops", loss_fn=loss_fn)
+    pipeline = pipecompile(model, X, k=2, costs="flops", loss_fn=loss_fn, microbatches=2)
     with pytest.raises(InputError) as caught:
         pipeline.step(X, target)
     assert message in str(caught.value)
@@ -106,7 +110,9 @@ def test_a_step_that_trains_nothing_is_refused(what: str) -> None:
 
 @pytest.mark.parametrize("without", [torch.no_grad, torch.inference_mode])
 def test_so_is_one_without_gradients_around_it(without: Callable[[], Any]) -> None:
-    pipeline = pipecompile(between(nn.Tanh()), X, k=2, costs="flops", loss_fn=square)
+    pipeline = pipecompile(
+        between(nn.Tanh()), X, k=2, costs="flops", loss_fn=square, microbatches=2
+    )
     with without(), pytest.raises(InputError, match="gradients are switched off around it"):
         pipeline.step(X, X)
     pipeline.step(X, X)
@@ -188,7 +194,9 @@ def test_hooks_on_gradients_run_on_whole_gradients_or_are_refused() -> None:
     with pytest.raises(InputError, match=r"0.weight has a post-accumulate hook"):
         run_with(late, nn.functional.mse_loss)
     added = TwiceRead()
-    pipeline = pipecompile(added, X, k=2, costs="flops", loss_fn=nn.functional.mse_loss)
+    pipeline = pipecompile(
+        added, X, k=2, costs="flops", loss_fn=nn.functional.mse_loss, microbatches=2
+    )
     pipeline.step(X, X)
     handle = added.last.weight.register_hook(lambda gradient: 2 * gradient)
     with pytest.raises(InputError, match="is tied over stages"):
@@ -296,7 +304,9 @@ def test_a_number_of_a_tensor_that_changes_is_refused(
     torch.manual_seed(0)
     model = Scaled(NUMBERS[name])
     steps_alike(model, BATCHES)
-    pipeline = pipecompile(model, X, k=2, costs="flops", loss_fn=nn.functional.mse_loss)
+    pipeline = pipecompile(
+        model, X, k=2, costs="flops", loss_fn=nn.functional.mse_loss, microbatches=2
+    )
     pipeline.step(X, X)
     change(model.scale)
     for run in (lambda: pipeline.step(X, X), lambda: pipeline.evaluate(X)):
@@ -377,13 +387,15 @@ def test_a_backward_that_draws_is_refused(draw: Callable[[Tensor], Tensor]) -> N
     else:
         model = between(Noisy(draw))
     with pytest.raises(CaptureError, match="the backward of the model draws random numbers"):
-        pipecompile(model, X, k=2, costs="flops")
+        pipecompile(model, X, k=2, costs="flops", microbatches=2)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_a_type_that_changes_is_refused(dtype: torch.dtype) -> None:
     model = between(nn.Linear(WIDTH, WIDTH))
-    pipeline = pipecompile(model, X, k=2, costs="flops", loss_fn=nn.functional.mse_loss)
+    pipeline = pipecompile(
+        model, X, k=2, costs="flops", loss_fn=nn.functional.mse_loss, microbatches=2
+    )
     model[2].to(dtype)
     with pytest.raises(InputError, match=r"the type of 2\.weight changed since"):
         pipeline.step(X, X)
@@ -398,6 +410,8 @@ class Noise(nn.Module):
 
 
 def test_each_evaluation_has_noise_of_its_own() -> None:
-    pipeline = pipecompile(between(Noise()), X, k=2, costs="flops", loss_fn=nn.functional.mse_loss)
+    pipeline = pipecompile(
+        between(Noise()), X, k=2, costs="flops", loss_fn=nn.functional.mse_loss, microbatches=2
+    )
     first, second = pipeline.evaluate(X), pipeline.evaluate(X)
     assert not torch.equal(first, second)

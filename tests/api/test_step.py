@@ -347,5 +347,6 @@ def test_measured_costs_serve_a_plan(name: str) -> None:
         loss_fn=target.loss_fn,
         sample_target=target.targets,
         costs="measured",
+        microbatches=2,
     )
     assert all(load > 0 for load in pipeline.plan.prediction.loads_ns)

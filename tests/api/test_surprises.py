@@ -250,6 +250,7 @@ def test_a_cut_between_readers_that_autocast_keeps_together_says_so() -> None:
             k=16,
             costs="flops",
             self_check=False,
+            microbatches=16,
         )
 
 
@@ -331,7 +332,9 @@ def test_a_group_that_names_nothing_is_refused() -> None:
 
 
 def test_a_loss_that_is_no_scalar_is_refused() -> None:
-    pipeline = pipecompile(linears(), X, k=2, costs="flops", loss_fn=lambda output, target: output)
+    pipeline = pipecompile(
+        linears(), X, k=2, costs="flops", loss_fn=lambda output, target: output, microbatches=2
+    )
     with pytest.raises(InputError, match="must be a real scalar tensor"):
         pipeline.step(X)
 

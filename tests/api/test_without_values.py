@@ -108,9 +108,9 @@ def test_what_runs_the_model_is_refused() -> None:
     with pytest.raises(InputError, match=r"costs='measured' runs the model.*flops or roofline"):
         profiled(subject, requested_options(k=1, costs="measured"))
     with pytest.raises(InputError, match="verify runs the model"):
-        verify(subject, k=2, costs="flops")
+        verify(subject, k=2, costs="flops", microbatches=2)
     with pytest.raises(InputError, match="costs='measured' runs the model"):
-        pipecompile(subject.model, given.call, k=2)
+        pipecompile(subject.model, given.call, k=2, microbatches=2)
 
 
 class Biased(nn.Module):

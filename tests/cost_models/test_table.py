@@ -189,7 +189,9 @@ def weighed(node: fx.Node, call: NodeCall) -> int:
 
 
 def test_a_plan_cuts_by_the_function() -> None:
-    pipeline = pipecompile(network(), torch.ones(4, 8), k=2, costs=weighed, loss_fn=mean)
+    pipeline = pipecompile(
+        network(), torch.ones(4, 8), k=2, costs=weighed, loss_fn=mean, microbatches=2
+    )
     assert pipeline.plan.options.costs == "function"
     assert [name for name in pipeline.plan.stages[0].nodes if name.startswith("_")] == ["_0"]
 

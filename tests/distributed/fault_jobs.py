@@ -163,6 +163,7 @@ def late_for_averages() -> Seen:
         batch_norm="minibatch",
         loss_fn=lambda output, _: output.square().mean(),
         step_timeout=TIMEOUT,
+        microbatches=1,
     )
     pipeline.step(batch)
     add_all = StepStatistics.add_all

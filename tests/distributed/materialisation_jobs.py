@@ -114,6 +114,7 @@ def peak_growth() -> tuple[int, int]:
         costs="flops",
         loss_fn=functional.mse_loss,
         sample_target=batch,
+        microbatches=dist.get_world_size(),
     )
     grown = _peak_bytes() - before
     return grown, sum(parameter.nbytes for parameter in pipeline.parameters())

@@ -68,6 +68,7 @@ def counted_replicas() -> tuple[int, list[str]]:
             target.model,
             target.call.args[0],
             ranks=2,
+            microbatches=2,
             loss_fn=token_loss,
             costs="flops",
             self_check=False,
@@ -236,7 +237,14 @@ def from_meta() -> float:
             model = Tied().double()
         tokens = tokens_of(32).chunk(2)[dist.get_rank() // 2]
         pipeline = pipecompile(
-            model, tokens, ranks=2, costs="flops", loss_fn=token_loss, seed=3, **options
+            model,
+            tokens,
+            ranks=2,
+            microbatches=2,
+            costs="flops",
+            loss_fn=token_loss,
+            seed=3,
+            **options,
         )
         pipeline.step(tokens, tokens)
         return {name: whole(p.grad) for name, p in pipeline.named_parameters()}
@@ -276,6 +284,7 @@ def of_two_shapes() -> float:
         model,
         long.chunk(2)[part],
         ranks=2,
+        microbatches=2,
         costs="flops",
         loss_fn=functional.mse_loss,
         sample_target=long.chunk(2)[part],
@@ -475,6 +484,7 @@ def two_copies_on_a_rank() -> str:
             part,
             schedule="zb-v",
             k=4,
+            microbatches=4,
             costs="flops",
             loss_fn=token_loss,
             sample_target=part,

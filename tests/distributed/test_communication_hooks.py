@@ -36,7 +36,13 @@ def test_power_sgd_is_that_of_its_paper(workers: Workers, tmp_path: Path) -> Non
 def test_what_no_hook_can_sum_is_refused(workers: Workers, tmp_path: Path) -> None:
     workers.run(4, jobs.refused, folder=str(tmp_path))
     x = torch.randn(4, 8)
-    options = {"costs": "flops", "self_check": False, "loss_fn": nn.functional.mse_loss, "k": 2}
+    options = {
+        "costs": "flops",
+        "self_check": False,
+        "loss_fn": nn.functional.mse_loss,
+        "k": 2,
+        "microbatches": 2,
+    }
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
     with pytest.raises(InputError, match="but there is one only; launch a multiple"):
         pipecompile(model, x, **options).register_comm_hook(None, print)

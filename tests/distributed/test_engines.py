@@ -107,4 +107,4 @@ def test_both_engines_leave_the_same(
 
 def test_an_unknown_engine_is_refused() -> None:
     with pytest.raises(InputError, match="engine"):
-        pipecompile(nn.Linear(8, 8), batch_of(0, 8), k=1, engine="trch")  # type: ignore[arg-type]
+        pipecompile(nn.Linear(8, 8), batch_of(0, 8), k=1, engine="trch", microbatches=1)  # type: ignore[arg-type]

@@ -210,7 +210,7 @@ class Shared(Layers):
 def shared_memory() -> str:
     """What a rank says of memory that two ranks would share."""
     try:
-        pipecompile(Shared(), BATCHES[0], k=2, costs="flops", self_check=False)
+        pipecompile(Shared(), BATCHES[0], k=2, costs="flops", self_check=False, microbatches=2)
     except InputError as error:
         return str(error)
     return ""
@@ -332,7 +332,7 @@ def test_a_step_is_repeated_that_failed_on_one_rank(workers: Workers, tmp_path: 
 def evaluated_after_refusal() -> bool:
     """Whether an evaluation goes well after one that was refused on one rank."""
     pipeline = pipecompile(
-        Layered(), BATCHES[0], k=2, costs="flops", self_check=False, step_timeout=10
+        Layered(), BATCHES[0], k=2, costs="flops", self_check=False, step_timeout=10, microbatches=2
     )
     try:
         pipeline.evaluate(BATCHES[0][:, : 4 if dist.get_rank() else WIDTH])

@@ -258,6 +258,7 @@ def other_data(which: str) -> str:
         loss_fn=target.loss_fn,
         costs="flops",
         self_check=False,
+        microbatches=2,
     )
     tokens, targets = target.call.args[0], target.targets
     if dist.get_rank() == 0:
@@ -362,6 +363,7 @@ def part_of_a_mesh() -> str:
             self_check=False,
             loss_fn=target.loss_fn,
             mesh=mesh["pp"],
+            microbatches=2,
         )
     except InputError as error:
         return str(error)
@@ -389,7 +391,13 @@ def metrics_of_replicas() -> tuple[float, float]:
     own = target.call.args[0].chunk(2)[dist.get_rank()]
     targets = target.targets.chunk(2)[dist.get_rank()]
     pipeline = pipecompile(
-        target.model, own, ranks=1, costs="flops", self_check=False, loss_fn=loss_and_metric
+        target.model,
+        own,
+        ranks=1,
+        costs="flops",
+        self_check=False,
+        loss_fn=loss_and_metric,
+        microbatches=1,
     )
     _, metric = pipeline.step(own, targets)
     return metric.item(), target.targets.double().mean().item()

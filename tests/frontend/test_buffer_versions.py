@@ -114,7 +114,9 @@ def test_a_write_that_the_graph_does_not_show_is_refused() -> None:
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), Asking(), nn.Linear(WIDTH, WIDTH))
     before = {name: value.clone() for name, value in model.state_dict().items()}
     with pytest.raises(CaptureError, match=r"with two microbatches in flight.* in 1;"):
-        pipecompile(model, BATCHES[0], k=2, costs="flops", loss_fn=nn.functional.mse_loss)
+        pipecompile(
+            model, BATCHES[0], k=2, costs="flops", loss_fn=nn.functional.mse_loss, microbatches=2
+        )
     for name, value in model.state_dict().items():
         assert torch.equal(value, before[name])
 
@@ -129,7 +131,12 @@ def test_a_change_behind_the_back_of_the_models_own_backward_is_refused() -> Non
     """In the model itself the backward of a microbatch then sees what its forward did not."""
     with pytest.raises(CaptureError, match=r"change a buffer through \.data after it was used"):
         pipecompile(
-            Written(used_before), BATCHES[0], k=2, costs="flops", loss_fn=nn.functional.mse_loss
+            Written(used_before),
+            BATCHES[0],
+            k=2,
+            costs="flops",
+            loss_fn=nn.functional.mse_loss,
+            microbatches=2,
         )
 
 
@@ -167,6 +174,8 @@ def test_a_write_to_a_parameter_is_refused_and_leaves_the_model_as_it_was(
     before = {name: value.clone() for name, value in model.state_dict().items()}
     refused(model, "the forward writes to the parameter first.", "test_buffer_versions.py:")
     with pytest.raises(CaptureError):
-        pipecompile(model, BATCHES[0], k=2, costs="flops", loss_fn=nn.functional.mse_loss)
+        pipecompile(
+            model, BATCHES[0], k=2, costs="flops", loss_fn=nn.functional.mse_loss, microbatches=2
+        )
     for name, value in model.state_dict().items():
         assert torch.equal(value, before[name])

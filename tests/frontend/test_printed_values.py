@@ -176,6 +176,7 @@ def test_a_batch_of_another_structure_is_answered_with_what_differs() -> None:
         k=2,
         loss_fn=lambda output, _: output.sum(),
         costs="flops",
+        microbatches=2,
     )
     with pytest.raises(InputError) as caught:
         pipeline.step({"first": x, "mask": {"left": y}, "labels": y})

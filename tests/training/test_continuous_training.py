@@ -319,6 +319,7 @@ def test_parameters_in_the_same_memory_are_refused() -> None:
         loss_fn=nn.functional.mse_loss,
         costs="flops",
         self_check=False,
+        microbatches=2,
     )
     with pytest.raises(InputError, match="first and second are parameters in the same memory"):
         pipeline.train([(x, x)], sgd)

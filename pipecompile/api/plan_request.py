@@ -1,0 +1,137 @@
+"""The options of a plan as a user gave them, and what was left open. Needs no PyTorch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from msgspec.structs import replace
+
+from pipecompile.api.choices import open_options, requested_options
+from pipecompile.cost_models.device import devices_of
+from pipecompile.cost_models.interpolation import sizes_to_measure
+from pipecompile.ir.plan import Options
+from pipecompile.ir.setting import Setting
+from pipecompile.planner.setting_space import SettingSpace
+from pipecompile.schedule.named_orders import ASYNCHRONOUS
+from pipecompile.schedule.selection import placements
+
+__all__ = ["PlanRequest", "plan_request"]
+
+OPEN = ("microbatches", "schedule", "recompute")
+SCHEDULES = ("1f1b", "zb-h1")  # zb-h1 holds as much as 1f1b
+POLICIES = ("none", "auto")
+MOST_ROUNDS = 4  # microbatches for each stage: the bubble is then small (GPipe, section 2.3)
+
+
+@dataclass(frozen=True)
+class PlanRequest:
+    """The options of a plan; those that are `left_open` have their plain defaults: k microbatches,
+    1f1b and no recompute.
+    """
+
+    options: Options
+    left_open: frozenset[str]
+
+    def for_batch(self, samples: int) -> PlanRequest:
+        """Return the request for a minibatch: an open number of microbatches divides it.
+
+        It is k, or the nearest number that can be had.
+        """
+        if "microbatches" not in self.left_open:
+            return self
+        number = _nearest_number(samples, self.options.k)
+        return replace_options(self, microbatches=number)
+
+    @property
+    def has_choice(self) -> bool:
+        """Whether something is open that a joint search chooses: steps of equal ranks that end with
+        a flush.
+        """
+        options = self.options
+        is_synchronous = not options.is_inference and options.schedule not in ASYNCHRONOUS
+        kind, _, text = options.costs.partition(":")
+        is_equal = kind != "roofline" or len(set(devices_of(text))) == 1
+        # Without a cap recompute costs time and gives nothing.
+        useless = {"recompute"} if options.memory_bytes is None else set()
+        return is_synchronous and is_equal and self._ranks > 1 and bool(self.left_open - useless)
+
+    def space(self, samples: int, *, may_change_sizes: bool = True) -> SettingSpace:
+        """Return the settings that are tried for replicas of so many samples each; the number of
+        microbatches is that of the plain defaults unless their sizes may be others.
+        """
+        options, ranks = self.options, self._ranks
+        fixed = {name: getattr(options, name) for name in OPEN if name not in self.left_open}
+        fixed |= {
+            "replicas": options.replicas,
+            "stages_per_rank": options.k // ranks,
+            "objective": options.objective,
+        }
+        return SettingSpace(
+            devices=ranks * options.replicas,
+            samples=samples * options.replicas,
+            base=replace(options, microbatches=1),
+            fixed=fixed,
+            offered={
+                "microbatches": self._numbers(samples)
+                if may_change_sizes
+                else (self.options.microbatches,),
+                "schedule": SCHEDULES,
+                "recompute": POLICIES if options.memory_bytes is not None else POLICIES[:1],
+            },
+        )
+
+    @property
+    def setting(self) -> Setting:
+        """The setting of the plain defaults."""
+        options = self.options
+        return Setting(
+            ranks=self._ranks,
+            stages_per_rank=options.k // self._ranks,
+            replicas=options.replicas,
+            microbatches=options.microbatches,
+            schedule=options.schedule,
+            recompute=options.recompute,
+        )
+
+    def _numbers(self, samples: int) -> tuple[int, ...]:
+        """Return the numbers of microbatches that are tried, three at most: the plain default, the
+        largest one up to 4 × k, and one between.
+        """
+        least = self.options.microbatches
+        # Costs in a table are of microbatches of one size.
+        most = least if self.options.costs.startswith("table:") else MOST_ROUNDS * self.options.k
+        numbers = range(least, max(least, most) + 1)
+        sizes = {samples // number for number in numbers if samples % number == 0}
+        return tuple(samples // size for size in sorted(sizes_to_measure(sizes), reverse=True))
+
+    @property
+    def _ranks(self) -> int:
+        return max(placements(self.options)[0]) + 1
+
+
+def replace_options(request: PlanRequest, **changes: Any) -> PlanRequest:
+    """Return the request with some options changed."""
+    return PlanRequest(replace(request.options, **changes), request.left_open)
+
+
+def plan_request(**choices: Any) -> PlanRequest:
+    """Return what a user asks for and leaves open; `choices` and errors are those of
+    `requested_options`.
+
+    Who gives the number of microbatches plans by hand: then nothing is left open.
+    """
+    given = open_options(**choices)
+    is_open = given["microbatches"] is None
+    left_open = frozenset(name for name in OPEN if is_open and given[name] is None)
+    return PlanRequest(requested_options(**choices), left_open)
+
+
+def _nearest_number(samples: int, k: int) -> int:
+    """Return k if it divides the batch, or else the next larger number up to 4 × k that does, the
+    next smaller one above 1, or the least above 1.
+    """
+    divisors = [each for each in range(1, samples + 1) if samples % each == 0]
+    larger = [each for each in divisors if k <= each <= MOST_ROUNDS * k]
+    smaller = [each for each in divisors if 1 < each < k]
+    return larger[0] if larger else smaller[-1] if smaller else divisors[:2][-1]

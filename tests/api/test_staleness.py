@@ -13,8 +13,8 @@ import pytest
 import torch
 from torch import nn
 
-from pipecompile.api.choices import requested_options
-from pipecompile.api.plan import plan_of
+from pipecompile.api.open_setting import plan_of
+from pipecompile.api.plan_request import plan_request
 from pipecompile.api.staleness import staleness
 from pipecompile.frontend.target import Target
 from pipecompile.ir.finding import Finding
@@ -41,7 +41,7 @@ def target_with(layers: int = 4, width: int = 16, dropout: float = 0.1) -> Targe
 
 
 def planned(target: Target, costs: str = "roofline:h100", **options: Any) -> Plan:
-    requested = requested_options(k=2, microbatches=4, costs=costs, **options)
+    requested = plan_request(k=2, microbatches=4, costs=costs, **options)
     return plan_of(target, requested, FREE, self_check=False)
 
 

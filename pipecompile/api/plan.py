@@ -47,7 +47,7 @@ def make_plan(
     `assignment` is a feasible cut (node to stage) that is to be kept. Where costs are measured,
     whole stages are measured too, by all ranks: the others call `assist` meanwhile.
     """
-    target = _planned_target(target, options)
+    target = _counted_target(target, options)
     tensors = captured.capture.inputs.flatten(captured.sample)
     plan_for = partial(
         draft,
@@ -108,12 +108,12 @@ def _stage_with_digests(stage: Stage, digests: Mapping[str, str]) -> Stage:
 
 def assist(target: Target, options: Options, captured: Captured) -> None:
     """Measure the stages of this rank when rank 0, which makes the plan, asks for it."""
-    timer = _stage_timer(_planned_target(target, options), options, captured)
+    timer = _stage_timer(_counted_target(target, options), options, captured)
     if timer is not None:
         timer.assist()
 
 
-def _planned_target(target: Target, options: Options) -> Target:
+def _counted_target(target: Target, options: Options) -> Target:
     """Return what a plan counts of a target: for inference no loss of the user's."""
     return replace(target, loss_fn=None, targets=None) if options.is_inference else target
 

@@ -522,8 +522,8 @@ def options_page() -> str:
 PAGE_HEAD = """\
 # Options of a plan
 
-The same options go to `pipecompile plan` and `pipecompile verify` on the command line, and to
-`pipecompile()` in Python. Names are known in whatever case; an unknown one is answered with the
+The same options go to `pipecompile plan` on the command line and to `pipecompile()` in Python; to
+`pipecompile verify` go all but those of a joint search (devices, effort, time limit, top). Names are known in whatever case; an unknown one is answered with the
 nearest.
 
 | command line | Python | values | default | what it does |

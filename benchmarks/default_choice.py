@@ -27,15 +27,17 @@ from tests.zoo import EXAMPLES, example
 
 RESULT = Path(__file__).parent / "results" / "default_choice.json"
 STAGES, COSTS = 4, "roofline:h100"
+Row = dict[str, Any]
+
+
+def _target(name: str) -> Target:
+    return Target.of(MODELS[name](), name)
+
+
 TARGETS: Mapping[str, Callable[[], Target]] = {
     **{f"example {name}": partial(example, name) for name in EXAMPLES},
-    **{
-        name: (lambda made=made, name=name: Target.of(made(), name))
-        for name, made in MODELS.items()
-    },
+    **{name: partial(_target, name) for name in MODELS},
 }
-
-Row = dict[str, Any]
 
 
 def main(names: list[str]) -> None:

@@ -33,7 +33,9 @@ def invoke(*arguments: str) -> Result:
 def plan_file(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A plan of the U-Net in four stages."""
     path = tmp_path_factory.mktemp("plan") / "plan.json"
-    result = invoke("plan", UNET, "-k", "4", "--costs", "flops", "-o", str(path))
+    result = invoke(
+        "plan", UNET, "-k", "4", "--microbatches", "4", "--costs", "flops", "-o", str(path)
+    )
     assert result.exit_code == 0, result.output
     return str(path)
 
@@ -50,7 +52,18 @@ def fresh(*arguments: str) -> subprocess.CompletedProcess[str]:
 def test_a_second_plan_is_the_same_bytes_in_another_process(plan_file: str, tmp_path: Path) -> None:
     again = tmp_path / "again.json"
     result = fresh(
-        "-m", "pipecompile", "plan", UNET, "-k", "4", "--costs", "flops", "-o", str(again)
+        "-m",
+        "pipecompile",
+        "plan",
+        UNET,
+        "-k",
+        "4",
+        "--microbatches",
+        "4",
+        "--costs",
+        "flops",
+        "-o",
+        str(again),
     )
     assert result.returncode == 0, result.stderr
     assert again.read_bytes() == Path(plan_file).read_bytes()
@@ -66,7 +79,9 @@ def test_a_plan_says_nothing_of_the_machine_or_the_time(plan_file: str) -> None:
 
 def test_plan_prints_the_plan_and_tells_beside_it_what_made_it(tmp_path: Path) -> None:
     target = f"{MODELS}:sequential"
-    result = invoke("plan", target, "-k", "2", "--costs", "flops", "--format", "json")
+    result = invoke(
+        "plan", target, "-k", "2", "--microbatches", "2", "--costs", "flops", "--format", "json"
+    )
     assert result.exit_code == 0
     made = decode(result.stdout.encode(), Plan, origin="stdout")
     assert (made.k, made.capture.verified) == (2, True)
@@ -916,7 +931,7 @@ def test_a_mistake_is_answered_before_torch_is_imported(mistake: str) -> None:
 def test_names_are_known_in_any_case() -> None:
     target = f"{MODELS}:sequential"
     options = ("--schedule", "GPipe", "--objective", "Max-Load", "--format", "JSON")
-    result = invoke("plan", target, "-k", "2", "--costs", "flops", *options)
+    result = invoke("plan", target, "-k", "2", "--microbatches", "2", "--costs", "flops", *options)
     assert result.exit_code == 0, result.output
     options = decode(result.stdout.encode(), Plan, origin="stdout").options
     assert (options.schedule, options.objective) == ("gpipe", "max-load")
@@ -935,7 +950,18 @@ def test_ranks_stand_for_the_stages_that_a_schedule_has_on_them() -> None:
 
 def test_what_is_said_beside_the_answer_is_as_much_as_asked_for(tmp_path: Path) -> None:
     plan = str(tmp_path / "plan.json")
-    command = ("plan", f"{MODELS}:sequential", "-k", "2", "--costs", "flops", "-o", plan)
+    command = (
+        "plan",
+        f"{MODELS}:sequential",
+        "-k",
+        "2",
+        "--microbatches",
+        "2",
+        "--costs",
+        "flops",
+        "-o",
+        plan,
+    )
     usual, quiet, verbose = (invoke(*command, *flag) for flag in ((), ("-q",), ("-v",)))
     assert f"wrote {plan}" in usual.stderr.splitlines()
     assert "self-check: the graph is the model" in usual.stderr

@@ -28,7 +28,17 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
     """A plan, and a run of it whose forwards and backwards took twice as long."""
     folder = tmp_path_factory.mktemp("run")
     path = str(folder / "plan.json")
-    options = ("-k", "2", "--costs", "roofline:cpu", "--no-self-check", "-o", path)
+    options = (
+        "-k",
+        "2",
+        "--microbatches",
+        "2",
+        "--costs",
+        "roofline:cpu",
+        "--no-self-check",
+        "-o",
+        path,
+    )
     assert invoke("plan", f"{MODELS}:sequential", *options).exit_code == 0
     plan = read(path, Plan)
     step = recorded_step(plan, forward=2, backward=2, peak_bytes=1 << 20)

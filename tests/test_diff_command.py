@@ -27,7 +27,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
     """A plan of a model in two stages, and one in which another cut was asked for."""
     folder = tmp_path_factory.mktemp("plans")
     old, new = str(folder / "old.json"), str(folder / "new.json")
-    options = ("-k", "2", "--costs", "roofline:cpu", "--no-self-check", "-o")
+    options = ("-k", "2", "--microbatches", "2", "--costs", "roofline:cpu", "--no-self-check", "-o")
     target = f"{MODELS}:sequential"
     assert invoke("plan", target, *options, old).exit_code == 0
     # The last node of the first stage is to lie in the second.

@@ -55,7 +55,9 @@ def test_a_plan_by_the_file_is_the_plan_by_the_costs_in_it(
     written: tuple[Path, Path, Result],
 ) -> None:
     first, second = (
-        invoke("plan", TARGET, "-k", "4", "--costs", costs, "--format", "json")
+        invoke(
+            "plan", TARGET, "-k", "4", "--microbatches", "4", "--costs", costs, "--format", "json"
+        )
         for costs in ("flops", f"table:{written[0]}")
     )
     plans = [decode(result.stdout.encode(), Plan, origin="stdout") for result in (first, second)]

@@ -95,7 +95,7 @@ REFUSALS: dict[str, tuple[type[PipecompileError], int, list[str], dict[str, Any]
     "memory": (
         InfeasibleError,
         1,
-        ["-k", "2", "--memory", "65KiB"],
+        ["-k", "2", "--microbatches", "2", "--memory", "65KiB"],
         {"k": 2, "memory": "65KiB"},
         r"may hold 65.0 KiB, but the best cut into k=2 stages that was found needs .*bytes\), "
         r".* more, in stage \d",
@@ -103,7 +103,7 @@ REFUSALS: dict[str, tuple[type[PipecompileError], int, list[str], dict[str, Any]
     "memory below what is fixed": (
         InfeasibleError,
         1,
-        ["-k", "2", "--memory", "2KB"],
+        ["-k", "2", "--microbatches", "2", "--memory", "2KB"],
         {"k": 2, "memory": "2KB"},
         r"rank 0 may hold 2.0 KiB, but the allocator and .* take 64.0 KiB there for any model; "
         r"allow more",
@@ -421,7 +421,7 @@ def test_a_plan_that_is_not_there(tmp_path: Path) -> None:
 
 
 def test_a_place_where_nothing_can_be_written(tmp_path: Path) -> None:
-    result = planned(tmp_path / "no" / "plan.json", "-k", "2")
+    result = planned(tmp_path / "no" / "plan.json", "-k", "2", "--microbatches", "2")
     assert f"cannot be written, as the folder {tmp_path / 'no'} does not exist" in refused(
         result, 2
     )

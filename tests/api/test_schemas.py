@@ -57,8 +57,10 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
         return json.loads(result.stdout)
 
     model, device = f"{MODELS}:sequential", ("--costs", "roofline:h100", "--no-self-check")
-    planned = printed("plan", model, "-k", "2", *device, "-o", plan)
-    printed("plan", model, "-k", "4", *device, "--schedule", "zb-h1", "-o", again)
+    planned = printed("plan", model, "-k", "2", "--microbatches", "2", *device, "-o", plan)
+    printed(
+        "plan", model, "-k", "4", "--microbatches", "4", *device, "--schedule", "zb-h1", "-o", again
+    )
     printed("profile", model, *device, "--microbatches", "2", "-o", costs)
     names = [f"%{node['name']}" for node in json.loads(Path(costs).read_text())["nodes"]]
     layout = json.dumps([names[:2], names[2:]])

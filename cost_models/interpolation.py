@@ -13,44 +13,12 @@ With a third size the line is broken there: a small microbatch uses a device wor
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
-from fractions import Fraction
+from collections.abc import Mapping
 
 from pipecompile.cost_models.protocol import CallCost
 from pipecompile.ir.graph import CostGraph
 
-__all__ = ["interpolated_costs", "nearest_sizes", "sizes_to_measure"]
-
-MOST_SIZES = 3
-
-
-def sizes_to_measure(sizes: Collection[int]) -> tuple[int, ...]:
-    """Return those of some sizes of microbatches whose costs tell about the others.
-
-    They are the smallest one, the largest one, and the one nearest to their geometric mean; of
-    three sizes or fewer all of them.
-    """
-    ordered = sorted(set(sizes))
-    if len(ordered) <= MOST_SIZES:
-        return tuple(ordered)
-    square = ordered[0] * ordered[-1]  # of the mean
-
-    def distance(size: int) -> Fraction:
-        # As a ratio: of 1, 2, 4 and 8 the mean is √8, to which 2 is as near as 4; 2 comes first.
-        return Fraction(max(size * size, square), min(size * size, square))
-
-    nearest = min(ordered[1:-1], key=distance)
-    return ordered[0], nearest, ordered[-1]
-
-
-def nearest_sizes(measured: Collection[int], size: int) -> tuple[int, int]:
-    """Return the two measured sizes by which a size is judged: those around it, or beside all the
-    measured ones the nearest two. At least two must be measured.
-    """
-    ordered = sorted(set(measured))
-    above = next((place for place, each in enumerate(ordered) if each >= size), len(ordered))
-    upper = min(max(1, above), len(ordered) - 1)
-    return ordered[upper - 1], ordered[upper]
+__all__ = ["interpolated_costs"]
 
 
 def interpolated_costs(known: Mapping[int, CostGraph], size: int) -> dict[str, CallCost]:

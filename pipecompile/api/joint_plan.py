@@ -11,7 +11,7 @@ from pipecompile.api.model_costs import ModelCosts
 from pipecompile.api.options import completed
 from pipecompile.api.plan import with_digests
 from pipecompile.api.target import planned_target
-from pipecompile.cost_models.interpolation import sizes_to_measure
+from pipecompile.cost_models.measured_sizes import sizes_to_measure
 from pipecompile.frontend.target import Target
 from pipecompile.frontend.target_capture import capture_target
 from pipecompile.ir.plan import Plan

@@ -11,7 +11,7 @@ from pipecompile.api.costs import cost_graph, interpolated_graph, measured_on, r
 from pipecompile.api.options import completed
 from pipecompile.api.staleness import check_current
 from pipecompile.api.target import load_target, planned_target
-from pipecompile.cost_models.interpolation import nearest_sizes
+from pipecompile.cost_models.measured_sizes import nearest_sizes
 from pipecompile.errors import InputError
 from pipecompile.frontend.target import Target
 from pipecompile.frontend.target_capture import Captured, capture_target

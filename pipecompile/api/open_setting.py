@@ -16,7 +16,7 @@ from pipecompile.api.model_costs import ModelCosts
 from pipecompile.api.options import completed
 from pipecompile.api.plan import finished, make_plan
 from pipecompile.api.plan_request import PlanRequest
-from pipecompile.cost_models.interpolation import sizes_to_measure
+from pipecompile.cost_models.measured_sizes import sizes_to_measure
 from pipecompile.errors import CaptureError, InfeasibleError, InputError
 from pipecompile.frontend.capture import normalises_batches
 from pipecompile.frontend.target import Target

@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 from pipecompile.api.choices import open_options, requested_options
 from pipecompile.cost_models.device import devices_of
-from pipecompile.cost_models.interpolation import sizes_to_measure
+from pipecompile.cost_models.measured_sizes import sizes_to_measure
 from pipecompile.ir.plan import Options
 from pipecompile.ir.setting import Setting
 from pipecompile.planner.setting_space import SettingSpace

@@ -9,11 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipecompile.cost_models.interpolation import (
-    interpolated_costs,
-    nearest_sizes,
-    sizes_to_measure,
-)
+from pipecompile.cost_models.interpolation import interpolated_costs
+from pipecompile.cost_models.measured_sizes import nearest_sizes, sizes_to_measure
 from pipecompile.ir.graph import CostGraph, Node
 
 FIELDS = ("forward_ns", "backward_ns", "backward_input_ns", "backward_weight_ns", "workspace_bytes")

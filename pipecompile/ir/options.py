@@ -523,8 +523,8 @@ PAGE_HEAD = """\
 # Options of a plan
 
 The same options go to `pipecompile plan` on the command line and to `pipecompile()` in Python; to
-`pipecompile verify` go all but those of a joint search (devices, effort, time limit, top). Names are known in whatever case; an unknown one is answered with the
-nearest.
+`pipecompile verify` go all but those of a joint search (devices, effort, time limit, top).
+Names are known in whatever case; an unknown one is answered with the nearest.
 
 | command line | Python | values | default | what it does |
 |---|---|---|---|---|"""

@@ -42,7 +42,9 @@ class Storage:
 class LiveRanges:
     """The storages of a cost graph, ready for any stage.
 
-    The other fields are as in a plan's options.
+    The other fields are as in a plan's options, but `replicas` may be those of one stage: its ranks
+    then exchange tensors with `more_peers` than one for each neighbouring stage, and sum each tied
+    parameter once over all that hold it (`ties_once`).
     """
 
     graph: CostGraph
@@ -53,6 +55,8 @@ class LiveRanges:
     kv_tokens: int = 0
     post_validation: bool = False
     optimizer_on_host: bool = False
+    more_peers: int = 0
+    ties_once: bool = False
 
     @staticmethod
     def of(graph: CostGraph, options: Options) -> LiveRanges:

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 from itertools import accumulate, pairwise
 
-__all__ = ["has_stage_replicas", "placement_of", "rank_of", "stage_ranks", "stages_on"]
+__all__ = ["has_stage_replicas", "placement_of", "ranks_text", "stage_ranks", "stages_on"]
 
 
 def placement_of(replicas: Sequence[int]) -> tuple[int, ...]:
@@ -45,12 +45,6 @@ def _stage_ranks(placement: tuple[int, ...]) -> tuple[range, ...]:
     return tuple(range(rank, rank + 1) for rank in placement)
 
 
-def rank_of(placement: Sequence[int], stage: int, microbatch: int | None) -> int:
-    """Return the rank that runs a microbatch of a stage; with None the first one of the stage."""
-    ranks = stage_ranks(placement)[stage]
-    return ranks[(microbatch or 0) % len(ranks)]
-
-
 def stages_on(placement: Sequence[int], rank: int) -> tuple[int, ...]:
     """Return the stages of a rank."""
     return tuple(stage for stage, ranks in enumerate(stage_ranks(placement)) if rank in ranks)
@@ -59,3 +53,12 @@ def stages_on(placement: Sequence[int], rank: int) -> tuple[int, ...]:
 def has_stage_replicas(placement: Sequence[int]) -> bool:
     """Return whether a stage has several ranks."""
     return any(len(ranks) > 1 for ranks in stage_ranks(placement))
+
+
+def ranks_text(ranks: range) -> str:
+    """Return the ranks of a stage for people.
+
+    >>> ranks_text(range(0, 7))
+    '0-6'
+    """
+    return str(ranks[0]) if len(ranks) == 1 else f"{ranks[0]}-{ranks[-1]}"

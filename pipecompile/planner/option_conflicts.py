@@ -69,7 +69,8 @@ def _check_stage_replicas(options: Options) -> None:
     if options.schedule not in names:
         raise InputError(
             f"stage_replicas={replicas} is not possible under schedule {options.schedule!r}, whose "
-            f"order is not known for stages that take microbatches in turns; choose one of {', '.join(names)}"
+            "order is not known for ranks that take microbatches in turns; choose one of "
+            f"{', '.join(names)}"
         )
     if max(options.stage_replicas) > options.microbatches:
         raise InputError(

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
 from itertools import chain
-from math import gcd
 from typing import Literal, NamedTuple, TypedDict
 
 from pipecompile.ir.encodings import Encoding
@@ -16,7 +15,6 @@ from pipecompile.ir.graph import CostGraph
 from pipecompile.ir.module_paths import block_of
 from pipecompile.ir.plan import Options
 from pipecompile.ir.stage import EncodedNodes
-from pipecompile.ir.stage_ranks import stage_ranks
 from pipecompile.memory_model.allocator import ALLOCATORS, Allocator
 from pipecompile.memory_model.live_ranges import LiveRanges
 from pipecompile.memory_model.rank import BackwardAllowance, backward_allowances, rank_memory
@@ -224,22 +222,14 @@ class RecomputePolicies:
         return LiveRanges.of(self.graph, self.options)
 
     def _ranges_of(self, stage: int) -> LiveRanges:
-        """Return the live ranges for a stage, which may have replicas, or a neighbour that has."""
-        counts = list(map(len, stage_ranks(self.view.placement)))
-        if max(counts) == 1:
-            return self.ranges
-        own, neighbours = counts[stage], (*counts[max(0, stage - 1) : stage], *counts[stage + 1 :][:1])
-        # Microbatches go around both: of 4 neighbours a rank of 2 meets every second one.
-        met = [count // gcd(own, count) for count in neighbours]
-        if (own, *met) not in self._replicated:
-            self._replicated[own, *met] = replace(
-                self.ranges, replicas=own, more_peers=sum(met) - len(met), ties_once=True
-            )
-        return self._replicated[own, *met]
+        """Return the live ranges for a stage, which may have replicas of its own."""
+        if stage not in self._by_stage:
+            self._by_stage[stage] = self.ranges.of_stage(stage, self.view.placement)
+        return self._by_stage[stage]
 
     @cached_property
-    def _replicated(self) -> dict[tuple[int, ...], LiveRanges]:
-        """The live ranges for stages by their replicas and by the ranks that one of these meets."""
+    def _by_stage(self) -> dict[int, LiveRanges]:
+        """The live ranges for stages that were asked for."""
         return {}
 
 

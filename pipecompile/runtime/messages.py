@@ -154,9 +154,7 @@ class Messages:
             sent.append(torch.tensor(flags, device=self._device))
         return sent
 
-    def _key(
-        self, stage: int, microbatch: int | None, boundary: Sequence[BoundaryShape]
-    ) -> _Key:
+    def _key(self, stage: int, microbatch: int | None, boundary: Sequence[BoundaryShape]) -> _Key:
         """Return what names the boundary before a stage to the two ranks that have a microbatch
         beside it: of a smaller microbatch it is another one.
         """

@@ -140,8 +140,8 @@ class StepWatch:
     """An observer of the actions of this rank.
 
     `ranks` are the global ranks of all replicas, and `peers[s]` are those that run stage s of this
-    replica, in turns. `seconds` is how long a step may take; without it nothing is published, and an
-    error names only what this rank did.
+    replica, in turns. `seconds` is how long a step may take; without it nothing is published, and
+    an error names only what this rank did.
     """
 
     def __init__(self, ranks: Sequence[int], peers: Peers, seconds: float | None) -> None:

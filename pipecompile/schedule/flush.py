@@ -57,12 +57,12 @@ def one_f_one_b(layout: Layout, rank: int, microbatches: int) -> Iterator[Task]:
     rank 2   .  .  F0 B0 F1 B1 F2 B2 F3 B3 .  .
 
     Replicas of a stage take its microbatches in turns (PipeDream's 1F1B-RR, arXiv 1806.03377,
-    section 3.2). Each begins with as many forwards as there are ranks from its stage on for each
-    replica, rounded up: 3 / 2 are 2, so that the drawing is
+    section 3.2). Each begins with as many forwards as ranks from its stage on come to one replica:
+    here 3 / 2, rounded up.
 
-    rank 0   F0 F2 .  B0 .  .  B2
-    rank 1   F1 F3 .  .  .  B1 .  .  B3
-    rank 2   .  F0 B0 F1 B1 F2 B2 F3 B3
+    rank 0   F0 F2 .  B0 .  .  .  B2 .  .
+    rank 1   F1 F3 .  .  .  B1 .  .  .  B3
+    rank 2   .  F0 B0 F1 B1 F2 B2 F3 B3 .
     """
     replicas, behind = layout.count(layout[rank]), len(layout) - layout.index(layout[rank])
     for _ in range(-(-behind // replicas)):

@@ -299,8 +299,8 @@ def _refuse_misfit(name: str, placement: Sequence[int], microbatches: int) -> No
     alternatives = f"choose one of {', '.join(fitting_names(placement, max(1, microbatches)))}"
     if has_stage_replicas(placement) and not replicates_stages(name):
         raise InputError(
-            f"schedule {name!r} is not known for stages with replicas, whose microbatches go around "
-            f"them; give each stage one rank, or {alternatives}"
+            f"schedule {name!r} is not known for stages with replicas, which take microbatches in "
+            f"turns; give each stage one rank, or {alternatives}"
         )
     if not _has_shape(name, placement):
         raise InputError(

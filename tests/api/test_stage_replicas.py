@@ -141,3 +141,12 @@ def test_what_does_not_go_together_is_refused(options: dict[str, Any], message: 
 def test_as_many_microbatches_as_ranks_unless_given() -> None:
     options = requested_options(stage_replicas=(2, 1))
     assert (options.k, options.microbatches, options.stage_replicas) == (2, 3, (2, 1))
+
+
+@pytest.mark.parametrize("objective", ["step-time", "max-load"])
+def test_no_bound_is_above_what_is_found(objective: str) -> None:
+    """Loads of stages on several ranks are rounded up, which a step is not."""
+    search = pipeline_on("2,1", objective=objective).plan.search
+    assert search.bound <= search.value
+    if objective == "max-load":
+        assert search.proven

@@ -235,7 +235,14 @@ class Runner:
         )
 
     def hook_into_sums(self, hook: CommunicationHook) -> None:
-        """Let a user's hook sum gradients over replicas; InputError where it cannot."""
+        """Let a user's hook sum gradients over replicas; InputError where it cannot, and if there
+        is one already.
+        """
+        if self._hook is not None:
+            raise InputError(
+                "a communication hook is registered already, and gradients are summed once; make "
+                "one that calls both, or the pipeline once more"
+            )
         refuse_hook(
             hook, self._plan.schedule, self._share.place, is_divided=self._parallel is not None
         )

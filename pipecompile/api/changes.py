@@ -41,6 +41,9 @@ def changes(plan: Plan) -> Iterator[ChangedOptions]:
         yield ChangedOptions("schedule", "schedule searched", None, "forwards have one order")
     elif options.schedule == "search":
         yield ChangedOptions("schedule", "schedule searched", None, "it is searched already")
+    elif options.stage_replicas is not None:
+        why = "no search knows stages with several ranks"
+        yield ChangedOptions("schedule", "schedule searched", None, why)
     else:
         yield ChangedOptions("schedule", "schedule searched", replace(options, schedule="search"))
     # The planner names another objective if it has found a cut by it with a shorter step.
@@ -66,6 +69,8 @@ def _more_stages(plan: Plan) -> ChangedOptions:
         return ChangedOptions("stages", text, None, "the layout has its own number of stages")
     if isinstance(options.memory_bytes, tuple):
         return ChangedOptions("stages", text, None, "the caps are listed for the ranks of the plan")
+    if options.stage_replicas is not None:
+        return ChangedOptions("stages", text, None, "each stage has its own number of ranks")
     return ChangedOptions("stages", text, replace(options, k=k))
 
 

@@ -109,7 +109,8 @@ def plan_options(given: dict[str, Any]) -> Options:
     # The two that others decide: k may come from ranks, and microbatches are k.
     given["k"] = _stages(given) if layout is None else _stages_of_layout(given, layout)
     if given["microbatches"] is None:
-        given["microbatches"] = given["k"]
+        # One for each rank: a replica of a stage has only a part of them.
+        given["microbatches"] = sum(given["stage_replicas"] or [given["k"]])
     given["replicas"] = given["replicas"] or 1
     return Options(
         **{option.field: given[option.name] for option in OPTIONS if option.field is not None}
@@ -167,6 +168,8 @@ def _checked_value(option: Option, value: Any) -> Any:
         return None
     if option.name == "memory":
         return parse_caps(value)
+    if option.name == "stage_replicas":
+        return _stage_replicas(value)
     if option.name == "noise":
         return _noise(value)
     if option.name == "layout":
@@ -180,6 +183,18 @@ def _checked_value(option: Option, value: Any) -> Any:
     if option.choices:
         return known_name(option.name, value, option.choices)
     return value
+
+
+def _stage_replicas(value: object) -> tuple[int, ...]:
+    """Return the ranks of each stage; InputError shows how to write them."""
+    parts = value.split(",") if isinstance(value, str) else value
+    try:
+        counts = tuple(int(part) for part in parts)  # type: ignore[attr-defined]
+    except (TypeError, ValueError):
+        counts = ()
+    if not counts or min(counts) < 1:
+        raise InputError(f"stage_replicas={value!r} is not the ranks of each stage; write 7,1")
+    return counts
 
 
 def _noise(value: object) -> float:
@@ -253,6 +268,8 @@ def _stages(given: Mapping[str, Any]) -> int:
     Raise InputError if both are given and disagree.
     """
     k, ranks = given["k"], given["ranks"]
+    if given["stage_replicas"] is not None:
+        return _replicated_stages(given)
     if ranks is None:
         return DEFAULT_STAGES if k is None else int(k)
     each = _stages_per_rank(given["schedule"], given["stages_per_rank"])
@@ -262,6 +279,20 @@ def _stages(given: Mapping[str, Any]) -> int:
             f"rank, which is k={ranks * each}; give only one of k and ranks"
         )
     return int(ranks) * each
+
+
+def _replicated_stages(given: Mapping[str, Any]) -> int:
+    """Return the number of stages whose ranks are given one by one; InputError if k or ranks
+    disagree.
+    """
+    replicas = given["stage_replicas"]
+    for name, count in (("k", len(replicas)), ("ranks", sum(replicas))):
+        if given[name] not in (None, count):
+            raise InputError(
+                f"{name}={given[name]}, but stage_replicas={','.join(map(str, replicas))} is "
+                f"{name}={count}; leave one of them out"
+            )
+    return len(replicas)
 
 
 def _stages_per_rank(schedule: str, requested: int | None) -> int:

@@ -81,14 +81,14 @@ class CutFigures:
         """
         if self.layers is None:
             return {}
-        loads, placement = plan.prediction.loads_ns, plan.schedule.placement
+        loads, ranks = plan.prediction.loads_ns, plan.schedule.stage_ranks
         heaviest, stage = loads.index(max(loads)), plan.assignment
         whole, here = Counter[Section](), Counter[Section]()
         for node, section in zip(self.graph.nodes, self.layers, strict=True):
             if section is not None:
                 ns = node.forward_ns + node.backward_ns
                 whole[section] += ns
-                here[section] += ns * (placement[stage[node.name]] == heaviest)
+                here[section] += ns * (heaviest in ranks[stage[node.name]])
         shares: dict[str, float] = {}
         for section, ns in here.items():
             if ns:

@@ -56,6 +56,11 @@ def joint_request(devices: ClusterInput, links: LinksInput = None, **choices: An
             "and links instead of devices"
         )
     given = open_options(**choices)
+    if given["stage_replicas"] is not None:
+        raise InputError(
+            "a joint search gives all stages equally many ranks; leave out stage_replicas, or "
+            "devices"
+        )
     limits = _limits(given)
     fixed = {name: given[name] for name in JOINT_CHOICES if given[name] is not None}
     _refuse_other_steps(fixed)

@@ -159,7 +159,7 @@ def _memory(
     copies = weight_copies(plan.schedule.name, plan.schedule.placement)
     footprints = [
         footprint_of(
-            ranges,
+            ranges.of_stage(index, plan.schedule.placement),
             [name for name, stage in cut.assignment.items() if stage < index],
             [name for name, stage in cut.assignment.items() if stage == index],
             [cut.names_in(index, region) for region in program.regions.get(index, ())],

@@ -76,8 +76,8 @@ class Comparison:
     how modules ran.
 
     `losses` are the unsplit one and the pipeline's, None for inference, where outputs are compared.
-    `tied` are gradients that are summed over
-    ranks, in another order than the unsplit sum. Where the plan saves in half precision, gradients
+    `tied` are gradients that are summed over ranks, in another order than the unsplit sum: of tied
+    parameters, and of stages on several ranks. Where the plan saves in half precision, gradients
     need only be near: `distance` is then the norm of their difference divided by their norm, of the
     rank where it is largest.
     """
@@ -239,9 +239,12 @@ def compare(
             if n in buffers
         ),
     ]
-    several = world.size() > 1
+    several, ranks = world.size() > 1, pipeline.plan.schedule.stage_ranks
     tied = {
-        p.name for p in pipeline.plan.parameters if several and p.trainable and len(p.stages) > 1
+        p.name
+        for p in pipeline.plan.parameters
+        # One process takes the microbatches of such stages in another order too.
+        if p.trainable and ((several and len(p.stages) > 1) or len(ranks[p.owner]) > 1)
     }
     halved = any(
         "half" in run.encodings for stage in pipeline.plan.stages for run in stage.encoded_runs

@@ -82,6 +82,8 @@ def _words(option: Option, value: Any) -> Iterator[str]:
 
 
 def _text(option: Option, value: Any) -> str:
+    if option.name == "stage_replicas":
+        return ",".join(map(str, value))
     if option.name == "memory":
         return ",".join(map(option_text, (value,) if isinstance(value, int) else value))
     return str(value)

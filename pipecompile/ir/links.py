@@ -138,6 +138,14 @@ class Links(Value, frozen=True, kw_only=True):
             self.link(0, 1) if self.ranks is None else self.around(range(rank, self.ranks, ranks))
         )
 
+    def around_replicas(self, ranks: Sequence[int], pipeline: int) -> Link:
+        """Return the slowest link around the ring of the replicas of a stage on `ranks` of a
+        pipeline: these, or if it is one alone the same rank of all pipelines.
+        """
+        if len(ranks) > 1:
+            return self.around(ranks)
+        return self.between_replicas(ranks[0], pipeline)
+
     def around(self, ranks: Sequence[int]) -> Link:
         """Return the slowest link around the ring of `ranks`."""
         return slowest(self.link(one, other) for one, other in pairwise([*ranks, ranks[0]]))

@@ -290,6 +290,17 @@ class ChoiceTypes(TypedDict, total=False):
             default_text="1; under torchrun as many as there are",
         ),
     ]
+    stage_replicas: Annotated[
+        str | Sequence[int] | None,
+        Option(
+            None,
+            "Ranks of each stage, such as 7,1: they take its microbatches in turns, and sum its "
+            "gradients (PipeDream's replicated stages). There are as many stages, and the last one "
+            "has one rank.",
+            default_text="one rank a stage, or several stages on a rank",
+            metavar="N,N[,…]",
+        ),
+    ]
     shard: Annotated[
         ShardLevel | None,
         Option(

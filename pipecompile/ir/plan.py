@@ -20,6 +20,7 @@ from pipecompile.ir.serialization import FileValue, NonNegative, Positive, Value
 from pipecompile.ir.setting import JointSearch
 from pipecompile.ir.size import caps_by_rank
 from pipecompile.ir.stage import Stage
+from pipecompile.ir.stage_ranks import has_stage_replicas, stages_on
 
 __all__ = [
     "GRANULARITIES",
@@ -82,7 +83,8 @@ class Options(Value, frozen=True, kw_only=True):
     asks for), and `leaf` are modules that were taken as one node. `batch_norm` says after what
     batch norms update their running averages; no figure of a plan depends on it. A `layout`, of
     `layout_format`, is the cut; its layers are those in the module `layers`, or found in the model.
-    Over `replicas` gradients are summed; with `shard` each replica holds a part of every parameter
+    Over `replicas` gradients are summed, and over `stage_replicas`, the ranks of each stage, that
+    take its microbatches in turns; with `shard` each replica holds a part of every parameter
     and of its optimizer state between steps, and in a step of the gradients and the parameters too,
     as far as it says. For inference `kv_tokens` are reserved in each rank's KV cache, to which an
     attention adds `kv_token_bytes` for each, or its keys and values if that is None. Under `noise`,
@@ -115,6 +117,7 @@ class Options(Value, frozen=True, kw_only=True):
     encodings: tuple[Encoding, ...] = ()
     batch_norm: BatchNormUpdate = "microbatch"
     replicas: Positive = 1
+    stage_replicas: tuple[Positive, ...] | None = None
     shard: ShardLevel | None = None
     kv_tokens: Positive | None = None
     kv_token_bytes: Positive | None = None
@@ -283,7 +286,8 @@ class Plan(FileValue, frozen=True, kw_only=True):
             "microbatches",
             self.microbatches,
         )
-        _same("ranks × stages per rank", self.ranks * self.stages_per_rank, "k", self.k)
+        if not has_stage_replicas(self.schedule.placement):
+            _same("ranks × stages per rank", self.ranks * self.stages_per_rank, "k", self.k)
         _same("ranks in the prediction", len(self.prediction.memory), "ranks", self.ranks)
         if not self.links.fits(self.ranks * self.replicas):
             raise ValueError(
@@ -295,6 +299,12 @@ class Plan(FileValue, frozen=True, kw_only=True):
         """Raise ValueError unless the plan has what its options ask for."""
         _same("k of the options", self.options.k, "k", self.k)
         _same("replicas of the options", self.options.replicas, "replicas", self.replicas)
+        replicas, ranks = self.options.stage_replicas, self.schedule.stage_ranks
+        if replicas != tuple(map(len, ranks)) and (replicas or self.ranks > self.k):
+            raise ValueError(
+                f"the options ask for stages on {list(replicas or ())} ranks, but the placement "
+                f"{list(self.schedule.placement)} has them on {list(map(len, ranks))}"
+            )
         self.options.caps(self.ranks)
         _same(
             "microbatches of the options",
@@ -379,12 +389,8 @@ class Plan(FileValue, frozen=True, kw_only=True):
 
     def footprints(self, rank: int) -> dict[int, Footprint]:
         """Return what the stages of a rank hold, by stage."""
-        placement = self.schedule.placement
-        return {
-            index: stage.footprint
-            for index, stage in enumerate(self.stages)
-            if placement[index] == rank
-        }
+        own = stages_on(self.schedule.placement, rank)
+        return {index: self.stages[index].footprint for index in own}
 
 
 def _same(what: str, got: int, expected_what: str, expected: int) -> None:

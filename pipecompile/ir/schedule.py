@@ -23,6 +23,7 @@ from functools import cache, cached_property
 from typing import Literal, NamedTuple
 
 from pipecompile.ir.serialization import NonNegative, Positive, Value
+from pipecompile.ir.stage_ranks import stage_ranks
 
 __all__ = [
     "BACKWARDS",
@@ -114,7 +115,8 @@ class Action(NamedTuple):
 class Schedule(Value, frozen=True, kw_only=True, dict=True):
     """For each rank its actions, in the order in which it performs them.
 
-    `placement[stage]` is the rank of a stage. `weight_versions` says which weights a microbatch
+    `placement[stage]` is the rank of a stage, or the first one of its replicas, which take its
+    microbatches in turns (`ir.stage_ranks`). `weight_versions` says which weights a microbatch
     sees:
 
         synchronous      those of the step
@@ -137,8 +139,9 @@ class Schedule(Value, frozen=True, kw_only=True, dict=True):
                 f"placement {list(self.placement)} does not fit {len(self.actions)} ranks"
             )
         # This parses every action too, so a schedule with a misspelled one cannot be made.
+        stage_count, ranks = len(self.placement), self.stage_ranks
         for rank, action in self:
-            if action.stage >= len(self.placement) or self.placement[action.stage] != rank:
+            if action.stage >= stage_count or not _is_at(action, rank, ranks[action.stage]):
                 raise ValueError(
                     f"rank {rank} performs {action}, but its stage is not placed there"
                 )
@@ -164,6 +167,16 @@ class Schedule(Value, frozen=True, kw_only=True, dict=True):
     def ranks(self) -> int:
         """The number of ranks."""
         return len(self.actions)
+
+    @cached_property
+    def stage_ranks(self) -> tuple[range, ...]:
+        """The ranks of each stage: several if it has replicas."""
+        return stage_ranks(self.placement)
+
+    def rank_of(self, action: Action) -> int:
+        """Return the rank that performs an action; of one for all microbatches the first."""
+        ranks = self.stage_ranks[action.stage]
+        return ranks[(action.microbatch or 0) % len(ranks)]
 
     def first_microbatches(self, microbatches: int) -> Schedule:
         """Return the same order without the later microbatches; no earlier one depends on them."""
@@ -193,6 +206,13 @@ class Schedule(Value, frozen=True, kw_only=True, dict=True):
             placement=tuple(placement),
             actions=actions,
         )
+
+
+def _is_at(action: Action, rank: int, ranks: range) -> bool:
+    """Return whether `rank` may perform an action of a stage on `ranks`."""
+    if action.microbatch is None:
+        return rank in ranks
+    return rank == ranks[action.microbatch % len(ranks)]
 
 
 class Event(NamedTuple):

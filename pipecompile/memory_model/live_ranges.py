@@ -9,14 +9,16 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from functools import cached_property
 from itertools import accumulate
+from math import gcd
 
 from pipecompile.ir.encodings import Use
 from pipecompile.ir.graph import Content, CostGraph, GradientStorage, Tensor
 from pipecompile.ir.plan import Options, ShardLevel
+from pipecompile.ir.stage_ranks import stage_ranks
 
 __all__ = ["LiveRanges", "Storage"]
 
@@ -42,7 +44,9 @@ class Storage:
 class LiveRanges:
     """The storages of a cost graph, ready for any stage.
 
-    The other fields are as in a plan's options.
+    The other fields are as in a plan's options, but `replicas` may be those of one stage: its ranks
+    then exchange tensors with `more_peers` than one for each neighbouring stage, and sum each tied
+    parameter once over all that hold it (`ties_once`).
     """
 
     graph: CostGraph
@@ -53,6 +57,8 @@ class LiveRanges:
     kv_tokens: int = 0
     post_validation: bool = False
     optimizer_on_host: bool = False
+    more_peers: int = 0
+    ties_once: bool = False
 
     @staticmethod
     def of(graph: CostGraph, options: Options) -> LiveRanges:
@@ -67,6 +73,16 @@ class LiveRanges:
             options.post_validation,
             options.optimizer_on_host,
         )
+
+    def of_stage(self, stage: int, placement: Sequence[int]) -> LiveRanges:
+        """Return the same for a stage that has replicas of its own, or a neighbour that has."""
+        counts = list(map(len, stage_ranks(placement)))
+        if max(counts) == 1:
+            return self
+        own, beside = counts[stage], (*counts[:stage][-1:], *counts[stage + 1 :][:1])
+        # Microbatches go around both stages: of 4 ranks beside it, one of 2 meets every second.
+        met = sum(count // gcd(own, count) for count in beside)
+        return replace(self, replicas=own, more_peers=met - len(beside), ties_once=True)
 
     @property
     def divides_gradients(self) -> bool:

@@ -125,7 +125,7 @@ class _StageMemory(StageBackward):
             gathered=amount(self._whole_sizes()) if self.ranges.gathers_in_actions else ZERO,
             backward_sum_peak=amount([self._backward_sum_peak]),
             # Around a ring of replicas a rank receives from one and sends to one.
-            replica_peers=min(2, self.ranges.replicas - 1),
+            replica_peers=min(2, self.ranges.replicas - 1) + self.ranges.more_peers,
             is_validated_later=self.ranges.post_validation,
             host=amount(self._host_sizes()) if self.ranges.optimizer_on_host else ZERO,
             received=tuple(self._received()),
@@ -231,7 +231,8 @@ class _StageMemory(StageBackward):
         trained = [parameter for parameter, _ in self.trained_parameters]
         own = [parameter.bytes for parameter in trained if parameter.name not in tied]
         yield from copied_bytes([*own, *self._unnamed_parameters])
-        yield from copied_bytes([p.bytes for p in trained if p.name in tied])
+        if not self.ranges.ties_once:
+            yield from copied_bytes([p.bytes for p in trained if p.name in tied])
 
     def _optimizer(self, trained: Iterable[Parameter]) -> tuple[Sequence[int], int]:
         """Return the storages of state for these parameters on the device, and the workspace of a

@@ -14,7 +14,7 @@ from dataclasses import replace
 
 from pipecompile.partition.budget import ACTIONS_PER_SECOND
 from pipecompile.partition.local_search import climb
-from pipecompile.partition.objective import lower_bound
+from pipecompile.partition.objective import lower_bound, step_of_load
 from pipecompile.partition.problem import PartitionProblem
 from pipecompile.partition.result import Partition
 from pipecompile.partition.search import PartitionSearch
@@ -59,7 +59,7 @@ def _solve_step_time(problem: PartitionProblem, seconds: float, explained: bool)
     bound = lower_bound(problem)
     if problem.whole_backwards:
         # Some rank computes M times the largest compute, whatever the schedule does meanwhile.
-        bound = max(bound, problem.microbatches * cuts[-1].search.bound)
+        bound = max(bound, step_of_load(problem, cuts[-1].search.bound))
     # The cut without transfers may be better where they hide behind compute.
     best = min(cuts, key=lambda cut: step_ns(cut.assignment)).assignment
 

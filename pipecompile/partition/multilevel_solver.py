@@ -22,7 +22,7 @@ from pipecompile.partition.budget import CUT_UNITS_PER_SECOND
 from pipecompile.partition.coarsening import coarse_groups, finer_groups
 from pipecompile.partition.flat_solver import solve_flat
 from pipecompile.partition.min_cut_bound import min_cut_bound
-from pipecompile.partition.objective import lower_bound
+from pipecompile.partition.objective import lower_bound, step_of_load
 from pipecompile.partition.problem import PartitionProblem
 from pipecompile.partition.result import Partition
 from pipecompile.partition.unit_graph import UnitGraph
@@ -120,7 +120,7 @@ def _bound_between_operators(
             return bound
         # Some rank computes the largest load M times, whatever the schedule does.
         compute = replace(problem, objective="max-load", communication="none")
-        return max(bound, problem.microbatches * lower_bound(compute))
+        return max(bound, step_of_load(problem, lower_bound(compute)))
     limit = Limit(squares=value) if problem.objective == "variance" else Limit(most=value)
     size = len(problem.units) * problem.k
     tests = min(TESTS, int(seconds * CUT_UNITS_PER_SECOND / size))

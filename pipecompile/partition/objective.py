@@ -28,6 +28,7 @@ __all__ = [
     "objective_value",
     "rank_loads",
     "stage_loads",
+    "step_of_load",
 ]
 
 
@@ -316,6 +317,13 @@ def _step_bound(problem: PartitionProblem, total: int) -> int:
         return busy
     filled = 1 - (1 - Fraction(1, m)) ** problem.k
     return max(busy, ceil(total / fastest / filled))
+
+
+def step_of_load(problem: PartitionProblem, load: int) -> int:
+    """Return how long a step takes at least in which some rank has a load of at least so much."""
+    # The load of a rank that is faster, or has a part of the microbatches, is rounded up.
+    rounded = int(problem.speeds is not None)
+    return problem.microbatches * max(0, load - rounded)
 
 
 def _saved_by_splitting(node: Node) -> int:

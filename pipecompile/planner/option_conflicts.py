@@ -8,7 +8,13 @@ from typing import Any
 from pipecompile.cost_models.device import devices_of
 from pipecompile.errors import InputError
 from pipecompile.ir.plan import Options
-from pipecompile.schedule.named_orders import ASYNCHRONOUS, MAY_SPLIT, SPLIT
+from pipecompile.schedule.named_orders import (
+    ASYNCHRONOUS,
+    MAY_SPLIT,
+    NAMES,
+    SPLIT,
+    replicates_stages,
+)
 from pipecompile.schedule.selection import placements
 
 __all__ = ["check_together"]
@@ -26,6 +32,7 @@ def check_together(options: Options) -> None:
             "whose backwards may be split: a stage then recomputes as a whole or not at all; "
             "choose auto or stage"
         )
+    _check_stage_replicas(options)
     _check_devices(options, placement)
     _check_inference(options)
     _check_post_validation(options)
@@ -46,6 +53,38 @@ def check_together(options: Options) -> None:
         )
     if options.encodings:
         _check_encodings(options, placement)
+
+
+def _check_stage_replicas(options: Options) -> None:
+    """Raise InputError if stages cannot have replicas of their own with the other options."""
+    if options.stage_replicas is None:
+        return
+    replicas = ",".join(map(str, options.stage_replicas))
+    if options.stage_replicas[-1] != 1:
+        raise InputError(
+            f"stage_replicas={replicas}: the last stage has one rank, since that has the losses of "
+            "all microbatches; end with 1, or let whole pipelines have replicas"
+        )
+    names = [name for name in NAMES if replicates_stages(name) and name != "forward-only"]
+    if options.schedule not in names:
+        raise InputError(
+            f"stage_replicas={replicas} is not possible under schedule {options.schedule!r}, whose "
+            "order is not known for ranks that take microbatches in turns; choose one of "
+            f"{', '.join(names)}"
+        )
+    if max(options.stage_replicas) > options.microbatches:
+        raise InputError(
+            f"stage_replicas={replicas}, but there are {options.microbatches} microbatches, so "
+            f"that ranks would have none; use {max(options.stage_replicas)} or more"
+        )
+    for name, (default, reason) in UNREPLICATED.items():
+        if getattr(options, name) != default:
+            raise InputError(f"stage_replicas={replicas} and {name} do not go together: {reason}")
+    if isinstance(options.memory_bytes, tuple):
+        raise InputError(
+            f"stage_replicas={replicas}: replicas of a stage hold alike, so give one memory for "
+            "all ranks"
+        )
 
 
 def _check_devices(options: Options, placement: Sequence[int]) -> None:
@@ -116,6 +155,24 @@ NO_TRAINING: Mapping[str, Any] = {
     "noise": None,
 }
 """The options of training as they are in a plan for inference."""
+
+
+UNREPLICATED: Mapping[str, tuple[Any, str]] = {
+    "replicas": (1, "stages have replicas of their own, or whole pipelines have; leave one out"),
+    "stages_per_rank": (None, "a stage has ranks of its own; leave stages_per_rank out"),
+    "placement": (None, "the ranks of stages follow each other; leave placement out"),
+    "shard": (None, "a stage is whole on each of its ranks; leave shard out"),
+    "batch_norm": (
+        "microbatch",
+        "no rank of a stage sees the whole minibatch; leave batch_norm out",
+    ),
+    "post_validation": (
+        False,
+        "it rolls back what one pipeline has begun; leave post_validation out",
+    ),
+    "noise": (None, "the draws know one device a stage; leave noise out"),
+}
+"""Options that stages with replicas cannot have: the value that they must have, and why."""
 
 
 def _check_encodings(options: Options, placement: Sequence[int]) -> None:

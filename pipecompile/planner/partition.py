@@ -191,8 +191,9 @@ def _missing_by_rank(
     planner: RecomputePlanner, one_in_flight: bool, partition: Partition
 ) -> list[int]:
     """Return, for each rank, the bytes that a cut needs over its cap; below 0 what is left."""
-    placement = planner.view.placement
-    footprints: list[dict[int, Footprint]] = [{} for _ in range(max(placement) + 1)]
+    # Of the replicas of a stage, which hold alike, the first one stands for all.
+    placement, ranks = planner.view.placement, sorted(set(planner.view.placement))
+    footprints: list[dict[int, Footprint]] = [{} for _ in range(max(ranks) + 1)]
     recomputed: list[set[int]] = [set() for _ in footprints]
     for index, stage in enumerate(stages_of(planner.graph, partition.assignment, planner)):
         footprints[placement[index]][index] = stage.footprint
@@ -207,7 +208,7 @@ def _missing_by_rank(
             recomputed[rank],
             one_in_flight=one_in_flight,
         )
-        for rank in range(len(footprints))
+        for rank in ranks
     ]
 
 

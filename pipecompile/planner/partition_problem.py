@@ -9,7 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
+from fractions import Fraction
 from functools import partial
+from itertools import product
 from operator import attrgetter
 
 import msgspec
@@ -19,10 +21,11 @@ from pipecompile.ir.amount import AllocatorName
 from pipecompile.ir.copied_nodes import without_copied
 from pipecompile.ir.footprint import Footprint
 from pipecompile.ir.graph import CostGraph
-from pipecompile.ir.links import Links
+from pipecompile.ir.links import Links, links_of_pairs, slowest
 from pipecompile.ir.plan import Communication, Options
 from pipecompile.ir.schedule import BACKWARDS
 from pipecompile.ir.size import size_text
+from pipecompile.ir.stage_ranks import stage_ranks
 from pipecompile.memory_model.allocator import ALLOCATORS
 from pipecompile.memory_model.lower_bounds import (
     bytes_lower_bounds,
@@ -91,14 +94,19 @@ def problem_of(
         )
     placement = tuple(placement or placements(options)[0])
     copied, graph = graph.copied_set, without_copied(graph)
+    replicas = tuple(map(len, stage_ranks(placement)))
+    is_own = placement == tuple(range(options.k)) or max(replicas) > 1
     planner = recompute_planner(graph, options, placement)
     return PartitionProblem(
         graph,
         options.k,
         objective=INFERENCE_LOADS.get(options.objective, options.objective),
         communication=_communication(options),
-        links=links.among(max(placement) + 1),
-        placement=None if placement == tuple(range(options.k)) else placement,
+        links=_links_of_stages(links.among(max(placement) + 1), placement),
+        placement=None if is_own else placement,
+        # Ranks that take microbatches in turns are as fast together as so many; what they pay for
+        # transfers is charged as if one had all of them.
+        speeds=tuple(map(Fraction, replicas)) if max(replicas) > 1 else None,
         recompute=recomputed_share(options),
         memory=_memory_constraint(planner, one_in_flight),
         # A layout has a stage for copied nodes too.
@@ -111,6 +119,19 @@ def problem_of(
         whole_backwards=options.schedule not in MAY_SPLIT,
         step_ns=partial(planned_step_ns, planner, links),
     )
+
+
+def _links_of_stages(links: Links, placement: Sequence[int]) -> Links:
+    """Return the links between stages, of those that have several ranks the slowest ones."""
+    ranks = stage_ranks(placement)
+    if links.ranks is None or max(map(len, ranks)) == 1:
+        return links
+    table = [
+        [slowest(links.link(*pair) for pair in product(left, right)) for right in ranks]
+        for left in ranks
+    ]
+    own = {"sending": links.sending, "receiving": links.receiving}
+    return msgspec.structs.replace(links_of_pairs(table), **own)
 
 
 def _communication(options: Options) -> Communication:
@@ -157,6 +178,9 @@ def _memory_constraint(planner: RecomputePlanner, one_in_flight: bool) -> Memory
     moment = FullestMoment((1,) * options.k, have_gradients=False)
     if not one_in_flight:
         moment = fullest_moment_of(options, placement)
+    # Replicas of a stage hold alike, and count as one rank here.
+    caps = tuple(caps[rank] for rank in sorted(set(placement)))
+    ranks = len(caps)
     has_gradients = moment.have_gradients and options.microbatches > max(moment.held)
     ranges = planner.policies.ranges
     resident, saved = bytes_lower_bounds(

@@ -176,7 +176,7 @@ def assembled(
         capture=origin.capture,
         k=options.k,
         ranks=result.schedule.ranks,
-        stages_per_rank=options.k // result.schedule.ranks,
+        stages_per_rank=max(1, options.k // result.schedule.ranks),  # stages may have several ranks
         replicas=options.replicas,
         microbatches=options.microbatches,
         microbatch_shapes=origin.microbatch_shapes,

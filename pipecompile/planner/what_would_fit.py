@@ -35,8 +35,9 @@ def what_would_fit(graph: CostGraph, options: Options, links: Links) -> str:
     """
     if options.memory_bytes is None:
         return ""
-    # A list of caps or a matrix of links is for a fixed number of ranks.
+    # A list of caps, of ranks or a matrix of links is for a fixed number of ranks.
     is_fixed = links.ranks is not None or isinstance(options.memory_bytes, tuple)
+    is_fixed = is_fixed or options.stage_replicas is not None
     most = options.k if is_fixed else 2 * options.k + 2
     single, double = _with_more_room(options, most)
     possible = (text for text, changed in single.items() if _may_fit(graph, changed, links))

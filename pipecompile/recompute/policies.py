@@ -151,7 +151,7 @@ class RecomputePolicies:
         named = tuple(stage_slice.nodes[start:stop] for start, stop in regions)
         runs = tuple(sorted(encoded_runs, key=lambda run: self.ranges.place[run.nodes[0]]))
         footprint = footprint_of(
-            self.ranges,
+            self._ranges_of(stage_slice.stage),
             stage_slice.before,
             stage_slice.nodes,
             named,
@@ -220,6 +220,17 @@ class RecomputePolicies:
     def ranges(self) -> LiveRanges:
         """The live ranges of the graph's storages."""
         return LiveRanges.of(self.graph, self.options)
+
+    def _ranges_of(self, stage: int) -> LiveRanges:
+        """Return the live ranges for a stage, which may have replicas of its own."""
+        if stage not in self._by_stage:
+            self._by_stage[stage] = self.ranges.of_stage(stage, self.view.placement)
+        return self._by_stage[stage]
+
+    @cached_property
+    def _by_stage(self) -> dict[int, LiveRanges]:
+        """The live ranges for stages that were asked for."""
+        return {}
 
 
 def encoding_ns(encoded_runs: Iterable[EncodedNodes]) -> int:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import groupby
+from itertools import chain, groupby
 from typing import NamedTuple
 
 from msgspec.structs import replace
@@ -18,6 +18,7 @@ from pipecompile.ir.graph import CostGraph, Node
 from pipecompile.ir.module_paths import block_of
 from pipecompile.ir.plan import Options, OwnedParameter, Route
 from pipecompile.ir.stage import Boundary, ModuleRun, ReplicaExchange, Stage, TiedSum
+from pipecompile.ir.stage_ranks import stage_ranks
 from pipecompile.recompute.planner import RecomputePlanner
 from pipecompile.recompute.policies import NO_RECOMPUTE, StageRecompute
 
@@ -51,12 +52,16 @@ def stages_of(
     # Boundary s is before stage s: the first one has no tensors, and neither has the last.
     boundaries = [tuple(_boundary(graph, assignment, stage)) for stage in range(-1, k)]
     made: list[Stage] = []
-    tied_sums = _tied_sums(graph, nodes_by_stage, planner.view.placement, planner.options)
+    tied = _tied_parameters(graph, nodes_by_stage)
+    tied_sums = _tied_sums(graph, tied, planner.view.placement, planner.options)
     for index, (nodes, recompute) in enumerate(zip(nodes_by_stage, recomputes, strict=True)):
         if recompute is None:
             raise InfeasibleError(_misfit(planner, index))
         inputs, outputs = boundaries[index : index + 2]
         exchanges = _exchanges(graph, nodes, planner.options)
+        ranks = stage_ranks(planner.view.placement)[index]
+        if len(ranks) > 1:
+            exchanges = _among_stage_replicas(graph, nodes, tied, len(ranks))
         own = graph.on_rank(planner.view.placement[index])
         made.append(_stage(own, nodes, recompute, inputs, outputs, exchanges, tied_sums[index]))
     return tuple(made)
@@ -153,6 +158,18 @@ def _exchanges(graph: CostGraph, names: Iterable[str], options: Options) -> _Exc
             return _Exchanges(None, each_sum, gather)
 
 
+def _among_stage_replicas(
+    graph: CostGraph, names: Sequence[str], tied: Mapping[str, Sequence[int]], replicas: int
+) -> _Exchanges:
+    """Return what a stage exchanges with its own replicas once a step: sums of what it trains. Of
+    `tied` parameters there is one sum, over all ranks that hold them.
+    """
+    trained, _ = _parameter_bytes(graph, names)
+    read = {name for node in names for name in graph.by_name[node].parameters}
+    own = trained - sum(graph.parameter_by_name[name].bytes for name in read & tied.keys())
+    return _Exchanges(_around(replicas, own, own))
+
+
 def _around(replicas: int, *sizes: int) -> ReplicaExchange:
     """Return sums or gathers of so many bytes around a ring, one after the other."""
     messages = len(sizes) * (replicas - 1)
@@ -170,31 +187,43 @@ def _parameter_bytes(graph: CostGraph, names: Iterable[str]) -> tuple[int, int]:
     return unnamed + trained, unnamed + sum(parameter.bytes for parameter in parameters)
 
 
-def _tied_sums(
-    graph: CostGraph,
-    nodes_by_stage: Sequence[Sequence[str]],
-    placement: Sequence[int],
-    options: Options,
-) -> list[tuple[TiedSum, ...]]:
-    """Return for each stage the sums that its rank ends with after it: those of the trained
-    parameters that other ranks hold too.
-    """
+def _tied_parameters(
+    graph: CostGraph, nodes_by_stage: Sequence[Sequence[str]]
+) -> dict[str, list[int]]:
+    """Return the trained parameters that several stages read, with these."""
     stages_of: dict[str, list[int]] = {}
     for stage, names in enumerate(nodes_by_stage):
         read = {name for node in names for name in graph.by_name[node].parameters}
         for name in read:
             stages_of.setdefault(name, []).append(stage)
-    sums: list[list[TiedSum]] = [[] for _ in nodes_by_stage]
-    for name in sorted(name for name, stages in stages_of.items() if len(stages) > 1):
+    return {
+        name: stages
+        for name, stages in sorted(stages_of.items())
+        if len(stages) > 1 and graph.parameter_by_name[name].trainable
+    }
+
+
+def _tied_sums(
+    graph: CostGraph,
+    tied: Mapping[str, Sequence[int]],
+    placement: Sequence[int],
+    options: Options,
+) -> list[tuple[TiedSum, ...]]:
+    """Return for each stage the sums that its rank ends with after it: those of the `tied`
+    parameters that other ranks hold too.
+    """
+    sums: list[list[TiedSum]] = [[] for _ in placement]
+    for name, stages in tied.items():
         parameter = graph.parameter_by_name[name]
-        ranks = tuple(sorted({placement[stage] for stage in stages_of[name]}))
-        if len(ranks) > 1 and parameter.trainable:
+        holders = [stage_ranks(placement)[stage] for stage in stages]
+        ranks = tuple(sorted(set(chain.from_iterable(holders))))
+        if len(ranks) > 1:
             # Where parameters are sharded, each replica sums its part.
             held = -(-parameter.bytes // (options.replicas if options.shard else 1))
             each = TiedSum(ranks=ranks, messages=2 * (len(ranks) - 1), bytes=-(-held // len(ranks)))
             # A rank sums once, when all of its stages are done. The first one is done last, even if
             # it does not hold the parameter.
-            for rank in ranks:
+            for rank in sorted({placement[stage] for stage in stages}):
                 sums[placement.index(rank)].append(each)
     return [tuple(each) for each in sums]
 

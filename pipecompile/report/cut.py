@@ -49,6 +49,9 @@ def _header(cut: Cut) -> Iterator[str]:
         f"variance {square_text(cut.variance_ns2, unit)}"
     )
     yield f"  search     {cut.seconds:.2f} s"
+    if max(cut.replicas) > 1 and cut.replicas[-1] == 1:
+        replicas = ",".join(map(str, cut.replicas))
+        yield f"  to run it  --stage-replicas {replicas} of plan, for the model of these costs"
     if unit == "relative":
         yield f"  times      {RELATIVE_NOTE}"
 

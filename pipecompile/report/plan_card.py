@@ -14,6 +14,7 @@ from pipecompile.ir.duration import time_with_unit
 from pipecompile.ir.plan import Plan
 from pipecompile.ir.schedule import Event, Kind, Timeline
 from pipecompile.ir.size import size_text
+from pipecompile.ir.stage_ranks import ranks_text
 from pipecompile.report.memory import cap_text, memory_bounds
 from pipecompile.report.plan_head import headline
 from pipecompile.report.templates import page
@@ -66,7 +67,7 @@ def _stages(plan: Plan) -> Iterator[list[str]]:
     for index, (stage, time) in enumerate(zip(plan.stages, times, strict=True)):
         yield [
             str(index),
-            str(plan.schedule.placement[index]),
+            ranks_text(plan.schedule.stage_ranks[index]),
             ", ".join(stage.modules),
             time_with_unit(time, plan.time_unit),
             percent(time * plan.k, sum(times)),

@@ -16,6 +16,7 @@ from pipecompile.ir.explanation import (
 from pipecompile.ir.plan import Plan
 from pipecompile.ir.schedule import Idle, Kind
 from pipecompile.ir.stage import Stage
+from pipecompile.ir.stage_ranks import stages_on
 
 __all__ = ["outcome_of", "plan_facts"]
 
@@ -68,7 +69,7 @@ def _summed(idle: tuple[Idle, ...]) -> Idle:
 def _heaviest(plan: Plan) -> HeaviestRank:
     loads = plan.prediction.loads_ns
     rank = loads.index(max(loads))
-    stages = tuple(s for s, place in enumerate(plan.schedule.placement) if place == rank)
+    stages = stages_on(plan.schedule.placement, rank)
     return HeaviestRank(
         rank=rank,
         stages=stages,
@@ -92,7 +93,9 @@ def _least_ns(plan: Plan) -> int | None:
     if Kind.BACKWARD not in kinds:
         return even  # nor does it say what single nodes take in halves, or in a forward alone
     runs = (run for stage in plan.stages for run in stage.module_runs)
-    return max([even, *(run.ns for run in runs if run.nodes == 1)])
+    # A rank with a part of a stage's microbatches has that part of its load.
+    most = max(map(len, plan.schedule.stage_ranks))
+    return max([even, *(run.ns // most for run in runs if run.nodes == 1)])
 
 
 def _copies_ns(stage: Stage) -> int:

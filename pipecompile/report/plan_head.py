@@ -13,6 +13,7 @@ from pipecompile.ir.plurals import counted
 from pipecompile.ir.robustness import NoisyStep
 from pipecompile.ir.schedule import Kind
 from pipecompile.ir.size import size_text
+from pipecompile.ir.stage_ranks import has_stage_replicas
 from pipecompile.report.inference import cache_text, latency_text
 from pipecompile.report.joint import joint_text
 from pipecompile.report.links import links_text, overhead_texts
@@ -45,7 +46,9 @@ def headline(plan: Plan) -> str:
 
 
 def _replicas_text(plan: Plan) -> str:
-    """Return how many replicas a plan has, "" for one."""
+    """Return how many replicas a plan, or each of its stages has, "" for one."""
+    if has_stage_replicas(plan.schedule.placement):
+        return f", stages on {' + '.join(str(len(ranks)) for ranks in plan.schedule.stage_ranks)}"
     shard = f" (shard {plan.options.shard})" if plan.options.shard else ""
     return f", {plan.replicas} replicas{shard}" if plan.replicas > 1 else ""
 
@@ -89,7 +92,8 @@ def plan_head(plan: Plan) -> Iterator[str]:
     yield from (f"             {note}" for note in plan.cost_notes)
     yield f"  links      {links_text(plan.links)}"
     yield from (f"             {text}" for text in overhead_texts(plan.links))
-    if plan.replicas > 1 and not plan.options.is_inference:
+    has_replicas = plan.replicas > 1 or has_stage_replicas(plan.schedule.placement)
+    if has_replicas and not plan.options.is_inference:
         yield f"  replicas   {replicas_text(plan)}"
     yield (
         f"  memory     {cap_text(plan)}; predicted for {ALLOCATOR_NAMES[plan.allocator]}; "

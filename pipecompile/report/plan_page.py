@@ -14,6 +14,7 @@ from pipecompile.ir.plan import Plan
 from pipecompile.ir.rank_memory import RankMemory
 from pipecompile.ir.schedule import Timeline
 from pipecompile.ir.size import size_text
+from pipecompile.ir.stage_ranks import ranks_text, stages_on
 from pipecompile.report.inference import (
     cache_header,
     cache_rows,
@@ -235,11 +236,7 @@ def _held_scale(bounds: Sequence[MemoryBound], scale: int) -> int:
 
 def _times(plan: Plan, rank: int) -> list[tuple[str, int]]:
     """Return what a rank runs for one microbatch, by kind."""
-    stages = [
-        stage
-        for stage, place in zip(plan.stages, plan.schedule.placement, strict=True)
-        if place == rank
-    ]
+    stages = [plan.stages[index] for index in stages_on(plan.schedule.placement, rank)]
     forward = sum(stage.forward_ns for stage in stages)
     extra = sum(stage.extra_ns for stage in stages)
     if plan.options.is_inference:
@@ -278,13 +275,15 @@ def _stages(plan: Plan) -> _PageTable:
     """Return the table of stages: their modules, times and sizes, and what they recompute if any
     does.
     """
-    recompute, shared = has_recompute(plan), plan.ranks < plan.k
+    recompute, shared = has_recompute(plan), plan.ranks != plan.k
     extra = ["recomputed", *extra_time_header(plan)] if recompute else []
     trains = not plan.options.is_inference
     names = [*["rank"] * shared, "nodes", "forward", *["backward"] * trains, *extra]
     header = ["stage", "modules", *names, "params", "sends"]
     rows = []
-    for index, (stage, rank) in enumerate(zip(plan.stages, plan.schedule.placement, strict=True)):
+    for index, (stage, ranks) in enumerate(
+        zip(plan.stages, plan.schedule.stage_ranks, strict=True)
+    ):
         sent = sum(tensor.bytes for tensor in stage.outputs)
         directions = [stage.forward_ns, *[stage.backward_ns] * trains]
         times = [time_text(time, plan.time_unit) for time in directions]
@@ -294,7 +293,7 @@ def _stages(plan: Plan) -> _PageTable:
                 [
                     index,
                     ", ".join(stage.modules),
-                    *[rank] * shared,
+                    *[ranks_text(ranks)] * shared,
                     len(stage.nodes),
                     *times,
                     *recomputed,

@@ -29,10 +29,10 @@ def exchanged(plan: Plan, rank: int) -> Exchanged:
     actions = [action for action in plan.schedule.rows[rank] if action.kind in COMPUTE]
     all_of = Counter(action.stage for action in actions)
     sums_of = Counter(action.stage for action in actions if action.kind in WEIGHT_GRADIENT_KINDS)
-    ring = plan.links.between_replicas(rank, plan.ranks)
     size, times = 0, [0, 0]
     for index in all_of:
-        stage = plan.stages[index]
+        stage, own = plan.stages[index], plan.schedule.stage_ranks[index]
+        ring = plan.links.around_replicas(own if len(own) > 1 else [rank], plan.ranks)
         exchanges: list[tuple[ReplicaExchange | None, int, int]] = [
             (stage.replica_sum, 1, 0),
             (stage.backward_sum, sums_of[index], 1),

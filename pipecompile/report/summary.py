@@ -10,6 +10,7 @@ from pipecompile.ir.plan import Plan
 from pipecompile.ir.plurals import counted
 from pipecompile.ir.size import size_text
 from pipecompile.ir.stage import Stage
+from pipecompile.ir.stage_ranks import ranks_text
 from pipecompile.report.inference import cache_header, cache_rows, load_text
 from pipecompile.report.joint import settings_table
 from pipecompile.report.memory import FIXED_NOTE, kinds_of, memory_bounds, stage_memory
@@ -54,18 +55,20 @@ def _stages(plan: Plan, draw: DrawTable) -> Iterator[str]:
     any.
     """
     # With one stage a rank, the rank is the stage's own number: no column says it twice.
-    recompute, shared = has_recompute(plan), plan.ranks < plan.k
+    recompute, shared = has_recompute(plan), plan.ranks != plan.k
     trains = not plan.options.is_inference
     header = ["stage", *["rank"] * shared, "modules", "nodes", "forward", *["backward"] * trains]
     rows = [[*header, *["recompute"] * recompute, "params", "sends"]]
-    for index, (stage, rank) in enumerate(zip(plan.stages, plan.schedule.placement, strict=True)):
+    for index, (stage, ranks) in enumerate(
+        zip(plan.stages, plan.schedule.stage_ranks, strict=True)
+    ):
         times = [stage.forward_ns, *[stage.backward_ns] * trains]
         times += [stage.recompute_ns] * recompute
         sent = sum(tensor.bytes for tensor in stage.outputs)
         rows.append(
             [
                 str(index),
-                *[str(rank)] * shared,
+                *[ranks_text(ranks)] * shared,
                 _modules(stage),
                 str(len(stage.nodes)),
                 *(time_text(time, plan.time_unit) for time in times),

@@ -14,6 +14,7 @@ from typing import Any
 
 from pipecompile.ir.plan import Plan
 from pipecompile.ir.schedule import BACKWARDS, Action, Kind, Timeline
+from pipecompile.ir.stage_ranks import stages_on
 from pipecompile.memory_model.rank import activation_curve
 
 __all__ = ["trace"]
@@ -43,9 +44,7 @@ def trace(plan: Plan, timeline: Timeline) -> bytes:
 
 def _ranks(plan: Plan) -> Iterator[dict[str, Any]]:
     for rank in range(plan.ranks):
-        stages = ", ".join(
-            str(stage) for stage, place in enumerate(plan.schedule.placement) if place == rank
-        )
+        stages = ", ".join(map(str, stages_on(plan.schedule.placement, rank)))
         unit = ", times are relative units" if plan.time_unit == "relative" else ""
         arguments = {"name": f"rank {rank} (stage {stages}{unit})"}
         yield {"ph": "M", "name": "process_name", "pid": rank, "tid": 0, "args": arguments}
@@ -93,7 +92,7 @@ def _messages(plan: Plan, timeline: Timeline) -> Iterator[dict[str, Any]]:
         receiver = send.stage + _RECEIVER[send.kind]
         source, target = events[send.stage, send.microbatch], events[receiver, send.microbatch]
         shared = {"name": str(send), "cat": "message", "id": number, "tid": 0}
-        rank, peer = plan.schedule.placement[send.stage], plan.schedule.placement[receiver]
+        rank, peer = map(plan.schedule.rank_of, (send, send._replace(stage=receiver)))
         arguments = {"bytes": _message_bytes(plan, send)}
         # "bp": "e" makes the arrow end at the event that encloses its end, the reader's action.
         # Without it the arrow would end at the event after that.

@@ -24,6 +24,7 @@ from pipecompile.ir.schedule import BACKWARDS, Schedule
 from pipecompile.runtime.agreement import Agreement
 from pipecompile.runtime.leading_forwards import LeadingForwards
 from pipecompile.runtime.messages import Boundaries, Messages
+from pipecompile.runtime.peers import peers_at
 from pipecompile.runtime.rank_step import (
     ActionObserver,
     Minibatch,
@@ -108,7 +109,8 @@ class DistributedPipeline:
         last = schedule.microbatches - 1
         rank = dist.get_rank(self._group)
         row = rest = schedule.rows[rank]
-        trains = any(action.kind in BACKWARDS for action in row)
+        # A replica of a stage may have no microbatch of a small minibatch, and yet trains.
+        trains = any(action.kind in BACKWARDS for _, action in schedule)
         messages.begin(
             watch.deadline,
             agreement if leading is None else None,
@@ -169,7 +171,8 @@ class DistributedPipeline:
         if schedule.placement not in self._messages_by_placement:
             group = self._group or dist.group.WORLD
             assert group is not None
-            peers = [dist.get_global_rank(group, rank) for rank in schedule.placement]
+            own = [dist.get_global_rank(group, rank) for rank in range(schedule.ranks)]
+            peers = peers_at(schedule.placement, own)
             messages = Messages(self._boundaries, peers, self._device, self._group)
             self._messages_by_placement[schedule.placement] = messages
         return self._messages_by_placement[schedule.placement]

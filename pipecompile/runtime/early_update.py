@@ -140,6 +140,9 @@ class _OptimizerCopy:
             else:
                 self._optimizer.state[parameter] = state
         for group, options in zip(self._optimizer.param_groups, self._groups, strict=True):
+            # Without what the step has added.
+            for name in group.keys() - options.keys() - {"params"}:
+                del group[name]
             group.update(options)
 
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from pipecompile.ir.plan import Plan
+from pipecompile.ir.stage_ranks import stages_on
 from pipecompile.runtime.place import RankPlace, device_of_this_rank
 
 __all__ = ["LocalShare"]
@@ -24,12 +25,10 @@ class LocalShare:
     def __init__(self, plan: Plan, place: RankPlace) -> None:
         self.place = place
         self.is_distributed = place.is_distributed
-        self.stages = [
-            index
-            for index, rank in enumerate(plan.schedule.placement)
-            if not self.is_distributed or rank == place.rank
-        ]
         self._placement = plan.schedule.placement
+        self.stages = list(range(plan.k))
+        if self.is_distributed:
+            self.stages = list(stages_on(self._placement, place.rank))
         self._first_holder_of: frozenset[str] | None = None
         self.holders: dict[str, tuple[int, ...]] = {
             name: parameter.stages
@@ -70,8 +69,9 @@ class LocalShare:
         """
         if self._first_holder_of is not None:
             return name in self._first_holder_of
-        is_owner = not self.is_distributed or self.holders.get(name, (0,))[0] in self.stages
-        return is_owner and self.place.is_first
+        # Of the replicas of a stage the first one.
+        owner = self._placement[self.holders.get(name, (0,))[0]]
+        return not self.is_distributed or (owner == self.place.rank and self.place.is_first)
 
     def saved_from(self, name: str) -> int:
         """Return the process whose value of a parameter or buffer is the one to save: the owner in

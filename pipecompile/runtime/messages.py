@@ -23,6 +23,7 @@ from torch import Tensor
 from pipecompile.ir.schedule import Action, Kind
 from pipecompile.runtime.agreement import Agreement
 from pipecompile.runtime.missing_gradients import MissingGradients
+from pipecompile.runtime.peers import Peers, peer_of
 from pipecompile.runtime.watch import Deadline
 
 __all__ = ["Boundaries", "BoundaryShape", "Messages"]
@@ -54,22 +55,21 @@ Boundaries = Sequence[Sequence[BoundaryShape]]
 """The tensors that enter each stage."""
 
 
-def _key(stage: int, boundary: Sequence[BoundaryShape]) -> tuple[int, tuple[BoundaryShape, ...]]:
-    """Return what names a boundary: of a smaller microbatch it is another one."""
-    return stage, tuple(boundary)
+_Key = tuple[int, int, tuple[BoundaryShape, ...]]
+"""What names a boundary: the stage behind it, whose turn it is, and what crosses there."""
 
 
 class Messages:
     """The messages of one rank.
 
-    `boundaries[s]` are the tensors that enter stage s, and `peers[s]` is the global rank that runs
-    it. `group` is the process group of the pipeline, None for all ranks.
+    `boundaries[s]` are the tensors that enter stage s, and `peers[s]` the global ranks that run it,
+    in turns. `group` is the process group of the pipeline, None for all ranks.
     """
 
     def __init__(
         self,
         boundaries: Boundaries,
-        peers: Sequence[int],
+        peers: Peers,
         device: torch.device,
         group: dist.ProcessGroup | None = None,
     ) -> None:
@@ -98,13 +98,15 @@ class Messages:
         if is_forward:
             self._buffers[action] = tuple(shape.buffer(self._device) for shape in boundary)
         else:
-            self._buffers[action] = self._gradient_buffers(action.stage + 1, boundary)
+            key = self._key(action.stage + 1, action.microbatch, boundary)
+            self._buffers[action] = self._gradient_buffers(key)
         received = [*self._buffers[action]]
-        if not is_forward and self._tells(action.stage + 1, boundary):
+        if not is_forward and self._tells(key):
             flags = torch.empty(len(boundary), dtype=torch.bool, device=self._device)
             self._flags[action] = flags
             received.append(flags)
-        peer = self._peers[action.stage - 1 if is_forward else action.stage + 1]
+        sender = action.stage - 1 if is_forward else action.stage + 1
+        peer = peer_of(self._peers, sender, action.microbatch)
         # The whole message is one batch, so that its tensors cannot overtake each other.
         self._receiving[action] = self._start(dist.irecv, received, peer)
 
@@ -117,18 +119,19 @@ class Messages:
             return values
         flags = tuple(self._flags.pop(action).tolist())
         boundary = self._boundaries_of(action)[action.stage + 1]
-        self._missing.note(_key(action.stage + 1, boundary), flags)
+        self._missing.note(self._key(action.stage + 1, action.microbatch, boundary), flags)
         return tuple(None if is_missing else v for v, is_missing in zip(values, flags, strict=True))
 
     def send(self, action: Action, values: Sequence[Tensor | None]) -> None:
         """Begin to send `values`."""
         self.settle()
         if action.kind is Kind.SEND_FORWARD:
-            peer, sent = self._peers[action.stage + 1], [*values]
+            receiver, sent = action.stage + 1, [*values]
         else:
-            peer, sent = self._peers[action.stage - 1], self._gradients_to_send(action, values)
+            receiver, sent = action.stage - 1, self._gradients_to_send(action, values)
         # What is sent are bytes, without the bits that say "conjugate" and "negative".
         plain = [None if each is None else each.resolve_conj().resolve_neg() for each in sent]
+        peer = peer_of(self._peers, receiver, action.microbatch)
         self._sending += self._start(dist.isend, plain, peer)
 
     def _gradients_to_send(
@@ -138,7 +141,7 @@ class Messages:
         boundary = self._boundaries_of(action)[action.stage]
         if not any(shape.has_gradient for shape in boundary):
             return []
-        key = _key(action.stage, boundary)
+        key = self._key(action.stage, action.microbatch, boundary)
         flags = tuple(value is None for value in values)
         self._missing.check(key, action.stage, flags)
         self._missing.note(key, flags)
@@ -151,17 +154,25 @@ class Messages:
             sent.append(torch.tensor(flags, device=self._device))
         return sent
 
-    def _gradient_buffers(self, stage: int, boundary: Sequence[BoundaryShape]) -> Values:
-        left_out = self._missing.left_out(_key(stage, boundary), len(boundary))
+    def _key(self, stage: int, microbatch: int | None, boundary: Sequence[BoundaryShape]) -> _Key:
+        """Return what names the boundary before a stage to the two ranks that have a microbatch
+        beside it: of a smaller microbatch it is another one.
+        """
+        # Replicas know only of their own messages, so each turn around both stages has its own.
+        turns = len(self._peers[stage - 1]) * len(self._peers[stage])
+        return stage, (microbatch or 0) % turns, tuple(boundary)
+
+    def _gradient_buffers(self, key: _Key) -> Values:
+        boundary = key[-1]
+        left_out = self._missing.left_out(key, len(boundary))
         return tuple(
             shape.buffer(self._device) if shape.has_gradient and not out else None
             for shape, out in zip(boundary, left_out, strict=True)
         )
 
-    def _tells(self, stage: int, boundary: Sequence[BoundaryShape]) -> bool:
-        """Return whether a message of gradients from `stage` tells which are missing."""
-        some = any(shape.has_gradient for shape in boundary)
-        return some and self._missing.tells(_key(stage, boundary))
+    def _tells(self, key: _Key) -> bool:
+        """Return whether a message of gradients over a boundary tells which are missing."""
+        return any(shape.has_gradient for shape in key[-1]) and self._missing.tells(key)
 
     @property
     def steps(self) -> int:

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from pipecompile.ir.stage_ranks import stage_ranks
 from pipecompile.runtime.shards import local_part
 from pipecompile.runtime.watch import Deadline
 
@@ -25,12 +26,12 @@ def tie_groups(
     """Return for each tied parameter the process group of the ranks that hold it.
 
     `pipelines` are the global ranks of each replica's pipeline, in the order of `placement`'s
-    ranks. Parameters that only one rank of a pipeline holds have no group. Every rank must call
-    this with the same arguments, since ranks create process groups together.
+    ranks. Parameters of one stage have no group, also if that has several ranks. Every rank must
+    call this with the same arguments, since ranks create process groups together.
     """
     own = dist.get_rank()
     ranks_of = {
-        name: tuple(sorted({placement[stage] for stage in stages}))
+        name: tuple(sorted({rank for stage in stages for rank in stage_ranks(placement)[stage]}))
         for name, stages in stages_of.items()
     }
     groups: dict[tuple[int, ...], dist.ProcessGroup] = {}

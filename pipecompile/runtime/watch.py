@@ -35,6 +35,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_
 from pipecompile.errors import PipecompileError, RankFaultError
 from pipecompile.ir.schedule import BACKWARDS, TRANSFERS, Action, Kind
 from pipecompile.runtime.faults import Phase, RankState, action_text, verdict
+from pipecompile.runtime.peers import Peers, peer_of
 
 __all__ = ["Deadline", "StepWatch"]
 
@@ -138,12 +139,12 @@ class _Doing(NamedTuple):
 class StepWatch:
     """An observer of the actions of this rank.
 
-    `ranks` are the global ranks of all replicas, and `peers[s]` is the one that runs stage s of
-    this replica. `seconds` is how long a step may take; without it nothing is published, and an
-    error names only what this rank did.
+    `ranks` are the global ranks of all replicas, and `peers[s]` are those that run stage s of this
+    replica, in turns. `seconds` is how long a step may take; without it nothing is published, and
+    an error names only what this rank did.
     """
 
-    def __init__(self, ranks: Sequence[int], peers: Sequence[int], seconds: float | None) -> None:
+    def __init__(self, ranks: Sequence[int], peers: Peers, seconds: float | None) -> None:
         self._ranks = ranks
         self._peers = peers
         self._seconds = seconds
@@ -277,9 +278,9 @@ class StepWatch:
     def _source(self, action: Action) -> int | None:
         """Return the rank whose message `action` waits for; None if it needs none."""
         if action.kind is Kind.FORWARD and action.stage > 0:
-            source = self._peers[action.stage - 1]
+            source = peer_of(self._peers, action.stage - 1, action.microbatch)
         elif action.kind in BACKWARDS and action.stage + 1 < len(self._peers):
-            source = self._peers[action.stage + 1]
+            source = peer_of(self._peers, action.stage + 1, action.microbatch)
         else:
             return None
         return None if source == self._own else source

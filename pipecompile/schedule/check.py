@@ -85,9 +85,13 @@ class _CheckedSchedule:
         return Counter(action for _, action in self.schedule)
 
     @cached_property
-    def places(self) -> dict[Action, int]:
-        """The index of each action in the row of its rank."""
-        return {action: index for row in self.schedule.rows for index, action in enumerate(row)}
+    def places(self) -> dict[tuple[int, Action], int]:
+        """By rank and action the index in the row; replicas of a stage have the same reduction."""
+        return {
+            (rank, action): index
+            for rank, row in enumerate(self.schedule.rows)
+            for index, action in enumerate(row)
+        }
 
     @cached_property
     def trains(self) -> bool:
@@ -107,7 +111,7 @@ class _CheckedSchedule:
         return messages
 
     def rank(self, action: Action) -> int:
-        return self.schedule.placement[action.stage]
+        return self.schedule.rank_of(action)
 
     def name(self, action: Action) -> str:
         """Return the action with its rank and, for a transfer, its peer's rank."""
@@ -116,7 +120,7 @@ class _CheckedSchedule:
             return text
         stage = action.stage + _PARTNERS[action.kind][1]
         is_stage = 0 <= stage < len(self.schedule.placement)
-        peer = self.schedule.placement[stage] if is_stage else "?"
+        peer = self.rank(action._replace(stage=stage)) if is_stage else "?"
         return f"{text} {'to' if action.kind in _SENDS else 'from'} rank {peer}"
 
 
@@ -139,7 +143,7 @@ def _problem_seen_in(schedule: Schedule) -> PlacedProblem:
 def _count_violations(checked: _CheckedSchedule) -> Iterator[str]:
     """Each required action must be there once, and no other one."""
     counts, required = checked.counts, set(_required_actions(checked))
-    repeated = {action for action, count in counts.items() if count > 1}
+    repeated = {action for action in counts if not _is_once(checked, action)}
     # Only these can be wrong, and in a sound schedule there are none: the sort below is free.
     suspects = (required ^ counts.keys()) | repeated
     for action in sorted(suspects, key=_by_stage_and_microbatch):
@@ -152,6 +156,15 @@ def _count_violations(checked: _CheckedSchedule) -> Iterator[str]:
             yield f"{checked.name(action)} appears {count} times"
         else:
             yield f"{checked.name(action)} is out of place"
+
+
+def _is_once(checked: _CheckedSchedule, action: Action) -> bool:
+    """Return whether a schedule has an action once; a reduction on each replica of its stage."""
+    count, places = checked.counts[action], checked.places
+    if action.kind is not Kind.REDUCE:
+        return count == 1
+    ranks = checked.schedule.stage_ranks[action.stage]
+    return count == len(ranks) and all((rank, action) in places for rank in ranks)
 
 
 def _by_stage_and_microbatch(action: Action) -> tuple[int, int, Kind]:
@@ -196,9 +209,10 @@ def _required_actions(checked: _CheckedSchedule) -> Iterator[Action]:
 
 def _order_violations(checked: _CheckedSchedule) -> Iterator[str]:
     """Each action must stand behind those on its own rank whose results it uses."""
-    places = checked.places
     for first, second in _ordered_pairs(checked):
-        if first in places and second in places and places[second] < places[first]:
+        rank = checked.rank(first)
+        before, after = (checked.places.get((rank, action)) for action in (first, second))
+        if before is not None and after is not None and after < before:
             yield f"{checked.name(second)} stands before {first}, which it needs"
 
 

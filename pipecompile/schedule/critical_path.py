@@ -110,8 +110,8 @@ def _deliveries(problem: PlacedProblem, timeline: Timeline) -> dict[int, _Delive
         for index, (action, _, end_ns) in enumerate(row):
             task, number = divmod(_code(problem, action), problem.microbatches)
             clock_ns = end_ns
-            for target, peer, transfer_ns in waiting[task]:
-                code = target * problem.microbatches + number
+            for target, first, transfer_ns, replicas in waiting[task]:
+                code, peer = target * problem.microbatches + number, first + number % replicas
                 # A message without a receiver is not sent.
                 if code not in scheduled:
                     continue

@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 from pipecompile.errors import ScheduleError
 from pipecompile.ir.schedule import BACKWARDS, Action, Kind, Schedule
+from pipecompile.ir.stage_ranks import stage_ranks
 from pipecompile.schedule.problem import PlacedProblem
 
 __all__ = [
@@ -46,12 +47,14 @@ class Dependent(NamedTuple):
     """A task that waits for another one of the same microbatch.
 
     A task is a kind and a stage, as the number `TASK_KINDS[kind] × stages + stage`. This one runs
-    on `rank`, and the result that it waits for takes `transfer_ns` to get there.
+    on `rank`, or on that of its `replicas` which has the microbatch, and the result that it waits
+    for takes `transfer_ns` to get there.
     """
 
     task: int
     rank: int
     transfer_ns: int
+    replicas: int = 1
 
 
 def dependents(problem: PlacedProblem) -> list[list[Dependent]]:
@@ -59,7 +62,7 @@ def dependents(problem: PlacedProblem) -> list[list[Dependent]]:
 
     They are in the order in which the result is sent: to the next stage first, then over skips.
     """
-    stages, placement = problem.stages, problem.placement
+    stages, placement, ranks = problem.stages, problem.placement, stage_ranks(problem.placement)
     waiting: list[list[Dependent]] = [[] for _ in range(4 * stages)]
 
     def add(kind: int, stage: int, to_kind: int, to_stage: int, transfer_ns: int = 0) -> None:
@@ -70,6 +73,7 @@ def dependents(problem: PlacedProblem) -> list[list[Dependent]]:
                 task=to_kind * stages + to_stage,
                 rank=placement[to_stage],
                 transfer_ns=transfer_ns if is_remote else 0,
+                replicas=len(ranks[to_stage]),
             )
         )
 

@@ -162,10 +162,11 @@ class _Executor:
         The ranks that waited for nothing else are added to `woken`.
         """
         pending, end = self.pending, self.free_ns[rank]
-        for target, peer, transfer_ns in self.dependents[task]:
+        for target, first, transfer_ns, replicas in self.dependents[task]:
             code = target * self.microbatches + number
             if pending[code] <= 0:
                 continue  # the schedule does not have this action
+            peer = first + number % replicas
             arrival = end if peer == rank else self.send(rank, peer, end, transfer_ns)
             if arrival > self.arrivals[code]:
                 self.arrivals[code] = arrival

@@ -55,8 +55,17 @@ def one_f_one_b(layout: Layout, rank: int, microbatches: int) -> Iterator[Task]:
     rank 0   F0 F1 F2 .  .  B0 F3 B1 .  B2 .  B3
     rank 1   .  F0 F1 .  B0 F2 B1 F3 B2 .  B3 .
     rank 2   .  .  F0 B0 F1 B1 F2 B2 F3 B3 .  .
+
+    Replicas of a stage take its microbatches in turns (PipeDream's 1F1B-RR, arXiv 1806.03377,
+    section 3.2). Each begins with as many forwards as ranks from its stage on come to one replica:
+    here 3 / 2, rounded up.
+
+    rank 0   F0 F2 .  B0 .  .  .  B2 .  .
+    rank 1   F1 F3 .  .  .  B1 .  .  .  B3
+    rank 2   .  F0 B0 F1 B1 F2 B2 F3 B3 .
     """
-    for _ in range(len(layout) - rank):
+    replicas, behind = layout.count(layout[rank]), len(layout) - layout.index(layout[rank])
+    for _ in range(-(-behind // replicas)):
         yield from forwards(layout[rank])
     # Tasks beyond the last microbatch are dropped by `tasks.numbered`.
     for _ in range(microbatches):

@@ -11,12 +11,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import NamedTuple
 
 from pipecompile.errors import InputError
 from pipecompile.ir.footprint import SINGLE, WeightCopies
 from pipecompile.ir.options import known_name
 from pipecompile.ir.schedule import Action, Kind, Schedule
+from pipecompile.ir.stage_ranks import has_stage_replicas, stage_ranks
 from pipecompile.schedule.asynchronous_versions import (
     DOUBLE_BUFFERED,
     STASHED,
@@ -27,7 +29,7 @@ from pipecompile.schedule.asynchronous_versions import (
 from pipecompile.schedule.flush import forward_only, gpipe, interleaved, one_f_one_b
 from pipecompile.schedule.placement import place, shapes_of
 from pipecompile.schedule.recompute import insert_recomputes
-from pipecompile.schedule.tasks import Layout, Task, layout_of, numbered
+from pipecompile.schedule.tasks import Layout, Task, layout_of, numbered, own_microbatches
 from pipecompile.schedule.v_shaped_orders import dualpipe_v, v_half, v_min, zb_v
 from pipecompile.schedule.zero_bubble import zb_h1, zb_h2
 
@@ -43,6 +45,7 @@ __all__ = [
     "held_microbatches",
     "lasting_microbatches",
     "peak_in_flight",
+    "replicates_stages",
     "required_placement",
     "weight_copies",
 ]
@@ -63,7 +66,8 @@ class _NamedSchedule:
 
     These are the shape of its placement, the number of stages on each rank, None for any, and the
     fewest microbatches on a number of ranks. `split` says that it splits some or all of its
-    backwards. `version_rule` is that of an asynchronous schedule.
+    backwards, `replicates` that stages may have replicas. `version_rule` is that of an asynchronous
+    schedule.
     """
 
     generator: Generator
@@ -71,12 +75,13 @@ class _NamedSchedule:
     stages_per_rank: int | None = 1
     least_microbatches: Callable[[int], int] = lambda ranks: 1
     split: bool = False
+    replicates: bool = False
     version_rule: VersionRule | None = None
 
 
 _NAMED = {
-    "gpipe": _NamedSchedule(_by_rank(gpipe), "any", None),
-    "1f1b": _NamedSchedule(_by_rank(one_f_one_b), "linear", None),
+    "gpipe": _NamedSchedule(_by_rank(gpipe), "any", None, replicates=True),
+    "1f1b": _NamedSchedule(_by_rank(one_f_one_b), "linear", None, replicates=True),
     "interleaved-1f1b": _NamedSchedule(_by_rank(interleaved), "loop", None),
     "looped-bfs": _NamedSchedule(_by_rank(gpipe), "loop", None),
     "zb-h1": _NamedSchedule(_by_rank(zb_h1), split=True),
@@ -93,7 +98,7 @@ _NAMED = {
         least_microbatches=lambda ranks: max(1, ranks - 1),
         version_rule=DOUBLE_BUFFERED,
     ),
-    "forward-only": _NamedSchedule(_by_rank(forward_only), "any", None),
+    "forward-only": _NamedSchedule(_by_rank(forward_only), "any", None, replicates=True),
 }
 NAMES: tuple[str, ...] = tuple(_NAMED)
 SPLIT = frozenset(name for name, named in _NAMED.items() if named.split)
@@ -112,6 +117,11 @@ def required_placement(name: str) -> tuple[str, int | None]:
     """
     named = _named(name)
     return named.shape, named.stages_per_rank
+
+
+def replicates_stages(name: str) -> bool:
+    """Return whether stages may have replicas under a schedule."""
+    return _named(name).replicates
 
 
 def fitting_names(placement: Sequence[int], microbatches: int) -> tuple[str, ...]:
@@ -165,7 +175,7 @@ def generate(
 ) -> Schedule:
     """Return the compute actions of a schedule, with optimizer steps if it is asynchronous.
 
-    `placement[stage]` is the rank of a stage. `recompute` says for each stage, or for all stages,
+    `placement[stage]` is the first rank of a stage. `recompute` says for each stage, or for all,
     whether it recomputes its forward; `except_last`, for each or for all, whether that of the
     step's last microbatch is kept instead. InputError says what does not fit and what would.
     """
@@ -181,8 +191,9 @@ def generate(
     # Generators number ranks as a microbatch meets them, which need not be the placement's order.
     rows: list[list[Action]] = [[] for _ in range(max(placement) + 1)]
     generated = _rows(name, placement, microbatches)
-    for stages, row in zip(layout_of(placement), generated, strict=True):
-        rows[placement[stages[0]]] = list(insert_recomputes(row, is_recomputed))
+    met = dict.fromkeys(chain.from_iterable(stage_ranks(placement)))
+    for rank, row in zip(met, generated, strict=True):
+        rows[rank] = list(insert_recomputes(row, is_recomputed))
     rule = _NAMED[name].version_rule
     weight_versions = rule.weight_versions if rule else "synchronous"
     return Schedule.of(name, microbatches, placement, rows, weight_versions)
@@ -231,7 +242,8 @@ def fullest_moment(name: str, placement: Sequence[int], microbatches: int) -> Fu
     if known_name("schedule", name, NAMES) == "forward-only":
         return FullestMoment((1,) * len(placement), have_gradients=False)
     counts, backwards = [0] * len(placement), [0] * len(placement)
-    for row in _rows(name, placement, microbatches):
+    # The first replica of a stage has the most microbatches, and so the last word.
+    for row in reversed(_rows(name, placement, microbatches)):
         stages = sorted({action.stage for action in row})
         held, ended, most = dict.fromkeys(stages, 0), dict.fromkeys(stages, 0), 0
         for stage, kind, *_ in row:
@@ -249,7 +261,10 @@ def _rows(name: str, placement: Sequence[int], microbatches: int) -> list[tuple[
     """Return the actions of each rank of the layout, without recomputes."""
     _refuse_misfit(name, placement, microbatches)
     named, layout = _named(name), layout_of(placement)
-    rows = [numbered(tasks, microbatches) for tasks in named.generator(layout, microbatches)]
+    rows = [
+        numbered(tasks, own_microbatches(layout, rank, microbatches))
+        for rank, tasks in enumerate(named.generator(layout, microbatches))
+    ]
     rule = named.version_rule
     if rule is None:
         return rows
@@ -262,6 +277,8 @@ def _named(name: str) -> _NamedSchedule:
 
 def _has_shape(name: str, placement: Sequence[int]) -> bool:
     shape, stages_per_rank = required_placement(name)
+    if has_stage_replicas(placement) and not replicates_stages(name):
+        return False
     # GPipe and an evaluation run on every placement.
     if shape == "any":
         return True
@@ -270,12 +287,21 @@ def _has_shape(name: str, placement: Sequence[int]) -> bool:
 
 
 def _least_microbatches(name: str, placement: Sequence[int]) -> int:
-    return _named(name).least_microbatches(len(set(placement)))
+    least = _named(name).least_microbatches(len(set(placement)))
+    if name == "forward-only":
+        return least
+    # Each replica of a stage trains on one at least.
+    return max(least, *map(len, stage_ranks(placement)))
 
 
 def _refuse_misfit(name: str, placement: Sequence[int], microbatches: int) -> None:
-    ranks = len(set(placement))
+    ranks = max(placement) + 1
     alternatives = f"choose one of {', '.join(fitting_names(placement, max(1, microbatches)))}"
+    if has_stage_replicas(placement) and not replicates_stages(name):
+        raise InputError(
+            f"schedule {name!r} is not known for stages with replicas, which take microbatches in "
+            f"turns; give each stage one rank, or {alternatives}"
+        )
     if not _has_shape(name, placement):
         raise InputError(
             f"schedule {name!r} needs {_required_text(name, ranks)}, but the stages lie on "

@@ -133,7 +133,7 @@ class _DrawnRun:
         task, microbatch = self._task(action), action.microbatch
         begin = np.maximum(self.free_ns[rank], self.arrivals.pop((task, microbatch), self.start_ns))
         end = self.free_ns[rank] = begin + self._duration_ns(action)
-        for target, _, transfer_ns in self.waiting[task]:
+        for target, _, transfer_ns, _ in self.waiting[task]:
             before = self.arrivals.get((target, microbatch), self.start_ns)
             self.arrivals[target, microbatch] = np.maximum(before, end + transfer_ns)
         if action.kind in WEIGHT_GRADIENT_KINDS:

@@ -37,8 +37,8 @@ def add_earliest_receives(schedule: Schedule) -> Schedule:
     past = _past(rows, producers)
     arriving: dict[tuple[int, int], list[Action]] = defaultdict(list)
     for receive, producer in producers.items():
-        rank = placement[receive.stage]
-        if rank != placement[producer.stage]:
+        rank = schedule.rank_of(receive)
+        if rank != schedule.rank_of(producer):
             arriving[rank, past[producer][rank]].append(receive)
     lowered = []
     for rank, row in enumerate(rows):

@@ -16,6 +16,7 @@ from pipecompile.ir.plan import Options, Ordering, Plan
 from pipecompile.ir.schedule import Schedule
 from pipecompile.ir.size import size_text
 from pipecompile.ir.stage import Stage
+from pipecompile.ir.stage_ranks import placement_of
 from pipecompile.memory_model.snapshots import Snapshot, peak_snapshots
 from pipecompile.schedule.check import check_schedule
 from pipecompile.schedule.named_orders import (
@@ -69,6 +70,8 @@ def placements(options: Options) -> tuple[tuple[int, ...], ...]:
     """
     name = known_name("schedule", options.schedule, [*NAMES, "search"])
     shape, required = ("any", None) if name == "search" else required_placement(name)
+    if options.stage_replicas is not None:
+        return (placement_of(options.stage_replicas),)
     stages_per_rank = options.stages_per_rank or required or (2 if shape == "loop" else 1)
     if options.k % stages_per_rank:
         raise InputError(_unfilled_ranks(options, stages_per_rank))

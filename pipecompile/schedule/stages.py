@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import lru_cache
-from itertools import pairwise
+from itertools import pairwise, product
 
 from pipecompile.ir.amount import AllocatorName, Amount
 from pipecompile.ir.footprint import Footprint
@@ -18,6 +18,7 @@ from pipecompile.ir.plan import Plan
 from pipecompile.ir.rank_memory import RankMemory
 from pipecompile.ir.schedule import Schedule
 from pipecompile.ir.stage import ReplicaExchange, Stage
+from pipecompile.ir.stage_ranks import stage_ranks, stages_on
 from pipecompile.memory_model.allocator import ALLOCATORS
 from pipecompile.memory_model.rank import (
     available_for_activations,
@@ -58,26 +59,22 @@ def problem_of_stages(
 
     Bytes are bounds, since caps are held against bounds. Each tensor at a boundary is a message of
     its own, since torch's runtime sends them one by one. The part of a message that occupies the
-    rank itself is added to the action that it belongs to.
+    rank itself is added to the action that it belongs to. Between stages with replicas messages
+    take as long as over the slowest of their links.
     """
     boundaries, ranks = list(pairwise(placement)), max(placement) + 1
     pipeline = links.among(ranks)
     # crosses_ranks[s] is about the boundary before stage s; the ends have none.
     crosses_ranks = [False, *(left != right for left, right in boundaries), False]
     forward_ns, backward_ns, costs = [], [], []
-    for stage, (left, right) in zip(stages, boundaries, strict=False):
-        forward_ns.append(
-            sum(pipeline.under_way_ns(left, right, tensor.bytes) for tensor in stage.outputs)
-        )
-        backward_ns.append(
-            sum(
-                pipeline.under_way_ns(right, left, tensor.gradient_bytes)
-                for tensor in stage.outputs
-            )
-        )
-    for stage, rank, sides in zip(stages, placement, pairwise(crosses_ranks), strict=True):
+    for stage, (left, right) in zip(stages, pairwise(stage_ranks(placement)), strict=False):
+        values = [tensor.bytes for tensor in stage.outputs]
+        gradients = [tensor.gradient_bytes for tensor in stage.outputs]
+        forward_ns.append(_under_way_ns(pipeline, product(left, right), values))
+        backward_ns.append(_under_way_ns(pipeline, product(right, left), gradients))
+    for index, (stage, sides) in enumerate(zip(stages, pairwise(crosses_ranks), strict=True)):
         own_ns = _message_ns(links, stage, *sides)
-        ring = links.between_replicas(rank, ranks)
+        ring = links.around_replicas(stage_ranks(placement)[index], ranks)
         sum_ns = _exchange_ns(ring, stage.replica_sum) + _tied_sums_ns(pipeline, stage)
         each_ns = _costs(stage, *own_ns, sum_ns, is_first=stage is stages[0])
         costs.append(_with_exchanges(each_ns, stage, ring))
@@ -91,6 +88,11 @@ def problem_of_stages(
         gradient=(True,) * len(boundaries),
         caps=None if caps is None else tuple(caps),
     )
+
+
+def _under_way_ns(links: Links, pairs: Iterable[tuple[int, int]], sizes: Sequence[int]) -> int:
+    """Return how long messages of these sizes are under way, over the slowest of some links."""
+    return max(sum(links.under_way_ns(*pair, size) for size in sizes) for pair in pairs)
 
 
 def _message_ns(
@@ -313,6 +315,4 @@ def footprints_on(
     stages: Sequence[Stage], placement: Sequence[int], rank: int
 ) -> dict[int, Footprint]:
     """Return by stage the footprints of a rank's stages."""
-    return {
-        index: stage.footprint for index, stage in enumerate(stages) if placement[index] == rank
-    }
+    return {index: stages[index].footprint for index in stages_on(placement, rank)}

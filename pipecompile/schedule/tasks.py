@@ -15,19 +15,23 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 
 from pipecompile.ir.schedule import Action, Kind
+from pipecompile.ir.stage_ranks import stage_ranks
 
-__all__ = ["Layout", "Task", "backwards", "forwards", "layout_of", "numbered"]
+__all__ = ["Layout", "Task", "backwards", "forwards", "layout_of", "numbered", "own_microbatches"]
 
 Task = tuple[int, Kind]
 Layout = tuple[tuple[int, ...], ...]
-"""For each rank its stages, ascending. Ranks are in the order in which a microbatch meets them."""
+"""For each rank its stages, ascending. Ranks are in the order in which a microbatch meets them;
+replicas of a stage follow each other.
+"""
 
 
 def layout_of(placement: Sequence[int]) -> Layout:
     """Return the layout of a placement, whatever numbers its ranks have."""
     stages_by_rank: dict[int, list[int]] = {}
-    for stage, rank in enumerate(placement):
-        stages_by_rank.setdefault(rank, []).append(stage)
+    for stage, ranks in enumerate(stage_ranks(placement)):
+        for rank in ranks:
+            stages_by_rank.setdefault(rank, []).append(stage)
     return tuple(map(tuple, stages_by_rank.values()))
 
 
@@ -41,8 +45,14 @@ def backwards(stages: Sequence[int]) -> Iterator[Task]:
     return ((stage, Kind.BACKWARD) for stage in reversed(stages))
 
 
-def numbered(tasks: Iterable[Task], microbatches: int) -> tuple[Action, ...]:
-    """Return the actions of one rank's tasks; tasks for which no microbatch is left are skipped.
+def own_microbatches(layout: Layout, rank: int, microbatches: int) -> range:
+    """Return the microbatches of a rank: every r-th one if its stage has r replicas."""
+    return range(rank - layout.index(layout[rank]), microbatches, layout.count(layout[rank]))
+
+
+def numbered(tasks: Iterable[Task], microbatches: range) -> tuple[Action, ...]:
+    """Return the actions of one rank's tasks on its `microbatches`; tasks for which none is left
+    are skipped.
 
     A full backward counts as both halves: after 0B the next 0I is for microbatch 1.
 
@@ -57,6 +67,6 @@ def numbered(tasks: Iterable[Task], microbatches: int) -> tuple[Action, ...]:
         microbatch = used[stage, halves[0]]
         for half in halves:
             used[stage, half] += 1
-        if microbatch < microbatches:
-            actions.append(Action(stage, kind, microbatch))
+        if microbatch < len(microbatches):
+            actions.append(Action(stage, kind, microbatches[microbatch]))
     return tuple(actions)

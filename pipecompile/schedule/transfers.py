@@ -42,7 +42,7 @@ def add_transfers(problem: PlacedProblem, schedule: Schedule) -> Schedule:
             f"a message from stage {skip.source} to stage {skip.destination} skips the stages "
             "between, which torch's runtime cannot do; relay the tensor through them"
         )
-    placement, followers = problem.placement, _followers(schedule)
+    followers = _followers(schedule)
     rows: list[list[Action]] = [[] for _ in range(schedule.ranks)]
     for rank, (action, *_) in _by_completion(problem, schedule):
         rows[rank].append(action)
@@ -50,13 +50,13 @@ def add_transfers(problem: PlacedProblem, schedule: Schedule) -> Schedule:
         if message:
             send, receive = message
             # Both ends are appended now, so that all ranks have messages in one global order.
-            peer = placement[receive.stage]
+            peer = schedule.rank_of(receive)
             if peer != rank:
                 rows[rank].append(send)
                 rows[peer].append(receive)
         rows[rank] += followers.get(action, ())
     return Schedule.of(
-        schedule.name, schedule.microbatches, placement, rows, schedule.weight_versions
+        schedule.name, schedule.microbatches, problem.placement, rows, schedule.weight_versions
     )
 
 

@@ -47,20 +47,33 @@ class HostOptimizer(torch.optim.Optimizer):
         *,
         master_weights: bool = False,
     ) -> None:
-        super().__init__(parameters, {})
-        if any(isinstance(p, DTensor) for group in self.param_groups for p in group["params"]):
+        self._master_weights = master_weights
+        self._copies: dict[nn.Parameter, nn.Parameter] = {}
+        # What the parameters were when they were copied: others may load values into them.
+        self._versions: dict[nn.Parameter, int] = {}
+        self._inner: torch.optim.Optimizer | None = None
+        super().__init__(parameters, {})  # adds the groups, one by one
+        self._inner = factory([self._on_copies(group) for group in self.param_groups])
+        for own, inner in self._pairs_of_groups():
+            own.update(_options(inner))
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Step another group of parameters too, with options of the optimizer unless it has own
+        ones.
+        """
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        if any(isinstance(parameter, DTensor) for parameter in group["params"]):
             raise InputError(
                 "HostOptimizer copies whole parameters, and some are divided over ranks; let FSDP2 "
                 "move its parts to the host (CPUOffloadPolicy)"
             )
-        self._master_weights = master_weights
-        self._copies = {p: self._copy_of(p) for group in self.param_groups for p in group["params"]}
-        # What the parameters were when they were copied: others may load values into them.
-        self._versions = {parameter: parameter._version for parameter in self._copies}
-        groups = [{**group, "params": self._copied(group)} for group in self.param_groups]
-        self._inner = factory(groups)
-        for own, inner in zip(self.param_groups, self._inner.param_groups, strict=True):
-            own.update(_options(inner))
+        for parameter in group["params"]:
+            self._copies[parameter] = self._copy_of(parameter)
+            self._versions[parameter] = parameter._version
+        if self._inner is not None:
+            self._inner.add_param_group(self._on_copies(group))
+            group.update(_options(self._inner.param_groups[-1]))
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
@@ -76,10 +89,10 @@ class HostOptimizer(torch.optim.Optimizer):
             if parameter.grad is None:  # that of an earlier step would be used once more
                 copy.grad = None
         _wait_for_copies(stepped)
-        groups = list(zip(self.param_groups, self._inner.param_groups, strict=True))
+        groups = self._pairs_of_groups()
         for own, inner in groups:
             inner.update(_options(own))
-        self._inner.step()
+        self._stepping.step()
         for own, inner in groups:  # some optimizers count there
             own.update(_options(inner))
         for parameter in stepped:
@@ -108,9 +121,9 @@ class HostOptimizer(torch.optim.Optimizer):
         if parameter._version != self._versions[parameter] and not is_known:
             copy.data.copy_(parameter)
         if slots:
-            self._inner.state[copy] = slots
+            self._stepping.state[copy] = slots
         else:  # as before the first step
-            self._inner.state.pop(copy, None)
+            self._stepping.state.pop(copy, None)
         assert parameter.grad is not None
         if copy.grad is None:
             copy.grad = _on_host(parameter.grad, copy.dtype)
@@ -121,7 +134,7 @@ class HostOptimizer(torch.optim.Optimizer):
         copy = self._copies[parameter]
         parameter.copy_(copy, non_blocking=True)
         self._versions[parameter] = parameter._version
-        slots = dict(self._inner.state.get(copy, {}))
+        slots = dict(self._stepping.state.get(copy, {}))
         if copy.dtype != parameter.dtype:
             slots[MASTER] = copy.data
         self.state[parameter] = slots
@@ -138,8 +151,19 @@ class HostOptimizer(torch.optim.Optimizer):
         copy.copy_(parameter.detach())
         return nn.Parameter(copy)
 
-    def _copied(self, group: Mapping[str, Any]) -> list[nn.Parameter]:
-        return [self._copies[parameter] for parameter in group["params"]]
+    def _on_copies(self, group: Mapping[str, Any]) -> dict[str, Any]:
+        """Return a group with the copies of its parameters in their place."""
+        return {**group, "params": [self._copies[parameter] for parameter in group["params"]]}
+
+    @property
+    def _stepping(self) -> torch.optim.Optimizer:
+        """The optimizer of the copies."""
+        assert self._inner is not None, "it is made with the first groups"
+        return self._inner
+
+    def _pairs_of_groups(self) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+        """Return the own groups, each with that of the copies."""
+        return list(zip(self.param_groups, self._stepping.param_groups, strict=True))
 
 
 def _options(group: Mapping[str, Any]) -> dict[str, Any]:

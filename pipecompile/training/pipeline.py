@@ -46,6 +46,7 @@ from pipecompile.training.programs import DeclaredShape, Programs
 from pipecompile.training.run_conditions import (
     check_links,
     refuse_shared_memory,
+    refuse_stage_replicas,
     refuse_untrainable,
     refuse_without_steps,
     warn_of_averages,
@@ -94,6 +95,8 @@ class Pipeline(HeldModel):
         self._evaluations = 0
         share = LocalShare(plan, RankPlace.of(plan.ranks, mesh))
         super().__init__(target.model_with_loss, share, state_names(target.loss_module))
+        is_divided = parallelize is not None
+        refuse_stage_replicas(plan, self._share.place, is_divided=is_divided, engine=engine)
         refuse_parallelize(parallelize, self._share)
         check_links(plan, self._share.place)
         warn_of_other_replicas(plan, self._share.place)

@@ -20,6 +20,7 @@ from pipecompile.ir.plurals import counted
 from pipecompile.ir.schedule import Schedule
 from pipecompile.runtime import world
 from pipecompile.runtime.communication_hook import CommunicationHook
+from pipecompile.runtime.distributed_pipeline import Engine
 from pipecompile.runtime.place import RankPlace
 from pipecompile.runtime.shards import local_part, rows_of
 from pipecompile.runtime.update_rule import UpdateRule
@@ -29,6 +30,7 @@ __all__ = [
     "refuse_hook",
     "refuse_in_flight",
     "refuse_shared_memory",
+    "refuse_stage_replicas",
     "refuse_untrainable",
     "refuse_without_gradients",
     "refuse_without_steps",
@@ -68,7 +70,7 @@ def refuse_shared_memory(
         by_storage[storage_key(state[name])].append(name)
     for one, other in chain.from_iterable(_overlaps(each, state) for each in by_storage.values()):
         ranks, others = (
-            sorted({plan.schedule.placement[stage] for stage in ties[name].stages})
+            sorted(chain.from_iterable(plan.schedule.stage_ranks[s] for s in ties[name].stages))
             for name in (one, other)
         )
         pair = state[one], state[other]
@@ -143,12 +145,36 @@ def warn_of_averages(plan: Plan, model: nn.Module, place: RankPlace) -> None:
         and module.track_running_stats
         for module in model.modules()
     )
-    differ = place.replicas > 1 and plan.options.batch_norm == "microbatch"
+    is_replicated = place.replicas > 1 or (place.is_distributed and plan.ranks > plan.k)
+    differ = is_replicated and plan.options.batch_norm == "microbatch"
     if averages and differ and world.rank() == 0:
         logger.warning(
             "the running averages of batch norms will be those of each replica's own data, and "
             "the first one's are saved; with batch_norm='minibatch' all replicas have the same"
         )
+
+
+def refuse_stage_replicas(
+    plan: Plan, place: RankPlace, *, is_divided: bool, engine: Engine
+) -> None:
+    """Raise InputError if stages that have several ranks cannot run so."""
+    if plan.options.stage_replicas is None or not place.is_distributed:
+        return
+    replicas = ",".join(map(str, plan.options.stage_replicas))
+    for is_given, reason in (
+        (
+            len(place.pipelines) > 1,
+            f"{len(place.pipelines)} pipelines run, whose replicas would be others for each stage; "
+            f"launch {plan.ranks} processes",
+        ),
+        (is_divided, "parallelize divides stages over a mesh that has none of them; leave it out"),
+        (
+            engine == "torch",
+            "torch's runtime runs a stage on one rank; leave out engine='torch'",
+        ),
+    ):
+        if is_given:
+            raise InputError(f"the plan has stages on {replicas} ranks, but {reason}")
 
 
 def refuse_without_gradients(schedule: Schedule) -> None:

@@ -15,7 +15,7 @@ from pipecompile.cost_models.clock import device_name
 from pipecompile.errors import InputError
 from pipecompile.ir.plan import Plan
 from pipecompile.ir.recorded_run import RecordedAction, RecordedRank, RecordedRun, RecordedStep
-from pipecompile.ir.schedule import Action
+from pipecompile.ir.schedule import Action, Schedule
 from pipecompile.ir.serialization import fingerprint
 from pipecompile.runtime.action_recorder import ActionRecorder, RankTimes
 from pipecompile.runtime.clock_alignment import ClockOffset, clock_offsets
@@ -108,7 +108,7 @@ def _run_of(
         ranks = [_converted(of_rank.rank, convert) for of_rank, convert in pairs]
         if not place.is_distributed:
             # One process performed the actions of all ranks in turns, and has one list of them.
-            ranks = _by_rank(ranks[0], plan.schedule.placement, plan.ranks)
+            ranks = _by_rank(ranks[0], plan.schedule)
         steps.append(_step(times[0], ranks))
     return RecordedRun(
         plan=fingerprint(plan),
@@ -166,11 +166,11 @@ def _converted(rank: RecordedRank, convert: Callable[[int], int]) -> RecordedRan
     )
 
 
-def _by_rank(process: RecordedRank, placement: Sequence[int], ranks: int) -> list[RecordedRank]:
+def _by_rank(process: RecordedRank, schedule: Schedule) -> list[RecordedRank]:
     """Return the actions of the only process as those of the ranks that it performed them for."""
-    rows: list[list[RecordedAction]] = [[] for _ in range(ranks)]
+    rows: list[list[RecordedAction]] = [[] for _ in range(schedule.ranks)]
     for recorded in process.actions:
-        rows[placement[Action.parse(recorded.action).stage]].append(recorded)
+        rows[schedule.rank_of(Action.parse(recorded.action))].append(recorded)
     return [
         RecordedRank(start_ns=process.start_ns, end_ns=process.end_ns, actions=tuple(row))
         for row in rows

@@ -24,6 +24,7 @@ from pipecompile.runtime.leading_forwards import LeadingForwards
 from pipecompile.runtime.local_share import LocalShare
 from pipecompile.runtime.messages import Messages
 from pipecompile.runtime.norm import NormOnItsWay, begin_norm
+from pipecompile.runtime.peers import group_of_own_stage, peers_at
 from pipecompile.runtime.place import device_of_this_rank
 from pipecompile.runtime.rank_step import ActionObserver, Minibatch, StepResult
 from pipecompile.runtime.replicas import ReplicaSums
@@ -79,9 +80,11 @@ class Runner:
         self._agreement = StepAgreement(plan, share.place)
         self._parallel: ParallelStages | None = None
         self._hook: CommunicationHook | None = None
+        self._stage_replicas: dist.ProcessGroup | None = None
         if share.is_distributed:
             place = share.place
-            peers = [place.global_ranks[rank] for rank in plan.schedule.placement]
+            peers = peers_at(plan.schedule.placement, place.global_ranks)
+            self._stage_replicas = group_of_own_stage(peers)
             self.watch = StepWatch(sorted(chain(*place.pipelines)), peers, step_timeout)
             self.move_stages()
             # Buffers that moved to a GPU are other objects now.
@@ -232,7 +235,14 @@ class Runner:
         )
 
     def hook_into_sums(self, hook: CommunicationHook) -> None:
-        """Let a user's hook sum gradients over replicas; InputError where it cannot."""
+        """Let a user's hook sum gradients over replicas; InputError where it cannot, and if there
+        is one already.
+        """
+        if self._hook is not None:
+            raise InputError(
+                "a communication hook is registered already, and gradients are summed once; make "
+                "one that calls both, or the pipeline once more"
+            )
         refuse_hook(
             hook, self._plan.schedule, self._share.place, is_divided=self._parallel is not None
         )
@@ -377,12 +387,16 @@ class Runner:
                 dist.broadcast(self._tied[name].data, src=owner, group=group)
 
     def _equalise_replicas(self) -> None:
-        """Set all parameters and buffers to those of the first replica."""
-        place = self._share.place
-        if place.stage_group is not None:
+        """Set all parameters and buffers to those of the first replica, of the pipeline or of the
+        own stage.
+        """
+        place, group = self._share.place, self._share.place.stage_group or self._stage_replicas
+        if group is not None:
+            source = place.pipelines[0][place.rank]
+            if self._stage_replicas is not None:
+                source = dist.get_global_rank(group, 0)
             for _, value in self._share.named_state(self._target.model_with_loss):
-                source = place.pipelines[0][place.rank]
-                dist.broadcast(value.data, src=source, group=place.stage_group)
+                dist.broadcast(value.data, src=source, group=group)
 
     @contextmanager
     def _sharded(self, *, all_stages: bool = False) -> Iterator[Sequence[ActionObserver]]:
@@ -397,7 +411,7 @@ class Runner:
             self._parallel.sharded.free()
 
     def _replica_sums(self, program: Program) -> ReplicaSums | None:
-        group = self._share.place.replica_group
+        group = self._share.place.replica_group or self._stage_replicas
         sharded = None if self._parallel is None else self._parallel.sharded
         if group is None and sharded is None:
             return None
@@ -416,6 +430,8 @@ class Runner:
         # Each once, in the same order on every replica.
         read = [p for each in parameters.values() for p in each if p in tied]
         late = dict.fromkeys([*read, *(p for p in summed if p not in managed)])
+        if self._stage_replicas is not None:
+            late = {}  # replicas of a stage are among the ranks over which ties are summed
         return ReplicaSums(own, list(late), group, self.deadline, sharded, self._hook)
 
     def _pipeline(self, program: Program) -> DistributedPipeline:

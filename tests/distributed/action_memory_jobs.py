@@ -42,9 +42,10 @@ class _Marks:
         """`action` is done."""
 
 
-def held_at_actions(schedule: str, microbatches: int, recompute: str) -> str:
+def held_at_actions(schedule: str, microbatches: int, recompute: str, **shape: Any) -> str:
     """Compare what this rank holds when each action begins with what the plan says, both beyond
-    what it holds at its first action. Return what differs, "" if nothing does.
+    what it holds at its first action. Return what differs, "" if nothing does. `shape` are the
+    pipeline's stages and ranks, two of them unless given.
     """
     torch.manual_seed(0)
     layers = [layer for _ in range(4) for layer in (nn.Linear(WIDTH, WIDTH), nn.Tanh())]
@@ -52,7 +53,7 @@ def held_at_actions(schedule: str, microbatches: int, recompute: str) -> str:
     pipeline = pipecompile(
         nn.Sequential(*layers),
         batch,
-        ranks=2,
+        **(shape or {"ranks": 2}),
         microbatches=microbatches,
         schedule=schedule,
         recompute=recompute,

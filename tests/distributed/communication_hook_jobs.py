@@ -153,3 +153,6 @@ def refused() -> None:
         pipeline.register_comm_hook(None, default_hooks.allreduce_hook)
     with pytest.raises(InputError, match="the communication hook is a str; give a function"):
         pipeline.register_comm_hook(pipeline.replica_group, "bf16")  # type: ignore[arg-type]
+    pipeline.register_comm_hook(pipeline.replica_group, default_hooks.allreduce_hook)
+    with pytest.raises(InputError, match="a communication hook is registered already"):
+        pipeline.register_comm_hook(pipeline.replica_group, default_hooks.bf16_compress_hook)

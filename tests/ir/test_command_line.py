@@ -41,6 +41,7 @@ def read_back(words: list[str]) -> Options:
         {"k": 2, "memory": ["1GiB", 1001], "objective": "max-load"},
         {"k": 2, "pin": {"a": 0, "b=c": -1}, "no_split": [["h.0", "h.1"], ["x"]]},
         {"k": 2, "replicas": 2, "shard": "parameters", "leaf": ["Block", "h.3"]},
+        {"stage_replicas": [3, 1], "microbatches": 6},
         {"k": 2, "objective": "throughput", "memory": "1GiB", "kv_tokens": 7},
         {"k": 2, "objective": "latency"},
         {"layout": [["a", "b c"], ["d"]], "layout_format": "json"},

@@ -53,6 +53,25 @@ def state_of(optimizer: torch.optim.Optimizer) -> object:
     return copy.deepcopy(optimizer.state_dict())
 
 
+class Counting(torch.optim.SGD):
+    """An optimizer whose groups count its steps, from the first one on."""
+
+    def step(self, closure: object = None) -> None:  # type: ignore[override]
+        super().step()
+        for group in self.param_groups:
+            group["steps"] = group.get("steps", 0) + 1
+
+
+def test_what_a_step_adds_to_groups_is_taken_back() -> None:
+    parameters = parameters_of(0)
+    optimizer = Counting(parameters, lr=0.1)
+    give_gradients(parameters, 0.5, 0)
+    update = EarlyUpdate([optimizer], norm_of(0.5, nan), RULE)
+    assert optimizer.param_groups[0]["steps"] == 1
+    assert not update.validate(lambda norm: norm.powers**0.5)  # it is left out
+    assert "steps" not in optimizer.param_groups[0]
+
+
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_a_validated_update_is_the_one_that_waits(name: str) -> None:
     """Steps that stand, that are clipped for what others have, or for what is here, and that are

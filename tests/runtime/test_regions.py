@@ -69,7 +69,7 @@ def trained(regions: Regions) -> tuple[list[Tensor], list[Tensor | None], list[T
     pipeline = DistributedPipeline(stages, torch.device("cpu"), shapes)
     rows = [[call.args[0]], [call.args[0].flip(0)]]
     batch = Minibatch(rows, [None, None], seed=3, step=1)
-    watch = StepWatch([0], [0, 0], None)
+    watch = StepWatch([0], [[0], [0]], None)
     agreement = Agreement({}, None, watch)
     with watch.watched("step 1"):
         results = pipeline.run(Schedule.of("by hand", 2, (0, 0), [ROW]), batch, agreement, watch)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from pipecompile.ir.stage_ranks import placement_of
 from pipecompile.schedule import asynchronous_versions, flush, v_shaped_orders, zero_bubble
 from pipecompile.schedule.named_orders import NAMES, generate
 from pipecompile.schedule.placement import place
@@ -64,7 +65,12 @@ def test_a_schedule_is_as_it_is_drawn(name: str) -> None:
     assert _drawings(owner)[number] == _drawn(name, place(*shape), microbatches)
 
 
+def test_replicas_of_a_stage_take_turns_as_it_is_drawn() -> None:
+    assert _drawings(flush.one_f_one_b)[1] == _drawn("1f1b", placement_of([2, 1]), 4)
+
+
 def test_every_drawing_is_compared() -> None:
     compared = {(owner.__name__, number) for owner, number, *_ in DRAWINGS.values()}
+    compared.add((flush.one_f_one_b.__name__, 1))  # by the test above
     functions = {owner for owner, *_ in DRAWINGS.values()}
     assert len(compared) == sum(len(_drawings(owner)) for owner in functions)

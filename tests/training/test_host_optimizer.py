@@ -167,3 +167,24 @@ def test_values_that_are_loaded_are_stepped_from() -> None:
             pipeline.step(x, y)
             optimizer.step()
     assert same(device, host)
+
+
+def test_a_group_that_is_added_later_is_stepped_as_on_the_device() -> None:
+    device, host = (
+        [nn.Parameter(torch.arange(6, dtype=torch.float64)), nn.Parameter(torch.ones(2, 3))]
+        for _ in range(2)
+    )
+    optimizers = (
+        torch.optim.AdamW(device[:1], lr=0.1),
+        HostOptimizer(host[:1], lambda groups: torch.optim.AdamW(groups, lr=0.1)),
+    )
+    for step in range(4):
+        for parameters, optimizer in zip((device, host), optimizers, strict=True):
+            if step == 2:
+                optimizer.add_param_group({"params": parameters[1:], "lr": 0.03})
+            for parameter in parameters:
+                parameter.grad = torch.full_like(parameter, step + 0.5)
+            optimizer.step()
+        assert all(map(torch.equal, device, host)), step
+    assert [group["lr"] for group in optimizers[1].param_groups] == [0.1, 0.03]
+    assert optimizers[1].param_groups[1]["betas"] == (0.9, 0.999)

@@ -169,7 +169,6 @@ class DistributedPipeline:
         if schedule.placement not in self._messages_by_placement:
             group = self._group or dist.group.WORLD
             assert group is not None
-            peers = [dist.get_global_rank(group, rank) for rank in schedule.placement]
-            messages = Messages(self._boundaries, peers, self._device, self._group)
+            messages = Messages(self._boundaries, schedule.placement, self._device, group)
             self._messages_by_placement[schedule.placement] = messages
         return self._messages_by_placement[schedule.placement]

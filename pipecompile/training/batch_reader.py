@@ -98,7 +98,7 @@ class BatchReader:
         """Return the target of each microbatch; InputError if it cannot be cut like the batch."""
         register_dataclasses(target)
         move = partial(self._runner.at_stage, self._plan.k - 1)
-        here = tree_map_only(Tensor, move, target)
+        here = move(target) if isinstance(target, Tensor) else tree_map_only(Tensor, move, target)
         dims = self._declared[0].captured.inputs.batch_dims
         return cut_targets(here, sizes.sizes, self._target_batch_dims, dims)
 

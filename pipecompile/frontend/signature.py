@@ -144,6 +144,8 @@ class InputStructure:
 
         InputError if its structure or a constant differs.
         """
+        if self._has_plain_tensors(call):
+            return list(call.args)
         given = call.args, call.kwargs
         leaves, spec = pytree.tree_flatten(_ordered_like(given, self._numbered))
         if spec != self.spec:
@@ -162,6 +164,13 @@ class InputStructure:
                     f"an argument is {leaf!r}, but the plan was made with {constant!r}; plan again"
                 )
         return [leaf for leaf, name in zip(leaves, self.names, strict=True) if name is not None]
+
+    def _has_plain_tensors(self, call: Arguments) -> bool:
+        """Return whether the planned arguments are tensors in their order, and those of `call` too:
+        a step of a small model takes as long as torch does to flatten them.
+        """
+        is_plain = self._numbered == (tuple(range(len(call.args))), {}) and not call.kwargs
+        return is_plain and None not in self.names and all(isinstance(a, Tensor) for a in call.args)
 
     @cached_property
     def _numbered(self) -> Any:

@@ -46,9 +46,11 @@ def cut_targets(
             f"the target is a list of {samples}, as many as there are samples; stack it to one "
             f"tensor if these are the samples, or {REMEDY}"
         )
+    likely = sorted({0, *(dim for dim in input_dims if dim is not None)})
+    if isinstance(targets, Tensor) and dims is None:
+        return list(_cut(targets, _batch_dimension(targets, samples, likely, targets), sizes))
     leaves, spec = pytree.tree_flatten(targets)
     if dims is None:
-        likely = sorted({0, *(dim for dim in input_dims if dim is not None)})
         chosen = [_batch_dimension(leaf, samples, likely, targets) for leaf in leaves]
     else:
         chosen = _given_dimensions(dims, spec)

@@ -187,13 +187,12 @@ class EagerStage:
         roots, seeds = self._roots(saved, gradients)
         with self._redirected(tied_gradients):
             BackwardPart(roots, seeds).run(self._pop_own(tied_gradients))
-        for index in saved.input_gradients:
-            saved.inputs[
-                index
-            ].grad = None  # frees autograd's copy: the same numbers, laid out anew
-        return [
-            saved.input_gradients.get(index, value.grad) for index, value in enumerate(saved.inputs)
-        ]
+        input_gradients = [value.grad for value in saved.inputs]
+        for index, gradient in saved.input_gradients.items():
+            input_gradients[index] = gradient
+            # It frees autograd's copy: the same numbers, laid out anew.
+            saved.inputs[index].grad = None
+        return input_gradients
 
     def backward_input(
         self, saved: SavedForward, gradients: Sequence[Tensor | None]
@@ -233,13 +232,10 @@ class EagerStage:
 
     def _run(self, saved: SavedForward) -> tuple[Tensor, ...]:
         with self._precision():
-            return self._outputs_or_loss(saved)
-
-    def _outputs_or_loss(self, saved: SavedForward) -> tuple[Tensor, ...]:
-        outputs = self._outputs(saved.inputs, saved.stream_key)
-        if self.loss is not None:
-            loss, saved.extras = self.loss(outputs, saved.target)
-            return (loss,)
+            outputs = self._outputs(saved.inputs, saved.stream_key)
+            if self.loss is not None:
+                loss, saved.extras = self.loss(outputs, saved.target)
+                return (loss,)
         # An output may be an input itself. Autograd copies the gradient of a root that is a leaf,
         # but passes it through a view as it is.
         given = set(map(id, saved.inputs)) if self._gradient_inputs else ()
@@ -253,7 +249,9 @@ class EagerStage:
                 outputs: tuple[Tensor, ...] = self.module(*inputs)
             return outputs
         finally:
-            torch.set_grad_enabled(is_enabled)  # it may fail in the middle of a no_grad region
+            # It may have failed in the middle of a no_grad region.
+            if torch.is_grad_enabled() != is_enabled:
+                torch.set_grad_enabled(is_enabled)
 
     def _roots(
         self, saved: SavedForward, gradients: Sequence[Tensor | None]

@@ -64,7 +64,7 @@ class StepGradients:
         before = [parameter.grad for parameter in parameters]
         had_some = bool(self._aside)
         for parameter in parameters:
-            parameter.grad = self._pop(parameter, microbatches)
+            parameter.grad = self._pop(parameter, microbatches) if had_some else None
         try:
             yield
         except BaseException:

@@ -68,8 +68,9 @@ def _batch_dimension(leaf: Any, samples: int, likely: Sequence[int], targets: An
     """
     if not isinstance(leaf, Tensor):
         if getattr(leaf, "shape", ()):
+            kind = f"{type(leaf).__module__}.{type(leaf).__name__}"
             raise InputError(
-                f"the target{_path(leaf, targets)} is a {type(leaf).__module__}.{type(leaf).__name__} of shape "
+                f"the target{_path(leaf, targets)} is a {kind} of shape "
                 f"{tuple(leaf.shape)}; give a tensor (torch.from_numpy), which can be cut"
             )
         return None

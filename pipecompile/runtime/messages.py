@@ -253,7 +253,7 @@ class Messages:
             # As one batch, so that the tensors of a message cannot overtake each other: NCCL needs
             # that.
             operations = [
-                dist.P2POp(operation, tensor, group=self._group, group_peer=peer)  # type: ignore[arg-type]
+                dist.P2POp(operation, tensor, group=self._group, group_peer=peer)
                 for tensor in there
             ]
             return dist.batch_isend_irecv(operations) if operations else []

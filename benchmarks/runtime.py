@@ -1,12 +1,13 @@
-"""What does a step take beside torch's own schedules, and beside a plain loop in one process?
+"""What does a step take beside torch's own schedules, torch's engine, and a loop in one process?
 
     python -m benchmarks.runtime
 
 Two gloo ranks train the same two stages, by turns with our runtime and with torch's ScheduleGPipe
 and Schedule1F1B, whose loss and gradients are the same. One process trains them by turns with the
-pipeline and with a loop over microbatches of the unsplit model. Blocks of a few steps alternate, so
-that a busy machine slows down both, and each finds its own weights in the caches as in a training
-run; a ratio is the median over pairs of blocks.
+pipeline and with a loop over microbatches of the unsplit model. Under every synchronous schedule
+two ranks train by turns with our loop over actions and with `engine="torch"`. Blocks of a few steps
+alternate, so that a busy machine slows down both, and each finds its own weights in the caches as
+in a training run; a ratio is the median over pairs of blocks.
 
 Prints a table; writes results/runtime.json.
 """
@@ -34,11 +35,12 @@ from torch.distributed.pipelining import (  # noqa: TID251 (what ours is compare
 
 from benchmarks.command_line import no_arguments
 from pipecompile import Pipeline, pipecompile
+from pipecompile.schedule.named_orders import ASYNCHRONOUS, NAMES, required_placement
 from tests.distributed.workers import Workers
 
 RESULT = Path(__file__).parent / "results" / "runtime.json"
 MICROBATCHES = 4
-PAIRS, BLOCK = 12, 5
+PAIRS, BLOCK = 24, 5
 TRIM_THRESHOLD, MMAP_THRESHOLD = -1, -3  # glibc's names for mallopt
 TORCH = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
 
@@ -54,10 +56,12 @@ class Size(NamedTuple):
 
 SIZES = (
     Size("tiny", 64, 4, 8),
-    Size("little", 256, 8, 64),
-    Size("small", 512, 8, 64),
-    Size("medium", 1024, 8, 128),
+    Size("little", 128, 8, 64),
+    Size("small", 256, 8, 64),
+    Size("medium", 512, 8, 64),
 )
+OF_ENGINES = SIZES[2]
+SYNCHRONOUS = tuple(name for name in NAMES if name not in ASYNCHRONOUS | {"forward-only"})
 
 
 def keep_memory() -> None:
@@ -90,19 +94,32 @@ def batch_of(size: Size) -> Tensor:
     )
 
 
-def pipeline_of(size: Size, schedule: str, model: nn.Module, batch: Tensor) -> Pipeline:
-    """The pipeline of two stages."""
+def pipeline_of(schedule: str, model: nn.Module, batch: Tensor, **options: Any) -> Pipeline:
+    """The pipeline over two ranks, of one stage on each where the schedule allows that."""
+    shape, number = required_placement(schedule)
     return pipecompile(
         model,
         batch,
-        k=2,
+        ranks=2,
+        stages_per_rank=number or (2 if shape == "loop" else 1),
         microbatches=MICROBATCHES,
         schedule=schedule,  # type: ignore[arg-type]
         loss_fn=loss_of,
         sample_target=batch,
         costs="flops",
         self_check=False,
+        **options,
     )
+
+
+def step_of(pipeline: Pipeline, batch: Tensor) -> Callable[[], None]:
+    """A step that begins without gradients."""
+
+    def step() -> None:
+        pipeline.zero_grad()
+        pipeline.step(batch, batch)
+
+    return step
 
 
 def ratios(one: Callable[[], Any], other: Callable[[], Any]) -> tuple[float, float]:
@@ -149,7 +166,7 @@ def beside_torch(size: Size, schedule: str) -> tuple[float, float]:
 
 def _beside_torch(size: Size, schedule: str, exchanged: bool) -> tuple[float, float]:
     batch, rank = batch_of(size), dist.get_rank()
-    both = [pipeline_of(size, schedule, layers_of(size), batch) for _ in range(2)]
+    both = [pipeline_of(schedule, layers_of(size), batch) for _ in range(2)]
     pipeline, other = reversed(both) if exchanged else both
     stage = PipelineStage(other.stages[0], rank, 2, torch.device("cpu"))
     # Stage modules return tuples.
@@ -157,10 +174,6 @@ def _beside_torch(size: Size, schedule: str, exchanged: bool) -> tuple[float, fl
         stage, MICROBATCHES, loss_fn=lambda out, wanted: loss_of(out[0], wanted)
     )
     parameters = list(stage.submod.parameters())
-
-    def own_step() -> None:
-        pipeline.zero_grad()
-        pipeline.step(batch, batch)
 
     def torch_step() -> None:
         for parameter in parameters:
@@ -170,7 +183,22 @@ def _beside_torch(size: Size, schedule: str, exchanged: bool) -> tuple[float, fl
         else:
             theirs.step(batch)
 
-    return ratios(own_step, torch_step)
+    return ratios(step_of(pipeline, batch), torch_step)
+
+
+def beside_engine(size: Size, schedule: str) -> tuple[float, float]:
+    """Our loop over actions beside torch's, on this rank."""
+    return both_ways(partial(_beside_engine, size, schedule))
+
+
+def _beside_engine(size: Size, schedule: str, exchanged: bool) -> tuple[float, float]:
+    batch, engines = batch_of(size), ["own", "torch"]
+    pipelines = {
+        engine: pipeline_of(schedule, layers_of(size), batch, engine=engine)
+        for engine in (reversed(engines) if exchanged else engines)
+    }
+    own, theirs = (step_of(pipelines[engine], batch) for engine in engines)
+    return ratios(own, theirs)
 
 
 def beside_loop(size: Size) -> tuple[float, float]:
@@ -181,18 +209,14 @@ def beside_loop(size: Size) -> tuple[float, float]:
 def _beside_loop(size: Size, exchanged: bool) -> tuple[float, float]:
     batch, both = batch_of(size), [layers_of(size), layers_of(size)]
     model, unsplit = reversed(both) if exchanged else both
-    pipeline = pipeline_of(size, "1f1b", model, batch)
-
-    def own_step() -> None:
-        pipeline.zero_grad()
-        pipeline.step(batch, batch)
+    pipeline = pipeline_of("1f1b", model, batch)
 
     def loop() -> None:
         unsplit.zero_grad()
         for rows in batch.chunk(MICROBATCHES):
             (loss_of(unsplit(rows), rows) / MICROBATCHES).backward()
 
-    return ratios(own_step, loop)
+    return ratios(step_of(pipeline, batch), loop)
 
 
 def main() -> None:
@@ -201,20 +225,23 @@ def main() -> None:
     torch.set_num_threads(1)
     rows: list[dict[str, Any]] = []
     workers = Workers(2)
-    print(f"{'model':8} {'beside':22} {'our step':>10} {'ratio':>7}")
+    print(f"{'model':8} {'beside':34} {'our step':>10} {'ratio':>7}")
     with tempfile.TemporaryDirectory() as folder:
         for size in SIZES:
             for schedule, theirs in TORCH.items():
                 results = workers.run(2, beside_torch, size, schedule, folder=folder)
                 rows.append(_row(size, theirs.__name__, results))
             rows.append(_row(size, "a loop in one process", [beside_loop(size)]))
+        for schedule in SYNCHRONOUS:
+            results = workers.run(2, beside_engine, OF_ENGINES, schedule, folder=folder)
+            rows.append(_row(OF_ENGINES, f"engine='torch', {schedule}", results))
     workers.close()
     RESULT.write_text(json.dumps({"torch": torch.__version__, "rows": rows}, indent=1) + "\n")
 
 
 def _row(size: Size, beside: str, results: Sequence[tuple[float, float]]) -> dict[str, Any]:
     step, ratio = max(results)
-    print(f"{size.name:8} {beside:22} {step:7.2f} ms {ratio:7.3f}", flush=True)
+    print(f"{size.name:8} {beside:34} {step:7.2f} ms {ratio:7.3f}", flush=True)
     return {"model": size.name, "beside": beside, "step_ms": round(step, 3), "ratio": ratio}
 
 

@@ -8,6 +8,7 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from functools import cached_property
 from itertools import chain, count
 from typing import Any
 
@@ -129,7 +130,7 @@ class InputStructure:
         dims = input_dims(call.batch_dim, tensors)
         return InputStructure(spec, tuple(names), constants, dims)
 
-    @property
+    @cached_property
     def tensor_names(self) -> tuple[str, ...]:
         """The names of the tensors, in order."""
         return tuple(name for name in self.names if name is not None)
@@ -143,12 +144,14 @@ class InputStructure:
 
         InputError if its structure or a constant differs.
         """
-        planned = pytree.tree_unflatten(range(len(self.names)), self.spec)
-        leaves, spec = pytree.tree_flatten(_ordered_like((call.args, call.kwargs), planned))
+        if self._has_plain_tensors(call):
+            return list(call.args)
+        given = call.args, call.kwargs
+        leaves, spec = pytree.tree_flatten(_ordered_like(given, self._numbered))
         if spec != self.spec:
             raise InputError(
                 "the batch has another structure than the plan was made for: "
-                f"{_difference((call.args, call.kwargs), planned)}"
+                f"{_difference(given, self._numbered)}"
             )
         for leaf, name, constant in zip(leaves, self.names, self.constants, strict=True):
             if name is not None and not isinstance(leaf, Tensor):
@@ -161,6 +164,18 @@ class InputStructure:
                     f"an argument is {leaf!r}, but the plan was made with {constant!r}; plan again"
                 )
         return [leaf for leaf, name in zip(leaves, self.names, strict=True) if name is not None]
+
+    def _has_plain_tensors(self, call: Arguments) -> bool:
+        """Return whether the planned arguments are tensors in their order, and those of `call` too:
+        a step of a small model takes as long as torch does to flatten them.
+        """
+        is_plain = self._numbered == (tuple(range(len(call.args))), {}) and not call.kwargs
+        return is_plain and None not in self.names and all(isinstance(a, Tensor) for a in call.args)
+
+    @cached_property
+    def _numbered(self) -> Any:
+        """The arguments with a number in the place of each leaf."""
+        return pytree.tree_unflatten(range(len(self.names)), self.spec)
 
     def unflatten(self, tensors: Sequence[Tensor]) -> Arguments:
         """Return the call whose tensors are `tensors`."""

@@ -46,29 +46,31 @@ def cut_targets(
             f"the target is a list of {samples}, as many as there are samples; stack it to one "
             f"tensor if these are the samples, or {REMEDY}"
         )
-    paths, spec = pytree.tree_flatten_with_path(targets)
+    likely = sorted({0, *(dim for dim in input_dims if dim is not None)})
+    if isinstance(targets, Tensor) and dims is None:
+        return list(_cut(targets, _batch_dimension(targets, samples, likely, targets), sizes))
+    leaves, spec = pytree.tree_flatten(targets)
     if dims is None:
-        likely = sorted({0, *(dim for dim in input_dims if dim is not None)})
-        chosen = [
-            _batch_dimension(pytree.keystr(path), leaf, samples, likely) for path, leaf in paths
-        ]
+        chosen = [_batch_dimension(leaf, samples, likely, targets) for leaf in leaves]
     else:
         chosen = _given_dimensions(dims, spec)
-    parts = [_cut(leaf, dim, sizes) for (_, leaf), dim in zip(paths, chosen, strict=True)]
+    parts = [_cut(leaf, dim, sizes) for leaf, dim in zip(leaves, chosen, strict=True)]
     return [
         pytree.tree_unflatten([each[index] for each in parts], spec) for index in range(len(sizes))
     ]
 
 
-def _batch_dimension(path: str, leaf: Any, samples: int, likely: Sequence[int]) -> int | None:
-    """Return which of the `likely` dimensions is the batch's, None for what has no dimensions.
+def _batch_dimension(leaf: Any, samples: int, likely: Sequence[int], targets: Any) -> int | None:
+    """Return which of the `likely` dimensions of a leaf of `targets` is the batch's, None for what
+    has no dimensions.
 
     InputError if none is, or if several may be.
     """
     if not isinstance(leaf, Tensor):
         if getattr(leaf, "shape", ()):
+            kind = f"{type(leaf).__module__}.{type(leaf).__name__}"
             raise InputError(
-                f"the target{path} is a {type(leaf).__module__}.{type(leaf).__name__} of shape "
+                f"the target{_path(leaf, targets)} is a {kind} of shape "
                 f"{tuple(leaf.shape)}; give a tensor (torch.from_numpy), which can be cut"
             )
         return None
@@ -78,10 +80,16 @@ def _batch_dimension(path: str, leaf: Any, samples: int, likely: Sequence[int]) 
     if len(fitting) == 1:
         return fitting[0]
     raise InputError(
-        f"the target{path} is of shape {tuple(leaf.shape)}, "
+        f"the target{_path(leaf, targets)} is of shape {tuple(leaf.shape)}, "
         f"{'and' if fitting else 'but'} the batch has {samples} samples"
         f"{f' (in dimensions {fitting}?)' if fitting else ''}; {REMEDY}"
     )
+
+
+def _path(leaf: Any, targets: Any) -> str:
+    """Return where a leaf of `targets` is: "['mask'][0]"."""
+    paths, _ = pytree.tree_flatten_with_path(targets)
+    return next(pytree.keystr(path) for path, each in paths if each is leaf)
 
 
 def _given_dimensions(dims: Any, spec: pytree.TreeSpec) -> list[int | None]:

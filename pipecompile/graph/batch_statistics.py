@@ -15,7 +15,7 @@ Only forwards are recorded, so a microbatch counts once however often it is reco
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -148,9 +148,13 @@ def record_statistics() -> Iterator[StepStatistics]:
         _current_step.reset(token)
 
 
-@contextmanager
-def record_forward(key: StreamKey) -> Iterator[None]:
+def record_forward(key: StreamKey) -> AbstractContextManager[None]:
     """Let deferred batch norms record in the block, a stage's forward of the microbatch `key`."""
+    return nullcontext() if _current_step.get() is None else _recorded_forward(key)
+
+
+@contextmanager
+def _recorded_forward(key: StreamKey) -> Iterator[None]:
     token = _current_forward.set(key)
     try:
         yield

@@ -12,7 +12,7 @@ With `engine="torch"` the runtime of torch.distributed.pipelining walks through 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Literal, NamedTuple
 
@@ -99,16 +99,11 @@ class DistributedPipeline:
         where they disagree, messages are on their way that nobody receives, and all that follows is
         an InputError.
         """
-        if self._has_stray_messages:
-            raise InputError(
-                "a step was refused after ranks had begun it (post_validation), so its messages "
-                "are still on their way; make the pipeline once more, in new processes, and load "
-                "the last checkpoint"
-            )
+        self._refuse_after_stray_messages()
         messages = self._messages(schedule)
         last = schedule.microbatches - 1
         rank = dist.get_rank(self._group)
-        row = rest = schedule.rows[rank]
+        row = schedule.rows[rank]
         # A replica of a stage may have no microbatch of a small minibatch, and yet trains.
         trains = any(action.kind in BACKWARDS for _, action in schedule)
         messages.begin(
@@ -133,25 +128,44 @@ class DistributedPipeline:
         rank_step = begun()
         with torch.set_grad_enabled(trains):
             if leading is not None:
-                written = [buffer for stage in self._stages.values() for buffer in stage.buffers]
                 agree = partial(messages.agree, agreement)
-                # Until all have agreed.
-                self._has_stray_messages = True
-                is_right = leading.perform(rank_step, row, rank, written, agree)
-                self._has_stray_messages = False
-                if is_right:
-                    rest = row[leading.counts[rank] :]
+                if self._perform_leading(leading, schedule, rank_step, agree):
+                    row = row[leading.counts[rank] :]
                 else:
                     rank_step = begun()
                     leading.drop_messages(schedule, rank, messages)
             if self._torch is not None:
                 self._torch.perform(schedule, rank_step)
             else:
-                for action in rest:
+                for action in row:
                     rank_step.perform(action)
         watch.actions_are_done()
         rank_step.finish()
         return rank_step.result()
+
+    def _perform_leading(
+        self,
+        leading: LeadingForwards,
+        schedule: Schedule,
+        rank_step: RankStep,
+        agree: Callable[[], None],
+    ) -> bool:
+        """Perform the leading forwards of this rank; return whether the weights were right."""
+        rank = dist.get_rank(self._group)
+        written = [buffer for stage in self._stages.values() for buffer in stage.buffers]
+        # Until all have agreed.
+        self._has_stray_messages = True
+        is_right = leading.perform(rank_step, schedule.rows[rank], rank, written, agree)
+        self._has_stray_messages = False
+        return is_right
+
+    def _refuse_after_stray_messages(self) -> None:
+        if self._has_stray_messages:
+            raise InputError(
+                "a step was refused after ranks had begun it (post_validation), so its messages "
+                "are still on their way; make the pipeline once more, in new processes, and load "
+                "the last checkpoint"
+            )
 
     def begin(self, schedule: Schedule, agreement: Agreement, watch: StepWatch) -> Messages:
         """Return the messages of a run that has no end, on the ranks of `schedule`; none is
@@ -171,8 +185,7 @@ class DistributedPipeline:
         if schedule.placement not in self._messages_by_placement:
             group = self._group or dist.group.WORLD
             assert group is not None
-            own = [dist.get_global_rank(group, rank) for rank in range(schedule.ranks)]
-            peers = peers_at(schedule.placement, own)
-            messages = Messages(self._boundaries, peers, self._device, self._group)
+            peers = peers_at(schedule.placement, range(schedule.ranks))
+            messages = Messages(self._boundaries, peers, self._device, group)
             self._messages_by_placement[schedule.placement] = messages
         return self._messages_by_placement[schedule.placement]

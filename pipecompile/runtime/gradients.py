@@ -64,7 +64,7 @@ class StepGradients:
         before = [parameter.grad for parameter in parameters]
         had_some = bool(self._aside)
         for parameter in parameters:
-            parameter.grad = self._pop(parameter, microbatches)
+            parameter.grad = self._pop(parameter, microbatches) if had_some else None
         try:
             yield
         except BaseException:
@@ -107,12 +107,12 @@ def _restore(parameters: Iterable[Tensor], gradients: Iterable[Tensor | None]) -
         parameter.grad = gradient
 
 
-@torch.no_grad()
 def divide_gradients(parameters: Iterable[Tensor], count: float) -> None:
     """Divide the gradients by how many were summed, in place."""
     gradients = [local_part(p.grad) for p in parameters if p.grad is not None]
     if gradients and count != 1:
-        torch._foreach_div_(gradients, count)
+        with torch.no_grad():
+            torch._foreach_div_(gradients, count)
 
 
 def spread_overflow(gradients: Sequence[Tensor], device: torch.device, deadline: Deadline) -> None:

@@ -14,7 +14,9 @@ kept until the step ends.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import chain
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -28,7 +30,7 @@ from pipecompile.runtime.watch import Deadline
 
 __all__ = ["Boundaries", "BoundaryShape", "Messages"]
 
-Values = tuple[Tensor | None, ...]
+Values = Sequence[Tensor | None]
 """The tensors of one message; None for a gradient that nobody sends."""
 
 
@@ -59,11 +61,23 @@ _Key = tuple[int, int, tuple[BoundaryShape, ...]]
 """What names a boundary: the stage behind it, whose turn it is, and what crosses there."""
 
 
+class _Buffers(NamedTuple):
+    """What a receive writes to: `values`, and `told` if the message says which are missing."""
+
+    values: Values
+    told: Tensor | None = None
+
+    @property
+    def written(self) -> Iterator[Tensor | None]:
+        """The tensors of the message, in the order in which they are sent."""
+        return chain(self.values, (self.told,))
+
+
 class Messages:
     """The messages of one rank.
 
-    `boundaries[s]` are the tensors that enter stage s, and `peers[s]` the global ranks that run it,
-    in turns. `group` is the process group of the pipeline, None for all ranks.
+    `boundaries[s]` are the tensors that enter stage s, and `peers[s]` the ranks in `group` that run
+    it, in turns. `group` is the process group of the pipeline.
     """
 
     def __init__(
@@ -71,15 +85,14 @@ class Messages:
         boundaries: Boundaries,
         peers: Peers,
         device: torch.device,
-        group: dist.ProcessGroup | None = None,
+        group: dist.ProcessGroup,
     ) -> None:
         self._boundaries = boundaries
         self._peers = peers
         self._device = device
         self._group = group
         self._remainder: tuple[int, Boundaries] | None = None
-        self._buffers: dict[Action, Values] = {}
-        self._flags: dict[Action, Tensor] = {}
+        self._buffers: dict[Action, _Buffers] = {}
         self._trains = True
         self._missing = MissingGradients()
         self._receiving: dict[Action, list[dist.Work]] = {}
@@ -91,88 +104,82 @@ class Messages:
     def receive(self, action: Action) -> None:
         """Post the receive of `action`, a RECV of either direction."""
         self.settle()
-        is_forward = action.kind is Kind.RECEIVE_FORWARD
+        boundaries = self._boundaries_of(action)
         # Values come through the boundary before a stage, gradients through that behind it.
-        boundary = self._boundaries_of(action)[action.stage + (not is_forward)]
-        # The tables hold the buffers while something may be written to them.
-        if is_forward:
-            self._buffers[action] = tuple(shape.buffer(self._device) for shape in boundary)
+        if action.kind is Kind.RECEIVE_FORWARD:
+            source, shapes = action.stage - 1, boundaries[action.stage]
+            buffers = _Buffers([shape.buffer(self._device) for shape in shapes])
         else:
-            key = self._key(action.stage + 1, action.microbatch, boundary)
-            self._buffers[action] = self._gradient_buffers(key)
-        received = [*self._buffers[action]]
-        if not is_forward and self._tells(key):
-            flags = torch.empty(len(boundary), dtype=torch.bool, device=self._device)
-            self._flags[action] = flags
-            received.append(flags)
-        sender = action.stage - 1 if is_forward else action.stage + 1
-        peer = peer_of(self._peers, sender, action.microbatch)
-        # The whole message is one batch, so that its tensors cannot overtake each other.
-        self._receiving[action] = self._start(dist.irecv, received, peer)
+            source = action.stage + 1
+            buffers = self._gradient_buffers(self._key(action, source), boundaries[source])
+        # The table holds the buffers while something may be written to them.
+        self._buffers[action] = buffers
+        peer = peer_of(self._peers, source, action.microbatch)
+        self._receiving[action] = self._start(dist.irecv, buffers.written, peer)
 
     def wait(self, action: Action) -> Values:
         """Return what the receive of `action` has brought, once it is there."""
         for work in self._receiving.pop(action):
             self._deadline.wait(work)
-        values = self._buffers.pop(action)
-        if action not in self._flags:
+        values, told = self._buffers.pop(action)
+        if told is None:
             return values
-        flags = tuple(self._flags.pop(action).tolist())
-        boundary = self._boundaries_of(action)[action.stage + 1]
-        self._missing.note(self._key(action.stage + 1, action.microbatch, boundary), flags)
-        return tuple(None if is_missing else v for v, is_missing in zip(values, flags, strict=True))
+        flags = tuple(told.tolist())
+        self._missing.note(self._key(action, action.stage + 1), flags)
+        return [None if is_missing else v for v, is_missing in zip(values, flags, strict=True)]
 
-    def send(self, action: Action, values: Sequence[Tensor | None]) -> None:
+    def send(self, action: Action, values: Values) -> None:
         """Begin to send `values`."""
         self.settle()
-        if action.kind is Kind.SEND_FORWARD:
-            receiver, sent = action.stage + 1, [*values]
-        else:
-            receiver, sent = action.stage - 1, self._gradients_to_send(action, values)
+        target = action.stage + 1
+        if action.kind is Kind.SEND_BACKWARD:
+            target = action.stage - 1
+            values = self._gradients_to_send(action, values)
         # What is sent are bytes, without the bits that say "conjugate" and "negative".
-        plain = [None if each is None else each.resolve_conj().resolve_neg() for each in sent]
-        peer = peer_of(self._peers, receiver, action.microbatch)
+        plain = [None if each is None else each.resolve_conj().resolve_neg() for each in values]
+        peer = peer_of(self._peers, target, action.microbatch)
         self._sending += self._start(dist.isend, plain, peer)
 
-    def _gradients_to_send(
-        self, action: Action, values: Sequence[Tensor | None]
-    ) -> list[Tensor | None]:
+    def _gradients_to_send(self, action: Action, values: Values) -> Values:
         """Return a message of gradients: zeros for those that are missing and not left out."""
         boundary = self._boundaries_of(action)[action.stage]
+        key, flags = self._key(action, action.stage), tuple([value is None for value in values])
+        left_out = self._missing.known(key)
+        if flags == left_out:
+            return values
         if not any(shape.has_gradient for shape in boundary):
-            return []
-        key = self._key(action.stage, action.microbatch, boundary)
-        flags = tuple(value is None for value in values)
+            return ()
         self._missing.check(key, action.stage, flags)
         self._missing.note(key, flags)
-        left_out = self._missing.left_out(key, len(boundary))
+        known = left_out or (False,) * len(boundary)
         sent: list[Tensor | None] = [
             shape.zeros(self._device) if value is None and shape.has_gradient and not out else value
-            for value, shape, out in zip(values, boundary, left_out, strict=True)
+            for value, shape, out in zip(values, boundary, known, strict=True)
         ]
-        if self._missing.tells(key):
+        if left_out is None:
             sent.append(torch.tensor(flags, device=self._device))
         return sent
 
-    def _key(self, stage: int, microbatch: int | None, boundary: Sequence[BoundaryShape]) -> _Key:
-        """Return what names the boundary before a stage to the two ranks that have a microbatch
-        beside it: of a smaller microbatch it is another one.
+    def _key(self, action: Action, stage: int) -> _Key:
+        """Return what names the boundary before `stage` to the two ranks that have the microbatch
+        of `action` beside it: of a smaller microbatch it is another one.
         """
         # Replicas know only of their own messages, so each turn around both stages has its own.
         turns = len(self._peers[stage - 1]) * len(self._peers[stage])
-        return stage, (microbatch or 0) % turns, tuple(boundary)
+        turn = 0 if turns == 1 else (action.microbatch or 0) % turns
+        return stage, turn, tuple(self._boundaries_of(action)[stage])
 
-    def _gradient_buffers(self, key: _Key) -> Values:
-        boundary = key[-1]
-        left_out = self._missing.left_out(key, len(boundary))
-        return tuple(
+    def _gradient_buffers(self, key: _Key, boundary: Sequence[BoundaryShape]) -> _Buffers:
+        """Return the buffers for gradients over a boundary, and for what is told of them."""
+        left_out = self._missing.known(key)
+        known = left_out or (False,) * len(boundary)
+        values = [
             shape.buffer(self._device) if shape.has_gradient and not out else None
-            for shape, out in zip(boundary, left_out, strict=True)
-        )
-
-    def _tells(self, key: _Key) -> bool:
-        """Return whether a message of gradients over a boundary tells which are missing."""
-        return any(shape.has_gradient for shape in key[-1]) and self._missing.tells(key)
+            for shape, out in zip(boundary, known, strict=True)
+        ]
+        if left_out is not None or not any(shape.has_gradient for shape in boundary):
+            return _Buffers(values)
+        return _Buffers(values, torch.empty(len(boundary), dtype=torch.bool, device=self._device))
 
     @property
     def steps(self) -> int:
@@ -200,7 +207,6 @@ class Messages:
         # Operations go before the memory that they write to.
         self._receiving.clear()
         self._buffers.clear()
-        self._flags.clear()
         self._missing.begin_step()
         self._sending.clear()
         self._sent_before.clear()
@@ -246,13 +252,27 @@ class Messages:
         return self._boundaries
 
     def _start(
-        self, operation: object, tensors: Sequence[Tensor | None], peer: int
+        self,
+        operation: Callable[..., dist.Work | None],
+        tensors: Iterable[Tensor | None],
+        peer: int,
     ) -> list[dist.Work]:
-        """Begin one operation for each tensor; as one batch, because NCCL needs that."""
-        self.settle()
-        operations = [
-            dist.P2POp(operation, tensor, peer, self._group)  # type: ignore[arg-type]
-            for tensor in tensors
-            if tensor is not None
-        ]
-        return dist.batch_isend_irecv(operations) if operations else []
+        """Begin `operation`, which is `isend` or `irecv`, for each tensor."""
+        there = [tensor for tensor in tensors if tensor is not None]
+        if self._device.type != "cpu":
+            # As one batch, so that the tensors of a message cannot overtake each other: NCCL needs
+            # that.
+            operations = [
+                dist.P2POp(operation, tensor, group=self._group, group_peer=peer)
+                for tensor in there
+            ]
+            return dist.batch_isend_irecv(operations) if operations else []
+        # A batch would do the same on a CPU, and check each operation several times.
+        sends = operation is dist.isend
+        begin = self._group.send if sends else self._group.recv
+        return [begin([_of_reals(tensor)], peer, 0) for tensor in there]
+
+
+def _of_reals(tensor: Tensor) -> Tensor:
+    """Return the same memory as real numbers."""
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor

@@ -35,13 +35,9 @@ class MissingGradients:
         self._known: dict[Hashable, Flags] = {}
         self._seen: dict[Hashable, set[Flags]] = {}
 
-    def left_out(self, boundary: Hashable, count: int) -> Flags:
-        """Return which of the `count` gradients of a message are left out."""
-        return self._known.get(boundary, (False,) * count)
-
-    def tells(self, boundary: Hashable) -> bool:
-        """Return whether a message has flags."""
-        return boundary not in self._known
+    def known(self, boundary: Hashable) -> Flags | None:
+        """Return which gradients are left out; None if each message tells what is missing."""
+        return self._known.get(boundary)
 
     def note(self, boundary: Hashable, flags: Flags) -> None:
         """Take in what a message has told."""

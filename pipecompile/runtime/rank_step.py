@@ -163,21 +163,29 @@ class RankStep:
 
     def _await_message(self, action: Action) -> None:
         """Put into the tables what another rank sends for `action`, once it is there."""
-        index, microbatch, kind = action.stage, action.microbatch, action.kind
-        assert microbatch is not None or kind is Kind.REDUCE
-        if self._messages is None or microbatch is None:
+        if self._messages is None:
             return
-        if kind in TRANSFERS:
-            self._messages.settle()
-        key = index, microbatch
+        index, kind, microbatch, _ = action
         # What a stage of this process handed over is in the table already.
-        if kind is Kind.FORWARD and key not in self._values:
-            message = action._replace(kind=Kind.RECEIVE_FORWARD)
-            self._values[key] = self._messages.wait(message)
-        is_last = index == self._count - 1
-        if kind in BACKWARDS and not is_last and key not in self._gradients:
-            message = action._replace(kind=Kind.RECEIVE_BACKWARD)
-            self._gradients[key] = self._messages.wait(message)
+        if kind is Kind.FORWARD:
+            self._receive_into(self._values, index, Kind.RECEIVE_FORWARD, microbatch)
+        elif kind in BACKWARDS and index != self._count - 1:
+            self._receive_into(self._gradients, index, Kind.RECEIVE_BACKWARD, microbatch)
+        elif kind in TRANSFERS:
+            self._messages.settle()
+
+    def _receive_into(
+        self,
+        table: dict[tuple[int, int], Sequence[Any]],
+        index: int,
+        kind: Kind,
+        microbatch: int | None,
+    ) -> None:
+        assert self._messages is not None
+        assert microbatch is not None
+        key = index, microbatch
+        if key not in table:
+            table[key] = self._messages.wait(Action(index, kind, microbatch))
 
     def _perform(self, action: Action) -> None:
         if action.kind is Kind.REDUCE:

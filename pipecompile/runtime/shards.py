@@ -29,8 +29,10 @@ Shard = tuple[tuple[str, int], ...]
 
 def local_part(tensor: Tensor) -> Tensor:
     """Return the part of `tensor` on this process, in the same memory."""
+    if not isinstance(tensor, DTensor):
+        return tensor
     with torch.no_grad():
-        return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        return tensor.to_local()
 
 
 def rows_of(tensor: Tensor) -> int:

@@ -43,7 +43,7 @@ TiedGradients = dict[Tensor, Tensor]
 _INPUT_BACKWARD, _OUTPUTS = object(), object()
 
 
-@dataclass
+@dataclass(slots=True)
 class BackwardPart:
     """One begin of the weight backward, for some parameters; also a whole backward.
 
@@ -63,16 +63,22 @@ class BackwardPart:
         The contribution of later stages to a tied parameter is the first summand, as it is in a
         backward of the unsplit model.
         """
-        reached = list(tied_gradients)
-        if self.parameters is not None:
-            reached = [p for p in self.parameters if p in tied_gradients]
-        from_later = {parameter: tied_gradients.pop(parameter) for parameter in reached}
-        edges = [*self.edges, *map(get_gradient_edge, from_later)]
-        gradients = [*self.gradients, *from_later.values()]
+        edges, gradients = self.edges, self.gradients
+        if tied_gradients:
+            from_later = self._pop_reached(tied_gradients)
+            edges = [*edges, *map(get_gradient_edge, from_later)]
+            gradients = [*gradients, *from_later.values()]
         if edges:
             torch.autograd.backward(
                 edges, gradients, retain_graph=self.shares_graph, inputs=self.parameters
             )
+
+    def _pop_reached(self, tied_gradients: TiedGradients) -> TiedGradients:
+        """Remove and return the gradients of the parameters that this part reaches."""
+        reached = list(tied_gradients)
+        if self.parameters is not None:
+            reached = [p for p in self.parameters if p in tied_gradients]
+        return {parameter: tied_gradients.pop(parameter) for parameter in reached}
 
 
 def input_backward(

@@ -40,7 +40,7 @@ BackwardParts = list[BackwardPart]
 """What an input backward leaves for the weight backward."""
 
 
-@dataclass
+@dataclass(slots=True)
 class SavedForward:
     """What a stage keeps of one microbatch from its forward to its backward.
 
@@ -96,7 +96,7 @@ class EagerStage:
         self.module = module
         self.loss = None if loss is None else StageLoss(loss, loss_module)
         self._precision = precision
-        self._gradient_inputs = tuple(gradient_inputs)
+        self._gradient_inputs = [index for index, is_sent in enumerate(gradient_inputs) if is_sent]
         self.buffers = tuple(buffers)
         self._random = random
         self.tied_to_earlier = frozenset(tied_to_earlier)
@@ -115,13 +115,12 @@ class EagerStage:
 
         With `recompute` only the inputs are kept: `recompute` must be called before the backward.
         """
-        leaves = tuple(self._leaf(index, value) for index, value in enumerate(inputs))
+        leaves = tuple([value.detach() for value in inputs])
         before = tuple(buffer.clone() for buffer in self.buffers) if recompute else ()
         saved = SavedForward(stream_key, leaves, target, None, before)
-        for index, leaf in enumerate(leaves):
-            if leaf.requires_grad:
-                hook = partial(_keep_layout, saved.input_gradients, index, leaf.stride())
-                leaf.register_hook(hook)
+        for index in self._gradient_inputs if torch.is_grad_enabled() else ():
+            leaf = leaves[index].requires_grad_()
+            leaf.register_hook(partial(_keep_layout, saved.input_gradients, index, leaf.stride()))
         if recompute and self.loss is not None:
             saved.generators = packed_generators(_device_of(inputs))
         # Gradients are on even if the forward will be recomputed: without them PyTorch may choose
@@ -129,7 +128,7 @@ class EagerStage:
         with record_forward(stream_key):
             outputs = self._run(saved)
         saved.outputs = None if recompute else outputs
-        detached = tuple(value.detach() for value in outputs)
+        detached = tuple([value.detach() for value in outputs])
         if self.loss is None:
             return detached, saved
         # The loss is copied, because its storage may be much larger than one number: that of
@@ -188,13 +187,12 @@ class EagerStage:
         roots, seeds = self._roots(saved, gradients)
         with self._redirected(tied_gradients):
             BackwardPart(roots, seeds).run(self._pop_own(tied_gradients))
-        for index in saved.input_gradients:
-            saved.inputs[
-                index
-            ].grad = None  # frees autograd's copy: the same numbers, laid out anew
-        return [
-            saved.input_gradients.get(index, value.grad) for index, value in enumerate(saved.inputs)
-        ]
+        input_gradients = [value.grad for value in saved.inputs]
+        for index, gradient in saved.input_gradients.items():
+            input_gradients[index] = gradient
+            # It frees autograd's copy: the same numbers, laid out anew.
+            saved.inputs[index].grad = None
+        return input_gradients
 
     def backward_input(
         self, saved: SavedForward, gradients: Sequence[Tensor | None]
@@ -232,30 +230,28 @@ class EagerStage:
             if parameter in tied_gradients
         }
 
-    def _leaf(self, index: int, value: Tensor) -> Tensor:
-        wants_gradient = self._gradient_inputs[index] and torch.is_grad_enabled()
-        return value.detach().requires_grad_(wants_gradient)
-
     def _run(self, saved: SavedForward) -> tuple[Tensor, ...]:
         with self._precision():
-            return self._outputs_or_loss(saved)
-
-    def _outputs_or_loss(self, saved: SavedForward) -> tuple[Tensor, ...]:
-        outputs = self._outputs(saved.inputs, saved.stream_key)
-        if self.loss is not None:
-            loss, saved.extras = self.loss(outputs, saved.target)
-            return (loss,)
+            outputs = self._outputs(saved.inputs, saved.stream_key)
+            if self.loss is not None:
+                loss, saved.extras = self.loss(outputs, saved.target)
+                return (loss,)
         # An output may be an input itself. Autograd copies the gradient of a root that is a leaf,
         # but passes it through a view as it is.
-        leaves = {id(value) for value in saved.inputs if value.requires_grad}
-        return tuple(value.view_as(value) if id(value) in leaves else value for value in outputs)
+        given = set(map(id, saved.inputs)) if self._gradient_inputs else ()
+        return tuple([value.view_as(value) if id(value) in given else value for value in outputs])
 
     def _outputs(self, inputs: Sequence[Tensor], stream_key: StreamKey) -> tuple[Tensor, ...]:
+        is_enabled = torch.is_grad_enabled()
         stream = use_stream(stream_key, _cuda_devices(inputs)) if self._random else nullcontext()
-        # Restores the gradient mode if the module fails in the middle of a no_grad region.
-        with torch.set_grad_enabled(torch.is_grad_enabled()), stream:
-            outputs: tuple[Tensor, ...] = self.module(*inputs)
-        return outputs
+        try:
+            with stream:
+                outputs: tuple[Tensor, ...] = self.module(*inputs)
+            return outputs
+        finally:
+            # It may have failed in the middle of a no_grad region.
+            if torch.is_grad_enabled() != is_enabled:
+                torch.set_grad_enabled(is_enabled)
 
     def _roots(
         self, saved: SavedForward, gradients: Sequence[Tensor | None]

@@ -42,20 +42,27 @@ class StageLoss:
 
         InputError if it is no scalar, carries no gradient, or trains something else.
         """
-        # Before the call, which may make new ones, that nobody would sum.
-        own = set() if self.module is None else set(self.module.parameters())
-        before = torch._C._autograd._get_sequence_nr()
-        with nullcontext() if self.module is None else versioned_buffers(self.module):
-            loss, extras = _loss_and_extras(self.function(outputs, target))
-        if not self._is_known:
-            _refuse_trained_by_loss(loss, before, {*outputs, *own})
-            self._is_known = True
+        loss, extras = (self._known if self._is_known else self._first)(outputs, target)
         if torch.is_grad_enabled() and not loss.requires_grad:
             raise InputError(
                 "the loss carries no gradient: no trainable parameter leads to it, or loss_fn "
                 "lost it (detach, argmax, item); train something that leads to the loss"
             )
         return loss, extras
+
+    def _first(self, outputs: Sequence[Tensor], target: Any) -> tuple[Tensor, Any]:
+        """Return what `_known` does, once it is known that nothing else is trained."""
+        # Before the call, which may make new ones, that nobody would sum.
+        own = set() if self.module is None else set(self.module.parameters())
+        before = torch._C._autograd._get_sequence_nr()
+        loss, extras = self._known(outputs, target)
+        _refuse_trained_by_loss(loss, before, {*outputs, *own})
+        self._is_known = True
+        return loss, extras
+
+    def _known(self, outputs: Sequence[Tensor], target: Any) -> tuple[Tensor, Any]:
+        with nullcontext() if self.module is None else versioned_buffers(self.module):
+            return _loss_and_extras(self.function(outputs, target))
 
     def evaluate(self, outputs: Sequence[Tensor], target: Any) -> tuple[Tensor, Any]:
         """Return the same in eval mode; gradients are switched off around it."""

@@ -56,6 +56,8 @@ class BatchReader:
         self._target_batch_dims = target_batch_dims
         self._declared = programs.declared
         self._runner = runner
+        # By the shapes and types of the tensors of a batch.
+        self._read_before: dict[tuple[Any, ...], tuple[int, MicrobatchSizes]] = {}
 
     def read(self, batch: Any) -> CutBatch:
         """Return the batch cut into microbatches.
@@ -68,8 +70,22 @@ class BatchReader:
         except InputError:
             arguments_of(captured.model, batch)  # says more of what the model does not take
             raise
-        names = captured.inputs.tensor_names
-        declared, dims = [each.input_shapes for each in self._declared], captured.inputs.batch_dims
+        # Most batches are like the one before.
+        key = tuple([(tensor.shape, tensor.dtype) for tensor in tensors])
+        if key not in self._read_before:
+            self._read_before[key] = self._sizes(tensors)
+        shape, sizes = self._read_before[key]
+        dims = captured.inputs.batch_dims
+        given = sizes.rows(tensors, dims)
+        here = [self._runner.at_stage(0, tensor) for tensor in tensors]
+        is_here = all(map(operator.is_, here, tensors))
+        return CutBatch(shape, sizes, given if is_here else sizes.rows(here, dims), given)
+
+    def _sizes(self, tensors: Sequence[Tensor]) -> tuple[int, MicrobatchSizes]:
+        """Return the index of the declared shape of a batch, and how it is cut."""
+        inputs = self._declared[0].captured.inputs
+        names, dims = inputs.tensor_names, inputs.batch_dims
+        declared = [each.input_shapes for each in self._declared]
         shape = shape_of(tensors, names, declared, dims)
         sizes = MicrobatchSizes.of(tensors, names, declared[shape], dims)
         for name, tensor, planned in zip(names, tensors, self._declared[0].inputs, strict=True):
@@ -78,10 +94,7 @@ class BatchReader:
                     f"{name} is of type {tensor.dtype}, but the plan was made for {planned[1]}; "
                     "convert it, or plan again with such a sample_input"
                 )
-        given = sizes.rows(tensors, dims)
-        here = [self._runner.at_stage(0, tensor) for tensor in tensors]
-        is_here = all(map(operator.is_, here, tensors))
-        return CutBatch(shape, sizes, given if is_here else sizes.rows(here, dims), given)
+        return shape, sizes
 
     def read_planned(self, batch: Any) -> CutBatch:
         """Return what `read` does; InputError if there are more microbatches than planned."""
@@ -98,7 +111,7 @@ class BatchReader:
         """Return the target of each microbatch; InputError if it cannot be cut like the batch."""
         register_dataclasses(target)
         move = partial(self._runner.at_stage, self._plan.k - 1)
-        here = tree_map_only(Tensor, move, target)
+        here = move(target) if isinstance(target, Tensor) else tree_map_only(Tensor, move, target)
         dims = self._declared[0].captured.inputs.batch_dims
         return cut_targets(here, sizes.sizes, self._target_batch_dims, dims)
 

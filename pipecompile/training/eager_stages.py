@@ -6,6 +6,7 @@ runner.py asks for all of them in one process, and for those of a rank under tor
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -13,7 +14,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from pipecompile.errors import InputError, PipecompileError
-from pipecompile.frontend.target import Target
+from pipecompile.frontend.signature import OutputStructure
+from pipecompile.frontend.target import LossFunction, Target
 from pipecompile.runtime.stage import EagerStage
 from pipecompile.training.program import Program
 
@@ -64,25 +66,27 @@ def _stage(
     return EagerStage(
         stage.module,
         gradient_inputs=stage.gradient_inputs,
-        loss=partial(_loss, program, target) if is_last else None,
+        loss=partial(_loss, program.outputs, target.trained_by) if is_last else None,
         loss_module=target.loss_module if is_last else None,
         buffers=stage.buffers,
         random=stage.random,
         tied_to_earlier=tied_to_earlier,
         tied_to_later=tied_to_later,
-        precision=target.precision,
+        precision=nullcontext if target.autocast is None else target.precision,
     )
 
 
-def _loss(program: Program, target: Target, outputs: Sequence[Tensor], wanted: Any) -> Any:
+def _loss(
+    structure: OutputStructure, loss: LossFunction, outputs: Sequence[Tensor], wanted: Any
+) -> Any:
     """Return what the loss function makes of the output tensors of a microbatch; InputError if it
     needs the target that is not given.
     """
-    output = program.outputs.unflatten(outputs)
+    output = structure.unflatten(outputs)
     if wanted is not None:
-        return target.trained_by(output, wanted)
+        return loss(output, wanted)
     try:
-        return target.trained_by(output, None)
+        return loss(output, None)
     except PipecompileError:
         raise
     except Exception as error:

@@ -246,8 +246,11 @@ class Program:
         # Not by `.train()`: it sets all modules below too, and each has a mode of its own here.
         for part, flag in before.items():
             part.training = not flag
+        is_training = self.captured.model.training
         for stage in self.stages:
-            stage.module.training = self.captured.model.training
+            # A module sets an attribute slowly, and that is so already in most steps.
+            if stage.module.training != is_training:
+                stage.module.training = is_training
         try:
             yield
         finally:

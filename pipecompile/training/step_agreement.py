@@ -42,6 +42,8 @@ class StepAgreement:
         # For all processes, and for those of the pipeline.
         self._everyone, self._pipeline = _host_groups(place)
         self._kinds: set[tuple[Any, ...]] = set()
+        # What was said of steps that differ only in their number.
+        self._said: dict[tuple[Any, ...], dict[str, str]] = {}
         self._compared = 0
 
     def of_step(
@@ -127,20 +129,23 @@ class StepAgreement:
     ) -> Agreement:
         inputs = minibatch.inputs
         shapes, last = _described(inputs[0]), _described(inputs[-1])
-        said = {
-            "what it begins": what,
-            "the plan": self._plan_digest,
-            "the input of a microbatch": shapes,
-            "the number of samples": minibatch.samples,
-            "the number of microbatches": len(inputs),
-            "the input of the last microbatch": last,
-            "the set of modules in train mode": sorted(program.modes),
-            f"the number of the {what.partition(' ')[2]}": minibatch.step,
-            "the seed": minibatch.seed,
-            **_named_flags(flags),
-        }
-        agreement = Agreement(said, group, watch, history)
         kind = (what, len(inputs), shapes, last, program.modes)
+        key = (*kind, minibatch.samples, minibatch.seed, *flags.items())
+        if key not in self._said:
+            said = {
+                "what it begins": what,
+                "the plan": self._plan_digest,
+                "the input of a microbatch": shapes,
+                "the number of samples": minibatch.samples,
+                "the number of microbatches": len(inputs),
+                "the input of the last microbatch": last,
+                "the set of modules in train mode": sorted(program.modes),
+                "the seed": minibatch.seed,
+                **_named_flags(flags),
+            }
+            self._said[key] = {name: str(value) for name, value in said.items()}
+        number = {f"the number of the {what.partition(' ')[2]}": minibatch.step}
+        agreement = Agreement({**self._said[key], **number}, group, watch, history)
         # A pipeline of one rank has no messages, before which it would be settled.
         if kind not in self._kinds or len(self._place.global_ranks) == 1:
             agreement.settle()

@@ -52,11 +52,15 @@ class StepLoss:
 
     def gradients(self, sizes: MicrobatchSizes, scaler: GradScaler | None) -> list[Tensor | None]:
         """Return what the backward of each microbatch begins with, None for 1."""
-        # Every rank asks the scaler, since it makes its scale when it is first asked.
+        is_scaled = scaler is not None and scaler.is_enabled()
+        is_weighed = self._reduction == "mean" and sizes.remainder is not None
+        if not is_scaled and not is_weighed:
+            return [None] * len(sizes.sizes)
         one = torch.ones((), device=self._runner.device)
-        scale = None if scaler is None or not scaler.is_enabled() else scaler.scale(one)
+        # Every rank asks the scaler, since it makes its scale when it is first asked.
+        scale = scaler.scale(one) if scaler is not None and is_scaled else None
         gradients: list[Tensor | None] = [scale] * len(sizes.sizes)
-        if self._reduction == "mean" and sizes.remainder is not None:
+        if is_weighed:
             # In float64, because autograd casts it to the type of the loss.
             weight = sizes.weight(len(gradients) - 1)
             gradients[-1] = (one if scale is None else scale).double() * weight

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from pipecompile import pipecompile
+from pipecompile.runtime.messages import Messages
 from pipecompile.runtime.watch import Deadline
 
 WIDTH, ROWS = 64, 32  # so a message has 8 KB
@@ -55,7 +56,7 @@ def held_on_the_way(
     )
     works = _Works()
     with (
-        patch.object(dist, "batch_isend_irecv", works.noting(dist.batch_isend_irecv)),
+        patch.object(Messages, "_start", works.noting(Messages._start)),
         patch.object(Deadline, "start_all_reduce", works.noting(Deadline.start_all_reduce)),
     ):
         run = pipeline.train(

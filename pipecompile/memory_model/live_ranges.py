@@ -8,17 +8,20 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import accumulate
 
 from pipecompile.ir.encodings import Use
+from pipecompile.ir.footprint import Footprint
 from pipecompile.ir.graph import Content, CostGraph, GradientStorage, Tensor
 from pipecompile.ir.plan import Options, ShardLevel
 
 __all__ = ["LiveRanges", "Storage"]
+
+SHARED = 32  # graphs whose ranges are remembered: that of a plan, and those of its copied nodes
 
 
 @dataclass(frozen=True)
@@ -42,7 +45,8 @@ class Storage:
 class LiveRanges:
     """The storages of a cost graph, ready for any stage.
 
-    The other fields are as in a plan's options.
+    The other fields are as in a plan's options. `footprints` remembers those of stages, by what
+    `footprint_of` was given.
     """
 
     graph: CostGraph
@@ -53,11 +57,12 @@ class LiveRanges:
     kv_tokens: int = 0
     post_validation: bool = False
     optimizer_on_host: bool = False
+    footprints: dict[Hashable, Footprint] = field(default_factory=dict, repr=False, compare=False)
 
     @staticmethod
     def of(graph: CostGraph, options: Options) -> LiveRanges:
         """Return the storages of a graph for plans with these options."""
-        return LiveRanges(
+        ranges = LiveRanges(
             graph,
             options.optimizer,
             options.master_weights,
@@ -67,6 +72,7 @@ class LiveRanges:
             options.post_validation,
             options.optimizer_on_host,
         )
+        return _remembered(ranges)
 
     @property
     def divides_gradients(self) -> bool:
@@ -322,3 +328,12 @@ class LiveRanges:
         )
         shared = set(first) & set(last)
         return any(gradient.bytes == self.graph.parameter_by_name[name].bytes for name in shared)
+
+
+@lru_cache(maxsize=SHARED)
+def _remembered(ranges: LiveRanges) -> LiveRanges:
+    """Return the ranges that were made first of those that are equal, with their footprints.
+
+    A plan compares many orders, policies and objectives, each with a planner of its own.
+    """
+    return ranges

@@ -55,8 +55,8 @@ class StepBounds:
         1f1b     S ≥ T + (M − 1)·L + M·R − (w − 1)·F − w·R
         gpipe    S ≥ T + (M − 1)·L
 
-    On the last rank w is 1 and R is 0. The sum of these over the ranks bounds p·S. Regions are recomputed in backwards: with them R is
-    a part of L and of T, and no other R is left.
+    On the last rank w is 1 and R is 0. The sum of these over the ranks bounds p·S. Regions are
+    recomputed in backwards: with them R is a part of L and of T, and no other R is left.
     """
 
     graph: CostGraph

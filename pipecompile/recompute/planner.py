@@ -64,6 +64,11 @@ class RecomputePlanner:
             self.expanded[key] = CopyPlanner(replace(self, graph=cut.graph, known={}), cut)
         return self.expanded[key]
 
+    @cached_property
+    def while_waiting(self) -> RecomputePlanner:
+        """The planner for stages that recompute as a whole, while their ranks wait."""
+        return replace(self, waiting=True, known={}, expanded={})
+
     def on_rank(self, rank: int) -> RecomputePlanner:
         """Return the planner by the costs of a rank's device."""
         if not isinstance(self.graph, UnequalCosts):

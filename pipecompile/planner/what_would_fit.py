@@ -17,13 +17,14 @@ from pipecompile.ir.links import Links
 from pipecompile.ir.plan import Options
 from pipecompile.partition.missing_memory import missing_bytes
 from pipecompile.partition.solver import solve
+from pipecompile.partition.violations import violations
 from pipecompile.planner.partition_problem import problem_of
 
 __all__ = ["what_would_fit"]
 
 SHORT_SECONDS = 0.5  # of work on each change that might make a cut fit
 SUGGESTIONS = 2
-SEARCHES = 3  # for something to suggest: each takes as long as a part of a plan
+SEARCHES = 3  # for something to suggest
 
 
 def what_would_fit(graph: CostGraph, options: Options, links: Links) -> str:
@@ -80,14 +81,14 @@ def _may_fit(graph: CostGraph, options: Options, links: Links) -> bool:
 def _is_feasible(graph: CostGraph, options: Options, links: Links) -> bool:
     """Return whether a short search finds a cut.
 
-    First with lower bounds of what stages hold; only what then fits is priced, which takes longer.
+    It goes by lower bounds of what stages hold, and only the cut that it finds is priced: a search
+    with prices takes as long as a plan.
     """
     with suppress(PipecompileError):
         problem = replace(problem_of(graph, options, links), objective="max-load")
         assert problem.memory is not None
         unpriced = replace(problem.memory, price=None, freeable=())
-        # Each raises InfeasibleError where it finds no cut.
-        for variant in (replace(problem, memory=unpriced), problem):
-            solve(variant, seconds=SHORT_SECONDS, explained=False)
-        return True
+        # It raises InfeasibleError where it finds no cut.
+        found = solve(replace(problem, memory=unpriced), seconds=SHORT_SECONDS, explained=False)
+        return next(violations(problem, found.assignment), None) is None
     return False

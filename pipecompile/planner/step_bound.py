@@ -71,7 +71,7 @@ class StepBounds:
         # No rank computes more of a microbatch than this, so none has a longer forward.
         most_load = Fraction(shortest, microbatches)
         recomputed = self._least_recomputed(options, times, most_load)
-        total = sum(t.load_ns for t in times)
+        total = Fraction(sum(t.load_ns for t in times))
         if microbatches * (total + recomputed) > ranks * shortest:
             return True
         if options.schedule not in ("1f1b", "gpipe") or ranks < len(self.placement):

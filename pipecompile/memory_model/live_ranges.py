@@ -8,19 +8,22 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import accumulate
 from math import gcd
 
 from pipecompile.ir.encodings import Use
+from pipecompile.ir.footprint import Footprint
 from pipecompile.ir.graph import Content, CostGraph, GradientStorage, Tensor
 from pipecompile.ir.plan import Options, ShardLevel
 from pipecompile.ir.stage_ranks import stage_ranks
 
 __all__ = ["LiveRanges", "Storage"]
+
+SHARED = 32  # graphs whose ranges are remembered: that of a plan, and those of its copied nodes
 
 
 @dataclass(frozen=True)
@@ -46,7 +49,8 @@ class LiveRanges:
 
     The other fields are as in a plan's options, but `replicas` may be those of one stage: its ranks
     then exchange tensors with `more_peers` than one for each neighbouring stage, and sum each tied
-    parameter once over all that hold it (`ties_once`).
+    parameter once over all that hold it (`ties_once`). `footprints` remembers those of stages, by
+    what `footprint_of` was given.
     """
 
     graph: CostGraph
@@ -59,11 +63,12 @@ class LiveRanges:
     optimizer_on_host: bool = False
     more_peers: int = 0
     ties_once: bool = False
+    footprints: dict[Hashable, Footprint] = field(default_factory=dict, repr=False, compare=False)
 
     @staticmethod
     def of(graph: CostGraph, options: Options) -> LiveRanges:
         """Return the storages of a graph for plans with these options."""
-        return LiveRanges(
+        ranges = LiveRanges(
             graph,
             options.optimizer,
             options.master_weights,
@@ -73,6 +78,7 @@ class LiveRanges:
             options.post_validation,
             options.optimizer_on_host,
         )
+        return _remembered(ranges)
 
     def of_stage(self, stage: int, placement: Sequence[int]) -> LiveRanges:
         """Return the same for a stage that has replicas of its own, or a neighbour that has."""
@@ -82,7 +88,9 @@ class LiveRanges:
         own, beside = counts[stage], (*counts[:stage][-1:], *counts[stage + 1 :][:1])
         # Microbatches go around both stages: of 4 ranks beside it, one of 2 meets every second.
         met = sum(count // gcd(own, count) for count in beside)
-        return replace(self, replicas=own, more_peers=met - len(beside), ties_once=True)
+        peers = met - len(beside)
+        ranges = replace(self, replicas=own, more_peers=peers, ties_once=True, footprints={})
+        return _remembered(ranges)
 
     @property
     def divides_gradients(self) -> bool:
@@ -338,3 +346,12 @@ class LiveRanges:
         )
         shared = set(first) & set(last)
         return any(gradient.bytes == self.graph.parameter_by_name[name].bytes for name in shared)
+
+
+@lru_cache(maxsize=SHARED)
+def _remembered(ranges: LiveRanges) -> LiveRanges:
+    """Return the ranges that were made first of those that are equal, with their footprints.
+
+    A plan compares many orders, policies and objectives, each with a planner of its own.
+    """
+    return ranges

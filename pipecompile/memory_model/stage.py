@@ -63,6 +63,26 @@ def footprint_of(
     with the encodings. Neither is planned together with a split backward. Of its weights it holds
     `weight_copies`.
     """
+    key = (
+        tuple(before),
+        tuple(nodes),
+        tuple(map(tuple, regions)),
+        tuple((tuple(names), encodings) for names, encodings in encoded_runs),
+        weight_copies,
+    )
+    if key not in ranges.footprints:
+        ranges.footprints[key] = _footprint(ranges, *key)
+    return ranges.footprints[key]
+
+
+def _footprint(
+    ranges: LiveRanges,
+    before: tuple[str, ...],
+    nodes: tuple[str, ...],
+    regions: tuple[tuple[str, ...], ...],
+    encoded_runs: tuple[tuple[tuple[str, ...], tuple[Encoding, ...]], ...],
+    weight_copies: WeightCopies,
+) -> Footprint:
     # From here on nodes are places: of two nodes the one with the smaller place runs first.
     place = ranges.place
     stage = _StageMemory(

@@ -83,6 +83,8 @@ class Counting(NamedTuple):
         """
         if not rise:
             return 0
+        if not workspace:
+            return rise
         factor = self.workspace_factor
         return rise + -(-workspace * factor.numerator // factor.denominator)
 

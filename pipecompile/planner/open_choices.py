@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Protocol
 
 from msgspec.structs import replace
@@ -18,7 +19,7 @@ from pipecompile.errors import InfeasibleError, InputError
 from pipecompile.ir.graph import CostGraph
 from pipecompile.ir.plan import RECOMPUTES, Options, Plan
 from pipecompile.planner.option_conflicts import check_together
-from pipecompile.planner.step_bound import is_no_shorter
+from pipecompile.planner.step_bound import StepBounds
 from pipecompile.schedule.named_orders import SPLIT, fitting_names
 from pipecompile.schedule.selection import representative_schedule
 
@@ -156,7 +157,11 @@ class OpenChoices:
     def _is_ruled_out(self, options: Options, plans: Iterable[Plan]) -> bool:
         """Return whether no step under the options is shorter than that of the best plan."""
         shortest = min(map(_step_ns, plans), default=None)
-        return shortest is not None and is_no_shorter(self.graph, options, self.placement, shortest)
+        return shortest is not None and self._bounds.rule_out(options, shortest)
+
+    @cached_property
+    def _bounds(self) -> StepBounds:
+        return StepBounds(self.graph, self.placement)
 
 
 def _step_ns(plan: Plan) -> int:

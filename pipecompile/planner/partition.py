@@ -171,18 +171,20 @@ def best_cut(
     nothing fits by that, a cut will do that has room for one microbatch in each stage.
     """
     planner = recompute_planner(graph, options, placement)
+    # A refusal with copies is not the last word: without them there may be a cut.
+    is_explained = effort.is_explained and not graph.copied
     for one_in_flight in (False, True) if options.schedule == "search" else (False,):
         problem = problem_of(graph, options, links, placement, one_in_flight=one_in_flight)
         is_priced = problem.memory is not None and problem.memory.price is not None
         missing_by_rank = partial(_missing_by_rank, planner, one_in_flight)
         try:
-            best = solve(problem, seconds=effort.seconds, explained=effort.is_explained)
+            best = solve(problem, seconds=effort.seconds, explained=is_explained)
             if is_priced and not graph.copied:
                 return problem, best
             return problem, corrected_cut(problem, best, missing_by_rank)
         except InfeasibleError as error:
             refusal = error
-    if graph.copied or not effort.is_explained:  # without copies there may be a cut
+    if not is_explained:
         raise refusal
     raise InfeasibleError(f"{refusal}{what_would_fit(graph, options, links)}")
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
@@ -24,7 +24,6 @@ from pipecompile.planner.scheduled_stages import (
     ordered,
     predicted,
     scheduled,
-    while_waiting,
 )
 from pipecompile.recompute.planner import RecomputePlanner
 from pipecompile.recompute.stages import owners_of, routes_of
@@ -46,7 +45,10 @@ class Origin(NamedTuple):
 
 @dataclass(frozen=True)
 class PlacementDrafter:
-    """What makes plans on one placement, with a cut that is given or found."""
+    """What makes plans on one placement, with a cut that is given or found.
+
+    `planners` of the options so far are kept, since they remember what stages recompute.
+    """
 
     graph: CostGraph
     placement: tuple[int, ...]
@@ -54,6 +56,7 @@ class PlacementDrafter:
     origin: Origin
     assignment: Mapping[str, int] | None
     effort: CutEffort
+    planners: list[RecomputePlanner] = field(default_factory=list, repr=False, compare=False)
 
     def planned(self, options: Options, *, explained: bool) -> Plan:
         """Return the plan of the best cut, or of the given one."""
@@ -104,8 +107,13 @@ class PlacementDrafter:
                 yield _plan_of_cut(planner, self.links, self.origin, close)
 
     def _planner(self, options: Options) -> RecomputePlanner:
+        for known in self.planners:
+            if known.options == options:
+                return known
         is_settled = self.effort.seconds >= THOROUGH.seconds
-        return recompute_planner(self.graph, options, self.placement, settled=is_settled)
+        planner = recompute_planner(self.graph, options, self.placement, settled=is_settled)
+        self.planners.append(planner)
+        return planner
 
 
 def plans_on_placement(drafter: PlacementDrafter, options: Options) -> Iterator[Plan]:
@@ -131,7 +139,7 @@ def _plan_of_cut(
         # The cut was scored with regions, which take other times than whole stages.
         problem = problem_of(planner.graph, planner.options, links, planner.view.placement)
         partition = with_all_time(
-            while_waiting(planner), problem, links, partition.assignment, partition.search
+            planner.while_waiting, problem, links, partition.assignment, partition.search
         )
     return assembled(planner, links, origin, partition, result)
 

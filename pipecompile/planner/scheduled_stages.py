@@ -6,7 +6,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from typing import NamedTuple
 
 from pipecompile.errors import InfeasibleError
@@ -24,7 +23,7 @@ from pipecompile.schedule.selection import schedule_plan
 from pipecompile.schedule.simulator import simulate
 from pipecompile.schedule.stages import activation_caps, memory_by_rank, problem_of_stages
 
-__all__ = ["MemoryOfRanks", "Scheduled", "ordered", "predicted", "scheduled", "while_waiting"]
+__all__ = ["MemoryOfRanks", "Scheduled", "ordered", "predicted", "scheduled"]
 
 
 class Scheduled(NamedTuple):
@@ -61,14 +60,9 @@ def scheduled(
     if planner.options.recompute == "auto" and has_regions:
         # A whole stage may hold more at its peak than regions do, and then not fit.
         with suppress(InfeasibleError):
-            with_stages = _schedule(while_waiting(planner), links, assignment, memory)
+            with_stages = _schedule(planner.while_waiting, links, assignment, memory)
             return min(with_regions, with_stages, key=lambda result: result.prediction.step_ns)
     return with_regions
-
-
-def while_waiting(planner: RecomputePlanner) -> RecomputePlanner:
-    """Return the planner for stages that recompute as a whole, while their ranks wait."""
-    return replace(planner, waiting=True, known={}, expanded={})
 
 
 def _schedule(

@@ -6,15 +6,23 @@ The bound needs the times of the nodes alone, so it costs nothing beside a cut.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from fractions import Fraction
-from typing import NamedTuple
+from functools import cached_property
+from typing import TYPE_CHECKING, NamedTuple
 
 from pipecompile.ir.graph import CostGraph, Node
 from pipecompile.ir.plan import Options
 from pipecompile.schedule.named_orders import MAY_SPLIT
 
-__all__ = ["is_no_shorter", "recomputed_share"]
+if TYPE_CHECKING:  # it needs numpy, which reading and checking a plan does not
+    from pipecompile.planner.least_recompute import Reachability
+
+__all__ = ["StepBounds", "recomputed_share"]
+
+REGIONS = ("block", "sqrt")
+"""Policies that recompute as part of each backward."""
 
 
 class _NodeTimes(NamedTuple):
@@ -30,14 +38,14 @@ class _NodeTimes(NamedTuple):
         return self.forward_ns + self.backward_ns
 
 
-def is_no_shorter(
-    graph: CostGraph, options: Options, placement: Sequence[int], step_ns: int
-) -> bool:
-    """Return whether the bounds say that no step under the options is shorter than `step_ns`.
+@dataclass(frozen=True)
+class StepBounds:
+    """What steps of a graph take at least on one placement of its stages.
 
     Transfers are free here, and memory is not looked at. With p ranks, M microbatches and the load
     L of a rank (forward and backward of one microbatch, F and B), a rank computes M·L, so that
-    p·S ≥ M·ΣL for each step S. What a policy recomputes adds to it, except in the last stage.
+    p·S ≥ M·ΣL for each step S. What a policy recomputes adds to it, except in the last stage. There
+    lies no node behind which more lies than a rank computes in the step.
 
     Under `1f1b` and `gpipe` each rank waits as well, for its first backward, which comes through
     all later ranks, and after its last one for those of the ranks before it. While it waits for the
@@ -47,26 +55,82 @@ def is_no_shorter(
         1f1b     S ≥ T + (M − 1)·L + M·R − (w − 1)·F − w·R
         gpipe    S ≥ T + (M − 1)·L
 
-    The sum of these over the ranks bounds p·S.
+    On the last rank w is 1 and R is 0. The sum of these over the ranks bounds p·S. Regions are
+    recomputed in backwards: with them R is a part of L and of T, and no other R is left.
     """
-    shortest = step_ns - 1
-    times = [_times(node, options.schedule in MAY_SPLIT) for node in graph.nodes]
-    ranks, microbatches = max(placement) + 1, options.microbatches
-    total, forward = sum(t.load_ns for t in times), sum(t.forward_ns for t in times)
-    share = recomputed_share(options)
-    # No rank computes more than the step, so none has a longer forward than this.
-    most_forward = _most_forward(times, Fraction(shortest, microbatches))
-    recomputed = share * max(Fraction(0), forward - most_forward)
-    if microbatches * (total + recomputed) > ranks * shortest:
-        return True
-    if options.schedule not in ("1f1b", "gpipe") or ranks < len(placement):
-        return False
-    waits = Fraction((microbatches - 1) * total)
-    if options.schedule == "1f1b":
-        in_flight = [min(ranks - rank, microbatches) for rank in range(ranks)]
-        spared = sum((1 + share) * count - 1 for count in in_flight)
-        waits += microbatches * recomputed - spared * most_forward
-    return ranks * (shortest - total) < waits
+
+    graph: CostGraph
+    placement: Sequence[int]
+
+    def rule_out(self, options: Options, step_ns: int) -> bool:
+        """Return whether no step under the options is shorter than `step_ns`."""
+        shortest = step_ns - 1
+        may_split = options.schedule in MAY_SPLIT
+        times = [_times(node, may_split) for node in self.graph.nodes]
+        ranks, microbatches = max(self.placement) + 1, options.microbatches
+        # No rank computes more of a microbatch than this, so none has a longer forward.
+        most_load = Fraction(shortest, microbatches)
+        recomputed = self._least_recomputed(options, times, most_load)
+        total = Fraction(sum(t.load_ns for t in times))
+        if microbatches * (total + recomputed) > ranks * shortest:
+            return True
+        if options.schedule not in ("1f1b", "gpipe") or ranks < len(self.placement):
+            return False
+        share = recomputed_share(options)
+        if options.recompute in REGIONS:
+            total, recomputed = total + recomputed, Fraction(0)
+        waits = Fraction((microbatches - 1) * total)
+        if options.schedule == "1f1b":
+            in_flight = [min(ranks - rank, microbatches) for rank in range(ranks)]
+            spared = [(1 + share) * count - 1 for count in in_flight[:-1]]
+            waits += microbatches * recomputed - _most_spared(spared, times, most_load)
+        return ranks * (shortest - total) < waits
+
+    def _least_recomputed(
+        self, options: Options, times: Sequence[_NodeTimes], most_load: Fraction
+    ) -> Fraction:
+        """Return what all ranks recompute at least of a microbatch, on average over a step, if the
+        last stage computes no more than `most_load` of it.
+        """
+        if options.recompute == "none":
+            return Fraction(0)
+        values, spared = [Fraction(t.forward_ns) for t in times], 0
+        if options.recompute in REGIONS:
+            guarded = self._reachability.guarded
+            values = [Fraction(ns) for ns in guarded.ns]
+            spared = guarded.spared_ns * (len(self.placement) - 1)
+        else:
+            values = [recomputed_share(options) * value for value in values]
+        behind = self._loads_behind[options.schedule in MAY_SPLIT]
+        in_last = (
+            (value, times[place].load_ns)
+            for place, value in enumerate(values)
+            if behind[place] <= most_load
+        )
+        return max(Fraction(0), sum(values, Fraction(0)) - _most(in_last, most_load) - spared)
+
+    @cached_property
+    def _reachability(self) -> Reachability:
+        from pipecompile.planner.least_recompute import Reachability
+
+        return Reachability(self.graph)
+
+    @cached_property
+    def _loads_behind(self) -> dict[bool, list[int]]:
+        """By whether backwards may be split: the load of each node and of all that lie behind it.
+
+        A copied node is in several stages, and counts in none.
+        """
+        copied = self.graph.copied_set
+        return {
+            may_split: self._reachability.sums_behind(
+                [
+                    0 if node.name in copied else _times(node, may_split).load_ns
+                    for node in self.graph.nodes
+                ]
+            )
+            for may_split in (False, True)
+        }
 
 
 def _times(node: Node, may_split: bool) -> _NodeTimes:
@@ -92,14 +156,33 @@ def recomputed_share(options: Options) -> Fraction:
     return Fraction(0)
 
 
-def _most_forward(times: Sequence[_NodeTimes], load_ns: Fraction) -> Fraction:
-    """Return the longest forward of nodes whose load is at most `load_ns`, parts of nodes too."""
-    left, most = load_ns, Fraction(0)
-    by_share = (t for t in times if t.load_ns)
-    for each in sorted(by_share, key=lambda t: Fraction(t.forward_ns, t.load_ns), reverse=True):
-        taken = min(Fraction(1), left / each.load_ns)
-        most += taken * each.forward_ns
-        left -= taken * each.load_ns
+def _most_spared(
+    factors: Iterable[Fraction], times: Sequence[_NodeTimes], most_load: Fraction
+) -> Fraction:
+    """Return the most that Σ factor · F is over the ranks, one factor for each.
+
+    Their forwards add up to all of it, and each is at most the longest within `most_load`.
+    """
+    longest = _most(((Fraction(t.forward_ns), t.load_ns) for t in times), most_load)
+    left, spared = Fraction(sum(t.forward_ns for t in times)), Fraction(0)
+    for factor in sorted(factors, reverse=True):
+        forward = min(left, longest)
+        spared += factor * forward
+        left -= forward
+    return spared
+
+
+def _most(values: Iterable[tuple[Fraction, int]], most_load: Fraction) -> Fraction:
+    """Return the largest sum of values, each with its load, whose loads add up to at most
+    `most_load`; parts of them too.
+    """
+    left, most = most_load, Fraction(0)
+    # What takes no time has no value either.
+    by_share = sorted((value / load, load) for value, load in values if load)
+    for share, load in reversed(by_share):
+        taken = min(left, Fraction(load))
+        most += share * taken
+        left -= taken
         if not left:
             break
     return most

@@ -17,13 +17,16 @@ from pipecompile.ir.links import Links
 from pipecompile.ir.plan import Options
 from pipecompile.partition.missing_memory import missing_bytes
 from pipecompile.partition.solver import solve
+from pipecompile.partition.violations import violations
 from pipecompile.planner.partition_problem import problem_of
+from pipecompile.planner.setting_bounds import state_bytes
+from pipecompile.schedule.selection import placements
 
 __all__ = ["what_would_fit"]
 
 SHORT_SECONDS = 0.5  # of work on each change that might make a cut fit
 SUGGESTIONS = 2
-SEARCHES = 3  # for something to suggest: each takes as long as a part of a plan
+SEARCHES = 3  # for something to suggest
 
 
 def what_would_fit(graph: CostGraph, options: Options, links: Links) -> str:
@@ -31,7 +34,7 @@ def what_would_fit(graph: CostGraph, options: Options, links: Links) -> str:
 
     It is "" where memory is not capped. Tried are `recompute=auto`, more stages, and both. Lower
     bounds of what ranks hold rule most of them out. Of the others those would fit for which a short
-    search finds a cut. If it finds none, what was not searched may fit.
+    search finds a cut. If it finds none, what the bounds leave open may fit.
     """
     if options.memory_bytes is None:
         return ""
@@ -41,16 +44,20 @@ def what_would_fit(graph: CostGraph, options: Options, links: Links) -> str:
     most = options.k if is_fixed else 2 * options.k + 2
     single, double = _with_more_room(options, most)
     possible = (text for text, changed in single.items() if _may_fit(graph, changed, links))
-    fitting: list[str] = []
+    searched, fitting = list[str](), list[str]()
     for text in islice(possible, SEARCHES):
-        if len(fitting) < SUGGESTIONS and _is_feasible(graph, single[text], links):
+        searched.append(text)
+        if _is_feasible(graph, single[text], links):
             fitting.append(text)
+        if len(fitting) == SUGGESTIONS:
+            break
     if fitting:
         return f"; this would fit: {' or '.join(fitting)}"
     both = (text for text, changed in double.items() if _may_fit(graph, changed, links))
-    unsearched = list(islice(chain(possible, both), SUGGESTIONS))
-    if unsearched:
-        return f"; this may fit: {' or '.join(unsearched)}"
+    # That a short search finds no cut rules nothing out.
+    open_ones = list(islice(chain(searched, possible, both), SUGGESTIONS))
+    if open_ones:
+        return f"; this may fit: {' or '.join(open_ones)}"
     return (
         f"; neither up to {most} stages nor recompute would fit: allow more memory or more, "
         f"smaller microbatches"
@@ -74,6 +81,10 @@ def _with_more_room(options: Options, most: int) -> tuple[dict[str, Options], di
 def _may_fit(graph: CostGraph, options: Options, links: Links) -> bool:
     """Return whether lower bounds of what ranks hold leave a cut possible."""
     with suppress(PipecompileError):
+        caps = options.caps(max(placements(options)[0]) + 1)
+        # Sums alone rule out most numbers of stages, before there is a problem of them.
+        if caps is not None and state_bytes(graph, options) > sum(caps):
+            return False
         return missing_bytes(problem_of(graph, options, links)) == 0
     return False
 
@@ -81,14 +92,18 @@ def _may_fit(graph: CostGraph, options: Options, links: Links) -> bool:
 def _is_feasible(graph: CostGraph, options: Options, links: Links) -> bool:
     """Return whether a short search finds a cut.
 
-    First with lower bounds of what stages hold; only what then fits is priced, which takes longer.
+    It goes by lower bounds of what stages hold, and only the cut that it finds is priced: a search
+    with prices takes as long as a plan.
     """
     with suppress(PipecompileError):
         problem = replace(problem_of(graph, options, links), objective="max-load")
         assert problem.memory is not None
-        unpriced = replace(problem.memory, price=None, freeable=())
-        # Each raises InfeasibleError where it finds no cut.
-        for variant in (replace(problem, memory=unpriced), problem):
-            solve(variant, seconds=SHORT_SECONDS, explained=False)
-        return True
+        memory = problem.memory
+        resident = {
+            name: size + memory.optimizer.get(name, 0) for name, size in memory.resident.items()
+        }
+        unpriced = replace(memory, resident=resident, price=None, freeable=())
+        # It raises InfeasibleError where it finds no cut.
+        found = solve(replace(problem, memory=unpriced), seconds=SHORT_SECONDS, explained=False)
+        return next(violations(problem, found.assignment), None) is None
     return False

@@ -16,6 +16,7 @@ from pipecompile.recompute.segments import SHORTEST, segment_cuts
 __all__ = [
     "RegionChoice",
     "cheapest",
+    "extra_ns",
     "is_exact",
     "per_block",
     "priced",
@@ -118,6 +119,11 @@ def is_exact(problem: RecomputeProblem) -> bool:
 def priced(problem: RecomputeProblem, regions: Sequence[Region]) -> RegionChoice:
     """Return these regions with their exact costs."""
     return _priced(RegionSearch(problem, 0, len(problem.forward_ns)), regions)
+
+
+def extra_ns(problem: RecomputeProblem, regions: Sequence[Region]) -> int:
+    """Return the extra time of these regions, which is quick to sum: no peak is needed for it."""
+    return RegionSearch(problem, 0, len(problem.forward_ns)).extra_ns(regions)
 
 
 def _priced(search: RegionSearch, regions: Sequence[Region]) -> RegionChoice:

@@ -64,6 +64,11 @@ class RecomputePlanner:
             self.expanded[key] = CopyPlanner(replace(self, graph=cut.graph, known={}), cut)
         return self.expanded[key]
 
+    @cached_property
+    def while_waiting(self) -> RecomputePlanner:
+        """The planner for stages that recompute as a whole, while their ranks wait."""
+        return replace(self, waiting=True, known={}, expanded={})
+
     def on_rank(self, rank: int) -> RecomputePlanner:
         """Return the planner by the costs of a rank's device."""
         if not isinstance(self.graph, UnequalCosts):
@@ -106,15 +111,15 @@ class RecomputePlanner:
         plain = {stage_slice.stage: self.policies.plain(stage_slice) for stage_slice in slices}
         if self.policies.peak_bytes(plain) <= cap:
             return plain
-        whole = self._by_policy(slices, plain, "stage")
+        whole = self._by_policy(slices, "stage")
         if self.waiting and self.policies.peak_bytes(whole) <= cap:
             return whole
         choices = [plain, whole]
         if self._may_spare_last:
-            choices.append(self._by_policy(slices, plain, "except-last"))
+            choices.append(self._by_policy(slices, "except-last"))
         if not self.view.may_split:
-            choices.append(self._by_policy(slices, plain, "block"))
-            choices.append(self._by_policy(slices, plain, "sqrt"))
+            choices.append(self._by_policy(slices, "block"))
+            choices.append(self._by_policy(slices, "sqrt"))
             choices.append(self._at_one_price(slices, cap))
 
         def excess_and_time(choice: Mapping[int, StageRecompute]) -> tuple[object, object]:
@@ -124,15 +129,12 @@ class RecomputePlanner:
         return min(choices, key=excess_and_time)
 
     def _by_policy(
-        self,
-        slices: Sequence[StageSlice],
-        plain: Mapping[int, StageRecompute],
-        policy: NamedPolicy,
+        self, slices: Sequence[StageSlice], policy: NamedPolicy
     ) -> dict[int, StageRecompute]:
         """Return the stages of a rank by one policy; that nothing takes less is not proven."""
         chosen = {}
         for stage_slice in slices:
-            recompute = self.policies.by_name(stage_slice, policy, plain[stage_slice.stage])
+            recompute = self.policies.by_name(stage_slice, policy)
             chosen[stage_slice.stage] = recompute._replace(least=0)
         return chosen
 
@@ -181,24 +183,25 @@ class RecomputePlanner:
         return self.known[stage_slice, cap]
 
     def _of(self, stage_slice: StageSlice, cap: int | None) -> StageRecompute | None:
-        plain, policy = self.policies.plain(stage_slice), self.options.recompute
+        policy = self.options.recompute
+        if policy != "auto" and not self.options.encodings:
+            # Only where it decides is a stage held against its cap.
+            return self.policies.by_name(stage_slice, policy)
+        plain = self.policies.plain(stage_slice)
         capped = None if cap is None else CappedStage(self.policies, stage_slice, cap, self.settled)
-        recompute: StageRecompute | None
-        # Only where it decides is a stage held against its cap: one of several on a rank cannot be.
-        if policy != "auto":
-            recompute = self.policies.by_name(stage_slice, policy, plain)
-        elif capped is None or capped.fits(plain):
-            recompute = plain
-        else:
+        # One of several stages on a rank cannot be held against its cap by itself.
+        if capped is None or capped.fits(plain):
+            return plain if policy == "auto" else self.policies.by_name(stage_slice, policy)
+        if policy == "auto":
             recompute = self._cheapest(capped, plain)
-        if not self.options.encodings or capped is None or capped.fits(plain):
-            return recompute
-        return capped.or_encoded(recompute, plain)
+        else:
+            recompute = self.policies.by_name(stage_slice, policy)
+        return capped.or_encoded(recompute, plain) if self.options.encodings else recompute
 
     def _cheapest(self, capped: CappedStage, plain: StageRecompute) -> StageRecompute | None:
         """Return the cheapest of: the whole stage, all microbatches but the last, regions."""
         # Of the last stage this is `plain`, which does not fit.
-        whole = self.policies.by_name(capped.stage_slice, "stage", plain)
+        whole = self.policies.by_name(capped.stage_slice, "stage")
         if not self.view.may_split:
             whole = whole._replace(least=0)  # regions may take less
         fitting = [whole] if capped.fits(whole) else []
@@ -207,9 +210,7 @@ class RecomputePlanner:
             if regions is not None:
                 fitting.insert(0, regions)
         if fitting and self._may_spare_last:
-            spared = self.policies.by_name(capped.stage_slice, "except-last", plain)._replace(
-                least=0
-            )
+            spared = self.policies.by_name(capped.stage_slice, "except-last")._replace(least=0)
             if capped.fits(spared):
                 fitting.append(spared)
         microbatches = self.options.microbatches

@@ -103,10 +103,8 @@ class RecomputePolicies:
     options: Options
     view: ScheduleView
 
-    def by_name(
-        self, stage_slice: StageSlice, policy: NamedPolicy, plain: StageRecompute
-    ) -> StageRecompute:
-        """Return what a stage recomputes by a named policy; `plain` is the stage without any.
+    def by_name(self, stage_slice: StageSlice, policy: NamedPolicy) -> StageRecompute:
+        """Return what a stage recomputes by a named policy.
 
         The last stage recomputes nothing: its backward follows its forward at once, so no schedule
         has a recompute action there. Nor does "except-last" with a single microbatch.
@@ -114,13 +112,13 @@ class RecomputePolicies:
         is_last_stage = stage_slice.stage == self.options.k - 1
         spares_all = policy == "except-last" and self.options.microbatches == 1
         if is_last_stage or spares_all:
-            return plain
+            return self.plain(stage_slice)
         match policy:
             case "none":
-                return plain
+                return self.plain(stage_slice)
             case "stage" | "except-last":
                 ns = sum(self.graph.by_name[name].forward_ns for name in stage_slice.nodes)
-                return plain._replace(kind=policy, ns=ns, least=ns)
+                return self.plain(stage_slice)._replace(kind=policy, ns=ns, least=ns)
             case "block" | "sqrt":
                 return self._by_blocks(stage_slice, policy)
 
@@ -132,11 +130,11 @@ class RecomputePolicies:
         self, stage_slice: StageSlice, policy: Literal["block", "sqrt"]
     ) -> StageRecompute:
         """Return regions of one block of the model each, or of about √n of n blocks together."""
-        from pipecompile.recompute.choice import per_block, priced, square_root
+        from pipecompile.recompute.choice import extra_ns, per_block, square_root
 
         problem, blocks = self.problem(stage_slice, has_gradients=True), self.blocks(stage_slice)
         regions = (per_block if policy == "block" else square_root)(problem, blocks)
-        ns = priced(problem, regions).ns
+        ns = extra_ns(problem, regions)
         return self.with_regions(stage_slice, regions, ns, ns)
 
     def with_regions(

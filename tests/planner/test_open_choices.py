@@ -17,7 +17,7 @@ from pipecompile.ir.graph import CostGraph
 from pipecompile.ir.plan import Options, Plan, Provenance, Recompute
 from pipecompile.planner.draft import draft
 from pipecompile.planner.open_choices import named_orders, named_policies
-from pipecompile.planner.step_bound import is_no_shorter
+from pipecompile.planner.step_bound import StepBounds
 from pipecompile.schedule import selection
 from pipecompile.schedule.selection import placements
 from tests.ir.cost_graphs import cost_graphs
@@ -149,4 +149,5 @@ def test_what_is_ruled_out_is_no_shorter(
     plan = planned(graph, options)
     assume(plan is not None)
     assert plan is not None
-    assert not is_no_shorter(graph, options, plan.schedule.placement, plan.prediction.step_ns + 1)
+    bounds = StepBounds(graph, plan.schedule.placement)
+    assert not bounds.rule_out(options, plan.prediction.step_ns + 1)

@@ -68,7 +68,8 @@ class JointSearch(Value, frozen=True, kw_only=True):
 
     No plan of any of these settings has a step shorter than `bound_ns`; `gap` is what the plan's
     step is above that, as a share of the step. `counts` has the number of settings by status, and
-    `best` the settings with the shortest steps, the plan's first.
+    `best` the settings with the shortest steps, the plan's first, with all on the Pareto front of
+    step and memory.
     """
 
     devices: str

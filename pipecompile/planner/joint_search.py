@@ -46,6 +46,7 @@ from pipecompile.planner.setting_bounds import (
     least_step_ns,
     state_bytes,
 )
+from pipecompile.planner.setting_results import in_order, listed, planned, why_none
 from pipecompile.planner.setting_space import SettingSpace
 from pipecompile.planner.target_costs import TargetCosts
 from pipecompile.profiling.progress import progress
@@ -62,7 +63,7 @@ FINALISTS = 2  # settings whose plans are made again by thorough ones
 @dataclass(frozen=True)
 class JointLimits:
     """How much is searched: at most `effort` quick plans, none begun after `seconds`; the plan
-    lists the `top` best settings.
+    lists the `top` best settings, and those that hold less than any shorter one.
     """
 
     effort: int = DEFAULT_EFFORT
@@ -278,7 +279,7 @@ class _SettingSearch:
         for plans in (self.plans, *[self.finished] * (effort == THOROUGH)):
             if setting not in plans or step_ns < plans[setting].prediction.step_ns:
                 plans[setting] = plan
-        self.results[setting] = _planned(setting, bound, self.plans[setting])
+        self.results[setting] = planned(setting, bound, self.plans[setting])
         if step_ns < before:
             step = time_with_unit(plan.prediction.step_ns, plan.time_unit)
             logger.info("best so far: %s, %s", step, setting)
@@ -289,13 +290,13 @@ class _SettingSearch:
         """Return the best plan, with what the search found; InfeasibleError if there is none."""
         counts = dict(Counter(result.status for result in self.results.values()))
         if not self.finished:
-            ranked = sorted(self.results.values(), key=_rank)
-            raise InfeasibleError(_why_none(devices, counts, ranked))
+            ranked = in_order(self.results.values())
+            raise InfeasibleError(why_none(devices, counts, ranked))
         chosen = self._shortest(self.finished)
         plan = self.finished[chosen]
         # A thorough search may end with a longer step than a quick one by chance.
-        self.results[chosen] = _planned(chosen, self.results[chosen].bound_ns, plan)
-        ranked = sorted(self.results.values(), key=_rank)
+        self.results[chosen] = planned(chosen, self.results[chosen].bound_ns, plan)
+        ranked = in_order(self.results.values())
         step = plan.prediction.step_ns
         possible = [each.bound_ns for each in ranked if each.status not in ("memory", "refused")]
         bound = min(step, *possible)
@@ -305,7 +306,7 @@ class _SettingSearch:
             bound_ns=bound,
             gap=(step - bound) / step if step else 0.0,
             counts=dict(sorted(counts.items())),
-            best=tuple(_best(ranked, chosen))[: self.limits.top],
+            best=tuple(listed(ranked, chosen, self.limits.top)),
         )
         return replace(plan, joint=joint)
 
@@ -344,50 +345,3 @@ class _SettingSearch:
         self.results[setting] = SettingResult(
             setting=setting, status=status, bound_ns=bound, reason=reason
         )
-
-
-def _planned(setting: Setting, bound: int, plan: Plan) -> SettingResult:
-    return SettingResult(
-        setting=setting,
-        status="planned",
-        bound_ns=bound,
-        step_ns=plan.prediction.step_ns,
-        memory_bytes=max(rank.total.bound for rank in plan.prediction.memory),
-        bubble=plan.prediction.bubble,
-    )
-
-
-def _rank(result: SettingResult) -> tuple[float, int, int]:
-    """Return a sort key: the shortest step first, of equal ones that which holds the least."""
-    step = inf if result.step_ns is None else result.step_ns
-    return step, result.memory_bytes or 0, result.bound_ns
-
-
-def _best(ranked: Iterable[SettingResult], chosen: Setting) -> Iterator[SettingResult]:
-    """Yield the settings that have plans, the chosen one first."""
-    planned = [each for each in ranked if each.step_ns is not None]
-    yield from (each for each in planned if each.setting == chosen)
-    yield from (each for each in planned if each.setting != chosen)
-
-
-def _why_none(
-    devices: str, counts: dict[SettingStatus, int], results: Sequence[SettingResult]
-) -> str:
-    """Return why no setting has a plan, each reason with the number of settings, and an example."""
-    texts = {
-        "memory": "cannot fit their memory",
-        "no cut": "had no cut that was found to fit",
-        "refused": "are not possible",
-        "not tried": "were not tried",
-    }
-    parts = []
-    for status, text in texts.items():
-        first = next((each for each in results if each.status == status), None)
-        if first is not None:
-            example = f" (such as {first.setting}: {first.reason})" if first.reason else ""
-            parts.append(f"{counts[first.status]} {text}{example}")
-    return (
-        f"no plan was found for {devices} among {len(results)} settings: {'; '.join(parts)}. Give "
-        f"{'more effort or time, ' * ('not tried' in counts)}more devices, more memory or a "
-        "smaller batch, or fix fewer options"
-    )

@@ -12,7 +12,7 @@ from pipecompile.ir.size import size_text
 from pipecompile.report.tables import DrawTable, plain_table
 from pipecompile.report.units import gap_text
 
-__all__ = ["joint_text", "settings_table"]
+__all__ = ["joint_text", "settings_rows", "settings_table"]
 
 _STATUSES: dict[SettingStatus, str] = {
     "planned": "planned",
@@ -40,13 +40,17 @@ def settings_table(plan: Plan, draw: DrawTable = plain_table) -> Iterator[str]:
     """Yield the best settings of a joint search as a table, the plan's first; nothing without."""
     if plan.joint is None or len(plan.joint.best) < 2:
         return
+    yield "the best settings that were planned, the first one is the plan's"
+    yield from draw(settings_rows(plan.joint, plan.time_unit), (4, 5))
+
+
+def settings_rows(joint: JointSearch, unit: TimeUnit) -> list[tuple[str, ...]]:
+    """Return the cells of the best settings, the header first."""
     header = (
         *("replicas", "ranks", "stages", "microbatches", "schedule", "recompute"),
         *("step", "bound", "bubble", "fullest rank"),
     )
-    rows = [_cells(result, plan.time_unit) for result in plan.joint.best]
-    yield "the best settings that were planned, the first one is the plan's"
-    yield from draw([header, *rows], (4, 5))
+    return [header, *(_cells(result, unit) for result in joint.best)]
 
 
 def _cells(result: SettingResult, unit: TimeUnit) -> tuple[str, ...]:

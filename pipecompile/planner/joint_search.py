@@ -60,6 +60,10 @@ LIKELY_FILLED = 0.85  # of a rank, by what is known before it is planned: the re
 FINALISTS = 2  # settings whose plans are made again by thorough ones
 
 
+_Size = tuple[str, int]
+"""What a cost graph is of: the kinds of ranks, and in how many parts the minibatch is cut."""
+
+
 @dataclass(frozen=True)
 class JointLimits:
     """How much is searched: at most `effort` quick plans, none begun after `seconds`; the plan
@@ -105,14 +109,16 @@ class _SettingSearch:
     results: dict[Setting, SettingResult] = field(default_factory=dict)
     plans: dict[Setting, Plan] = field(default_factory=dict)
     finished: dict[Setting, Plan] = field(default_factory=dict)
-    graphs: dict[int, CostGraph] = field(default_factory=dict)
-    works: dict[int, Work] = field(default_factory=dict)
+    graphs: dict[_Size, CostGraph] = field(default_factory=dict)
+    works: dict[_Size, Work] = field(default_factory=dict)
     least_filled: dict[str, float] = field(default_factory=dict)
 
     def run(self) -> None:
         """Plan settings until the effort or the time is spent, or none is likely to be shorter."""
         settings = self.space.settings()
-        self._cost(min(setting.parts for setting in settings))
+        for kinds in dict.fromkeys(setting.kinds for setting in settings):
+            alike = [setting for setting in settings if setting.kinds == kinds]
+            self._cost(min(alike, key=lambda each: each.parts))
         fitting = [setting for setting in settings if not self._is_refused(setting)]
         logger.info(
             "%s settings, of which %s fit by their parameters and optimizer states",
@@ -128,27 +134,27 @@ class _SettingSearch:
 
     # -- costs
 
-    def _cost(self, parts: int) -> None:
-        """Have the cost graph of a microbatch that is one of so many parts of the minibatch."""
-        options = replace(self.space.base, microbatches=parts)
-        self.graphs[parts] = self.costs.graph(options)
-        self.works[parts] = Work.of(self.graphs[parts])
+    def _cost(self, setting: Setting) -> None:
+        """Have the cost graph of a microbatch of a setting."""
+        options = replace(self.space.options(setting), microbatches=setting.parts)
+        graph = self.costs.graph(options)
+        self.graphs[_size(setting)], self.works[_size(setting)] = graph, Work.of(graph)
 
     def _work(self, setting: Setting) -> Work:
-        known = self.works.get(setting.parts)
+        known = self.works.get(_size(setting))
         if known is not None:
             return known
         # The nearest larger microbatch. Its parts may be fewer than a whole number of this one's:
         # rounded up, they are no larger than this one.
-        larger = max(parts for parts in self.works if parts <= setting.parts)
-        return self.works[larger].of_part(-(-setting.parts // larger))
+        kinds, parts = _size(setting)
+        larger = max(size for size in self.works if size <= (kinds, parts))
+        return self.works[larger].of_part(-(-parts // larger[1]))
 
     def _is_refused(self, setting: Setting) -> bool:
         """Return whether a setting cannot be, by what is known without planning it."""
         options = self.space.options(setting)
-        graph = self.graphs[min(self.graphs)]
         caps = options.caps(setting.ranks)
-        needed = state_bytes(graph, options)
+        needed = state_bytes(self._any_graph, options)
         if caps is not None and needed > sum(caps):
             self._note(
                 setting,
@@ -161,6 +167,11 @@ class _SettingSearch:
             text = "the costs do not say how long each half of a backward takes"
             self._note(setting, "refused", 0, text)
         return setting in self.results
+
+    @property
+    def _any_graph(self) -> CostGraph:
+        """A graph whose parameters are those of all."""
+        return next(iter(self.graphs.values()))
 
     # -- what to plan
 
@@ -179,10 +190,10 @@ class _SettingSearch:
                 return
             if step >= self._best_ns:
                 continue
-            if setting.parts not in self.works:
+            if _size(setting) not in self.works:
                 if not self._has_time:
                     return
-                self._cost(setting.parts)
+                self._cost(setting)
             if self._likely(setting) != key:
                 # Its size was costed since, or one that holds as much did not fit.
                 heappush(queue, (self._likely(setting), index))
@@ -198,7 +209,7 @@ class _SettingSearch:
         """
         if self._status(setting) == "no cut":
             options = self.space.options(setting)
-            state = state_bytes(self.graphs[setting.parts], options)
+            state = state_bytes(self.graphs[_size(setting)], options)
             filled = likely_step(self._work(setting), options, state).filled
             known = self.least_filled.get(setting.recompute, LIKELY_FILLED)
             self.least_filled[setting.recompute] = min(known, filled)
@@ -208,7 +219,7 @@ class _SettingSearch:
         rank, and its likely step.
         """
         options = self.space.options(setting)
-        state = state_bytes(self.graphs[min(self.graphs)], options)
+        state = state_bytes(self._any_graph, options)
         likely = likely_step(self._work(setting), options, state)
         is_unlikely = likely.filled >= self.least_filled.get(setting.recompute, LIKELY_FILLED)
         return is_unlikely, setting.stages_per_rank, likely.step_ns
@@ -221,12 +232,12 @@ class _SettingSearch:
     def _rule_out(self, setting: Setting) -> bool:
         """Return whether a setting whose size is costed cannot have a plan, or no shorter one."""
         options = self.space.options(setting)
-        extra = extra_ns(self.graphs[setting.parts], options)
+        extra = extra_ns(self.graphs[_size(setting)], options)
         if extra is None:
             text = "what its stages must keep is more than their ranks may hold"
             self._note(setting, "memory", 0, text)
             return True
-        bound = least_step_ns(self.works[setting.parts], setting, extra)
+        bound = least_step_ns(self.works[_size(setting)], setting, extra)
         self._note(setting, "bound" if bound >= self._best_ns else "not tried", bound)
         return bound >= self._best_ns
 
@@ -264,10 +275,10 @@ class _SettingSearch:
         bound = self.results[setting].bound_ns
         try:
             plan = draft(
-                self.graphs[setting.parts],
+                self.graphs[_size(setting)],
                 options,
                 **source._asdict(),
-                links=self.links,
+                links=self.space.links(self.links, setting),
                 effort=effort,
             )
         except (InfeasibleError, InputError) as error:
@@ -345,3 +356,7 @@ class _SettingSearch:
         self.results[setting] = SettingResult(
             setting=setting, status=status, bound_ns=bound, reason=reason
         )
+
+
+def _size(setting: Setting) -> _Size:
+    return setting.kinds, setting.parts

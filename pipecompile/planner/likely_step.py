@@ -6,6 +6,7 @@ Needs no PyTorch.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -35,6 +36,7 @@ def likely_step(work: Work, options: Options, state_bytes: int) -> LikelyStep:
     """
     placement, m = placements(options)[0], options.microbatches
     ranks = max(placement) + 1
+    work = _balanced(work, ranks)
     simulated = min(m, SIMULATED_ROUNDS * ranks)
     name = representative_schedule(options, placement)
     step, held = _equal_stages(name, placement, simulated, work)
@@ -42,10 +44,25 @@ def likely_step(work: Work, options: Options, state_bytes: int) -> LikelyStep:
     rest = (m - simulated) * (work.forward_ns + work.backward_ns)
     if caps is None:
         return LikelyStep(step + rest // ranks, 0.0)
-    room = min(caps) - state_bytes // ranks
+    cap = sum(caps) // ranks
+    room = cap - state_bytes // ranks
     extra, kept = _recompute(work, options, held, room, len(placement))
-    filled = (state_bytes // ranks + kept) / max(1, min(caps))
+    filled = (state_bytes // ranks + kept) / max(1, cap)
     return LikelyStep(step + (rest + m * extra) // ranks, filled)
+
+
+def _balanced(work: Work, ranks: int) -> Work:
+    """Return work of which equal ranks have the loads that unequal ones have of `work`."""
+    total = work.forward_ns + work.backward_ns
+    if work.busiest_ns * ranks <= total:
+        return work
+    forward, backward, inner = (
+        None if ns is None else ns * work.busiest_ns * ranks // total
+        for ns in (work.forward_ns, work.backward_ns, work.input_ns)
+    )
+    assert forward is not None
+    assert backward is not None
+    return replace(work, forward_ns=forward, backward_ns=backward, input_ns=inner)
 
 
 @lru_cache(maxsize=4096)

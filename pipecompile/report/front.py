@@ -15,7 +15,7 @@ from pipecompile.ir.graph import TimeUnit
 from pipecompile.ir.plan import Plan
 from pipecompile.ir.setting import SettingResult
 from pipecompile.ir.size import size_scale, size_text
-from pipecompile.report.joint import settings_rows
+from pipecompile.report.joint import settings_rows, word_columns
 from pipecompile.report.svg import round_step
 
 __all__ = ["FrontChart", "front_chart"]
@@ -74,7 +74,8 @@ class _Point:
 @dataclass(frozen=True)
 class FrontChart:
     """What is drawn: points, the first one the plan's; the lines of the front; ticks of both axes,
-    each its place and its text; the rows of the table, the first one the header.
+    each its place and its text; the rows of the table, the first one the header, in whose columns
+    `words` are no numbers.
     """
 
     points: Sequence[_Point]
@@ -82,6 +83,7 @@ class FrontChart:
     memory_ticks: Sequence[tuple[float, str]]
     time_ticks: Sequence[tuple[float, str]]
     rows: Sequence[Sequence[str]]
+    words: Sequence[int]
 
 
 def front_chart(plan: Plan) -> FrontChart | None:
@@ -93,13 +95,15 @@ def front_chart(plan: Plan) -> FrontChart | None:
     time = _axis(steps, _BOTTOM, _TOP, time_scale(max(steps), unit))
     memory = _axis(sizes, _LEFT, _RIGHT, size_scale(max(sizes)))
     points = list(_points(results, memory, time, unit))
-    header, *rows = settings_rows(plan.joint, unit)
+    header, *body = settings_rows(plan.joint, unit)
+    rows = [("", *header), *((str(number), *row) for number, row in enumerate(body, 1))]
     return FrontChart(
         points,
         [(*one, *other) for one, other in pairwise(_front(points))],
         list(memory.ticks()),
         list(time.ticks()),
-        [("", *header), *((str(number), *row) for number, row in enumerate(rows, 1))],
+        rows,
+        word_columns(rows[0]),
     )
 
 

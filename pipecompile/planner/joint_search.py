@@ -111,6 +111,7 @@ class _SettingSearch:
     finished: dict[Setting, Plan] = field(default_factory=dict)
     graphs: dict[_Size, CostGraph] = field(default_factory=dict)
     works: dict[_Size, Work] = field(default_factory=dict)
+    states: dict[int, int] = field(default_factory=dict)
     least_filled: dict[str, float] = field(default_factory=dict)
 
     def run(self) -> None:
@@ -154,7 +155,7 @@ class _SettingSearch:
         """Return whether a setting cannot be, by what is known without planning it."""
         options = self.space.options(setting)
         caps = options.caps(setting.ranks)
-        needed = state_bytes(self._any_graph, options)
+        needed = self._state_bytes(setting)
         if caps is not None and needed > sum(caps):
             self._note(
                 setting,
@@ -168,10 +169,13 @@ class _SettingSearch:
             self._note(setting, "refused", 0, text)
         return setting in self.results
 
-    @property
-    def _any_graph(self) -> CostGraph:
-        """A graph whose parameters are those of all."""
-        return next(iter(self.graphs.values()))
+    def _state_bytes(self, setting: Setting) -> int:
+        """Return what a replica's parameters and states take at least; counted once."""
+        if setting.replicas not in self.states:
+            any_graph = next(iter(self.graphs.values()))
+            options = self.space.options(setting)
+            self.states[setting.replicas] = state_bytes(any_graph, options)
+        return self.states[setting.replicas]
 
     # -- what to plan
 
@@ -209,7 +213,7 @@ class _SettingSearch:
         """
         if self._status(setting) == "no cut":
             options = self.space.options(setting)
-            state = state_bytes(self.graphs[_size(setting)], options)
+            state = self._state_bytes(setting)
             filled = likely_step(self._work(setting), options, state).filled
             known = self.least_filled.get(setting.recompute, LIKELY_FILLED)
             self.least_filled[setting.recompute] = min(known, filled)
@@ -219,7 +223,7 @@ class _SettingSearch:
         rank, and its likely step.
         """
         options = self.space.options(setting)
-        state = state_bytes(self._any_graph, options)
+        state = self._state_bytes(setting)
         likely = likely_step(self._work(setting), options, state)
         is_unlikely = likely.filled >= self.least_filled.get(setting.recompute, LIKELY_FILLED)
         return is_unlikely, setting.stages_per_rank, likely.step_ns

@@ -33,6 +33,7 @@ from pipecompile.api.options import options_for
 from pipecompile.errors import InfeasibleError, InputError
 from pipecompile.frontend.target import Target
 from pipecompile.ir.graph import CostGraph
+from pipecompile.ir.options import DEFAULT_EFFORT
 from pipecompile.ir.plan import Options, Plan
 from pipecompile.partition.budget import QUICK
 from pipecompile.planner.draft import draft
@@ -241,14 +242,13 @@ class Run:
             if is_usual and setting.parts == self.space.samples and setting.ranks > 1:
                 yield self.space.options(setting)
 
-    def joint(self, effort: int | None) -> Plan:
+    def joint(self, effort: int) -> Plan:
         """Return the plan of the joint search."""
-        limits = JointLimits() if effort is None else JointLimits(effort=effort)
-        links = cluster_of(self.devices).links
+        links, limits = cluster_of(self.devices).links, JointLimits(effort=effort)
         return joint_plan(self.space, self.costs, links, self.devices, limits)
 
 
-def row(name: str, effort: int | None, *, has_grid: bool) -> dict[str, Any]:
+def row(name: str, effort: int, *, has_grid: bool) -> dict[str, Any]:
     """Return the figures of a case; times of steps are milliseconds, those of searches seconds."""
     run = Run.of(CASES[name])
     logger, first = logging.getLogger("pipecompile.api"), FirstAnswer()
@@ -264,6 +264,7 @@ def row(name: str, effort: int | None, *, has_grid: bool) -> dict[str, Any]:
     return {
         "case": name,
         "devices": run.devices,
+        "effort": effort,
         "default_ms": _milliseconds(run.default()),
         "by_hand_ms": _milliseconds(run.by_hand()) if has_grid else None,
         "joint_ms": _milliseconds(plan),
@@ -289,7 +290,7 @@ def _text(value: object) -> str:
     return f"{value:,.1f}" if isinstance(value, float) else str(value)
 
 
-def main(names: list[str], effort: int | None, *, has_grid: bool) -> None:
+def main(names: list[str], effort: int, *, has_grid: bool) -> None:
     """Print and write the rows of these cases; rows of other cases stay in the file."""
     known = json.loads(RESULT.read_text()) if RESULT.exists() else []
     rows = {each["case"]: each for each in known}
@@ -306,7 +307,7 @@ def main(names: list[str], effort: int | None, *, has_grid: bool) -> None:
 if __name__ == "__main__":
     parser = parser_of(__doc__)
     parser.add_argument("cases", nargs="*", choices=list(CASES), metavar="CASE")
-    parser.add_argument("--effort", type=int, default=None)
+    parser.add_argument("--effort", type=int, default=DEFAULT_EFFORT)
     parser.add_argument("--no-grid", action="store_true")
     arguments = parser.parse_args()
     main(arguments.cases, arguments.effort, has_grid=not arguments.no_grid)

@@ -21,10 +21,11 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
+from itertools import count
 from math import inf
 
 from msgspec.structs import replace
@@ -39,7 +40,7 @@ from pipecompile.ir.setting import JointSearch, Setting, SettingResult, SettingS
 from pipecompile.ir.size import size_text
 from pipecompile.partition.budget import QUICK, THOROUGH, UNEXPLAINED, CutEffort
 from pipecompile.planner.draft import draft
-from pipecompile.planner.likely_step import likely_step
+from pipecompile.planner.likely_step import LikelyStep, likely_step
 from pipecompile.planner.setting_bounds import (
     Work,
     extra_ns,
@@ -57,6 +58,7 @@ __all__ = ["JointLimits", "joint_plan"]
 logger = logging.getLogger("pipecompile.api")
 
 LIKELY_FILLED = 0.85  # of a rank, by what is known before it is planned: the rest is workspace
+RESCUES = 8  # settings that are tried beyond the effort while nothing fits
 FINALISTS = 2  # settings whose plans are made again by thorough ones
 
 
@@ -130,6 +132,8 @@ class _SettingSearch:
                 for setting in self._likeliest(fitting):
                     self._plan(setting, QUICK)
                     advance()
+            if not self.plans:
+                self._plan_emptiest(fitting)
         self._finish(fitting)
         self._judge_rest(fitting)
 
@@ -207,14 +211,38 @@ class _SettingSearch:
                 yield setting
                 self._learn(setting)
 
+    def _plan_emptiest(self, settings: Sequence[Setting]) -> None:
+        """Plan what is likely to hold the least until something fits: what was tried did not.
+
+        With each number of replicas in turn, since few replicas may lack nodes for their ranks,
+        and many the memory for their states.
+        """
+        tries = 0
+        for setting in self._emptiest(settings):
+            if self.plans or tries == RESCUES or not self._has_time:
+                return
+            if _size(setting) not in self.works:
+                self._cost(setting)
+            if not self._rule_out(setting):
+                self._plan(setting, QUICK)
+                tries += 1
+
+    def _emptiest(self, settings: Sequence[Setting]) -> list[Setting]:
+        """Return what was not tried: of each number of replicas what holds the least, then what
+        holds the next least. Stages alone on their ranks come first: their cuts are found sooner.
+        """
+        places: dict[int, Iterator[int]] = defaultdict(count)
+        untried = [each for each in settings if self._status(each) in (None, "not tried")]
+        untried.sort(key=lambda each: (each.stages_per_rank, self._guess(each).filled))
+        ranked = [(next(places[each.replicas]), each.replicas, each) for each in untried]
+        return [setting for *_, setting in sorted(ranked, key=lambda entry: entry[:2])]
+
     def _learn(self, setting: Setting) -> None:
         """Note how full a rank is under a setting for which no cut was found: what holds as much
         is not likely to fit either.
         """
         if self._status(setting) == "no cut":
-            options = self.space.options(setting)
-            state = self._state_bytes(setting)
-            filled = likely_step(self._work(setting), options, state).filled
+            filled = self._guess(setting).filled
             known = self.least_filled.get(setting.recompute, LIKELY_FILLED)
             self.least_filled[setting.recompute] = min(known, filled)
 
@@ -222,11 +250,13 @@ class _SettingSearch:
         """Return the sort key of a setting: whether it is not likely to fit, the stages on each
         rank, and its likely step.
         """
-        options = self.space.options(setting)
-        state = self._state_bytes(setting)
-        likely = likely_step(self._work(setting), options, state)
+        likely = self._guess(setting)
         is_unlikely = likely.filled >= self.least_filled.get(setting.recompute, LIKELY_FILLED)
         return is_unlikely, setting.stages_per_rank, likely.step_ns
+
+    def _guess(self, setting: Setting) -> LikelyStep:
+        options, state = self.space.options(setting), self._state_bytes(setting)
+        return likely_step(self._work(setting), options, state)
 
     def _needs_no_recompute(self, setting: Setting) -> bool:
         """Return whether there is a plan of the setting without the recompute that it has."""

@@ -193,7 +193,7 @@ class _SettingSearch:
         heapify(queue)
         while queue:
             key, index = heappop(queue)
-            setting, (is_unlikely, _, step) = settings[index], key
+            setting, (is_unlikely, _, step, *_) = settings[index], key
             if is_unlikely and self.plans:
                 return
             if step >= self._best_ns:
@@ -246,13 +246,14 @@ class _SettingSearch:
             known = self.least_filled.get(setting.recompute, LIKELY_FILLED)
             self.least_filled[setting.recompute] = min(known, filled)
 
-    def _likely(self, setting: Setting) -> tuple[bool, int, int]:
+    def _likely(self, setting: Setting) -> tuple[bool, int, int, int, bool]:
         """Return the sort key of a setting: whether it is not likely to fit, the stages on each
-        rank, and its likely step.
+        rank, and its likely step; of equal ones first what takes less time to plan.
         """
         likely = self._guess(setting)
         is_unlikely = likely.filled >= self.least_filled.get(setting.recompute, LIKELY_FILLED)
-        return is_unlikely, setting.stages_per_rank, likely.step_ns
+        is_auto = setting.recompute == "auto"
+        return is_unlikely, setting.stages_per_rank, likely.step_ns, setting.ranks, is_auto
 
     def _guess(self, setting: Setting) -> LikelyStep:
         options, state = self.space.options(setting), self._state_bytes(setting)

@@ -95,9 +95,10 @@ def _busiest_ns(graph: UnequalCosts) -> int:
     """
     times = [[_load_ns(node) for node in kind.nodes] for kind in graph.kinds]
     wholes = [max(1, sum(own)) for own in times]
-    speed = sum(Fraction(1, wholes[kind]) for kind in graph.rank_kinds)
+    speed = sum((Fraction(1, wholes[kind]) for kind in graph.rank_kinds), Fraction(0))
     scaled = [[Fraction(ns, whole) for ns in own] for own, whole in zip(times, wholes, strict=True)]
-    return floor(sum(map(min, zip(*scaled, strict=True))) / speed)
+    least = sum((min(own) for own in zip(*scaled, strict=True)), Fraction(0))
+    return floor(least / speed)
 
 
 def _load_ns(node: Node) -> int:

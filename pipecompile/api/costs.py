@@ -5,7 +5,7 @@ names.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict
 from typing import Any
@@ -48,6 +48,7 @@ __all__ = [
     "interpolated_graph",
     "kinds_of",
     "measured_on",
+    "of_ranks",
     "profiled",
     "regrouped",
 ]
@@ -135,11 +136,9 @@ def cost_graph(
     Measured costs come from the cache if they were measured under the same conditions, unless
     `fresh` ones are asked for. Where ranks have devices of several kinds, it is of all of them.
     """
-    kinds = kinds_of(costs)
-    if len(kinds) > 1:
-        graphs = [cost_graph(target, kind, microbatches, captured) for kind in kinds]
-        return _unequal(graphs, [kinds.index(each) for each in _of_ranks(costs)], costs)
-    model = cost_model(kinds[0], target.costs, target.device)
+    if len(kinds_of(costs)) > 1:
+        return of_ranks(costs, lambda kind: cost_graph(target, kind, microbatches, captured))
+    model = cost_model(kinds_of(costs)[0], target.costs, target.device)
     if isinstance(model, Table):
         # At once: a file of another model must not be found out after minutes of profiling.
         model.check(captured.digest, (node.name for node in _operations(captured)))
@@ -161,9 +160,16 @@ def _of_ranks(costs: str) -> list[str]:
     return [f"roofline:{name}" for name in devices_of(text)] if kind == "roofline" else [costs]
 
 
-def _unequal(graphs: Sequence[CostGraph], rank_kinds: Sequence[int], costs: str) -> UnequalCosts:
+def of_ranks(costs: str, of_kind: Callable[[str], CostGraph]) -> CostGraph:
+    """Return the cost graph of ranks with these costs, given that of each kind: of all of them
+    where they are of several, which must hold the same tensors, else InputError.
+    """
+    kinds = kinds_of(costs)
+    graphs = list(map(of_kind, kinds))
+    if len(kinds) == 1:
+        return graphs[0]
     try:
-        return UnequalCosts.of(graphs, rank_kinds)
+        return UnequalCosts.of(graphs, [kinds.index(each) for each in _of_ranks(costs)])
     except ValueError as error:
         raise InputError(
             f"costs={costs!r}: {error}, such as the scores of an attention that only some of them "

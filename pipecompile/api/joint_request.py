@@ -19,6 +19,7 @@ from pipecompile.ir.options import DEFAULT_EFFORT, DEFAULT_TOP, INFERENCE_OBJECT
 from pipecompile.ir.plan import Options
 from pipecompile.planner.joint_search import JointLimits
 from pipecompile.planner.setting_space import JOINT_CHOICES, SettingSpace
+from pipecompile.planner.unequal_devices import UnequalDevices
 from pipecompile.schedule.named_orders import ASYNCHRONOUS
 
 __all__ = ["JointRequest", "joint_request"]
@@ -28,7 +29,8 @@ __all__ = ["JointRequest", "joint_request"]
 class JointRequest:
     """The devices, the options that are not chosen, those that are fixed, and how much to search.
 
-    `base` is complete but for the numbers that are chosen.
+    `base` is complete but for the numbers that are chosen, and for costs and caps of `unequal`
+    devices.
     """
 
     cluster: Cluster
@@ -36,10 +38,12 @@ class JointRequest:
     base: Options
     fixed: Mapping[str, Any]
     limits: JointLimits
+    unequal: UnequalDevices | None = None
 
     def space(self, samples: int) -> SettingSpace:
         """Return the settings for a minibatch of so many samples over all replicas."""
-        return SettingSpace(len(self.cluster.devices), samples, self.base, self.fixed)
+        devices = self.cluster.devices
+        return SettingSpace(len(devices), samples, self.base, self.fixed, self.unequal)
 
 
 def joint_request(devices: ClusterInput, links: LinksInput = None, **choices: Any) -> JointRequest:
@@ -49,18 +53,13 @@ def joint_request(devices: ClusterInput, links: LinksInput = None, **choices: An
     says what cannot be chosen jointly.
     """
     cluster = cluster_of(devices)
-    if len(cluster.kinds) > 1:
-        raise InputError(
-            f"devices={cluster.text!r} are of several kinds, and a joint search plans equal ones; "
-            f"give devices of one kind, or plan with costs='roofline:{cluster.text}' and k, memory "
-            "and links instead of devices"
-        )
     given = open_options(**choices)
     if given["stage_replicas"] is not None:
         raise InputError(
             "a joint search gives all stages equally many ranks; leave out stage_replicas, or "
             "devices"
         )
+    unequal = _unequal(cluster, given) if len(cluster.kinds) > 1 else None
     limits = _limits(given)
     fixed = {name: given[name] for name in JOINT_CHOICES if given[name] is not None}
     _refuse_other_steps(fixed)
@@ -79,7 +78,24 @@ def joint_request(devices: ClusterInput, links: LinksInput = None, **choices: An
             f"the links are for {connected.ranks} ranks, but there are {len(cluster.devices)} "
             "devices; give links among all of them"
         )
-    return JointRequest(cluster, connected, base, fixed, limits)
+    return JointRequest(cluster, connected, base, fixed, limits, unequal)
+
+
+def _unequal(cluster: Cluster, given: Mapping[str, Any]) -> UnequalDevices:
+    """Return the devices of a cluster with several kinds, under the cap that is given or their
+    memory; InputError if costs or a list of caps are given, which belong to ranks.
+    """
+    memory, costs = given["memory"], given["costs"]
+    if costs is not None or isinstance(memory, tuple):
+        name, value = ("costs", costs) if costs is not None else ("memory", memory)
+        raise InputError(
+            f"{name}={value!r}, but devices={cluster.text!r} are of several kinds, whose order "
+            "along the pipeline is chosen; leave it out: each rank has the roofline and the memory "
+            "of its device"
+        )
+    sizes = dict(zip(cluster.devices, caps_of(cluster), strict=True))
+    caps = {kind: size if memory is None else memory for kind, size in sizes.items()}
+    return UnequalDevices(cluster.devices, caps)
 
 
 def _limits(given: Mapping[str, Any]) -> JointLimits:

@@ -4,10 +4,17 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass, field
+from functools import partial
 
 from msgspec.structs import replace
 
-from pipecompile.api.costs import cost_graph, interpolated_graph, measured_on, regrouped
+from pipecompile.api.costs import (
+    cost_graph,
+    interpolated_graph,
+    measured_on,
+    of_ranks,
+    regrouped,
+)
 from pipecompile.api.options import completed
 from pipecompile.api.staleness import check_current
 from pipecompile.api.target import load_target, planned_target
@@ -28,7 +35,8 @@ logger = logging.getLogger("pipecompile.api")
 
 @dataclass(frozen=True)
 class ModelCosts:
-    """The costs of a target, captured as `method` does, for each number of microbatches once.
+    """The costs of a target, captured as `method` does, for each number of microbatches once,
+    and of each kind of device.
 
     Without a method it is captured by the first one that works. What a plan was verified for is not
     proven again: `check` compares the graphs.
@@ -42,7 +50,7 @@ class ModelCosts:
     method: str | None = None
     sizes: tuple[int, ...] = ()
     captures: dict[int, Captured] = field(default_factory=dict)
-    graphs: dict[int, CostGraph] = field(default_factory=dict)
+    graphs: dict[tuple[str, int], CostGraph] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         uneven = [size for size in self.sizes if size < 1 or self.target.samples % size]
@@ -68,15 +76,19 @@ class ModelCosts:
 
     def graph(self, options: Options) -> CostGraph:
         """Return the cost graph of a microbatch, with the groups of `options`."""
-        captured, number = self.captured(options), options.microbatches
-        if number not in self.graphs:
-            between = self._interpolated(options, captured)
-            self.graphs[number] = between or cost_graph(
-                self.target, options.costs, number, captured
-            )
+        captured = self.captured(options)
+        graph = of_ranks(options.costs, partial(self._of_kind, options, captured))
         # Groups change no cost: the nodes are neither observed nor measured again.
         apply_passes(captured.module.graph, [Group(options.groups)])
-        return regrouped(self.graphs[number], captured.module)
+        return regrouped(graph, captured.module)
+
+    def _of_kind(self, options: Options, captured: Captured, kind: str) -> CostGraph:
+        """Return the cost graph of ranks with costs of one kind."""
+        number = options.microbatches
+        if (kind, number) not in self.graphs:
+            between = self._interpolated(options, captured)
+            self.graphs[kind, number] = between or cost_graph(self.target, kind, number, captured)
+        return self.graphs[kind, number]
 
     def _interpolated(self, options: Options, captured: Captured) -> CostGraph | None:
         """Return the cost graph between two measured ones; None if this size is to be measured."""

@@ -126,8 +126,18 @@ class Links(Value, frozen=True, kw_only=True):
             [slowest(self.link(at + one, at + other) for at in begins) for other in range(ranks)]
             for one in range(ranks)
         ]
-        own = {"sending": self.sending, "receiving": self.receiving}
-        return msgspec.structs.replace(links_of_pairs(table), **own)
+        return self._with_overheads(links_of_pairs(table))
+
+    def renumbered(self, order: Sequence[int]) -> Links:
+        """Return the links among the same ranks, of which number i is the former `order[i]`."""
+        if self.ranks is None:
+            return self
+        table = [[self.link(one, other) for other in order] for one in order]
+        return self._with_overheads(links_of_pairs(table))
+
+    def _with_overheads(self, links: Links) -> Links:
+        """Return other links with what messages take of the compute of these ranks."""
+        return msgspec.structs.replace(links, sending=self.sending, receiving=self.receiving)
 
     def between_replicas(self, rank: int, ranks: int) -> Link:
         """Return the slowest link around the ring of all replicas of `rank`, one of `ranks`.

@@ -17,7 +17,11 @@ under it; or the search ended before it.
 
 
 class Setting(Value, frozen=True, kw_only=True):
-    """What a plan has besides its cut; each of `replicas` has `ranks` and `microbatches`."""
+    """What a plan has besides its cut; each of `replicas` has `ranks` and `microbatches`.
+
+    Of devices of several kinds each replica has those that `kinds` lists, one for each rank:
+    2xh100,2xa100. It is "" where all are equal.
+    """
 
     ranks: Positive
     stages_per_rank: Positive
@@ -25,6 +29,7 @@ class Setting(Value, frozen=True, kw_only=True):
     microbatches: Positive
     schedule: str
     recompute: str
+    kinds: str = ""
 
     @property
     def k(self) -> int:
@@ -39,6 +44,7 @@ class Setting(Value, frozen=True, kw_only=True):
     def __str__(self) -> str:
         """The setting for people: 2 replicas × 4 ranks, 32 microbatches, zb-h1, recompute none."""
         each = f" of {self.stages_per_rank} stages" if self.stages_per_rank > 1 else ""
+        each += f" ({self.kinds})" if self.kinds else ""
         return (
             f"{counted(self.replicas, 'replica')} × {counted(self.ranks, 'rank')}{each}, "
             f"{counted(self.microbatches, 'microbatch')}, {self.schedule}, "
@@ -71,7 +77,8 @@ class JointSearch(Value, frozen=True, kw_only=True):
 
     No plan of any of these settings has a step shorter than `bound_ns`; `gap` is what the plan's
     step is above that, as a share of the step. `counts` has the number of settings by status, and
-    `best` the settings with the shortest steps, the plan's first.
+    `best` the settings with the shortest steps, the plan's first, with all on the Pareto front of
+    step and memory.
     """
 
     devices: str

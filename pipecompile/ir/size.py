@@ -13,6 +13,7 @@ __all__ = [
     "option_text",
     "parse_bytes",
     "parse_caps",
+    "size_scale",
     "size_text",
 ]
 
@@ -68,11 +69,15 @@ def caps_by_rank(memory_bytes: int | tuple[int, ...], ranks: int) -> tuple[int, 
 
 def size_text(size: int) -> str:
     """Return a number of bytes as 1.5 MiB (2²⁰ bytes each)."""
+    name, scale = size_scale(size)
+    return f"{size / scale:.{int(scale > 1)}f} {name}"
+
+
+def size_scale(size: int) -> tuple[str, int]:
+    """Return the unit in which a number of bytes reads best, and how many bytes it has."""
     # What is left under a cap may be negative.
-    for name, scale in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if abs(size) >= scale:
-            return f"{size / scale:.1f} {name}"
-    return f"{size} B"
+    scales = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
+    return next((pair for pair in scales if abs(size) >= pair[1]), ("B", 1))
 
 
 def option_text(size: int) -> str:

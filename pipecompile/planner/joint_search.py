@@ -21,10 +21,11 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
+from itertools import count
 from math import inf
 
 from msgspec.structs import replace
@@ -39,13 +40,14 @@ from pipecompile.ir.setting import JointSearch, Setting, SettingResult, SettingS
 from pipecompile.ir.size import size_text
 from pipecompile.partition.budget import QUICK, THOROUGH, UNEXPLAINED, CutEffort
 from pipecompile.planner.draft import draft
-from pipecompile.planner.likely_step import likely_step
+from pipecompile.planner.likely_step import LikelyStep, likely_step
 from pipecompile.planner.setting_bounds import (
     Work,
     extra_ns,
     least_step_ns,
     state_bytes,
 )
+from pipecompile.planner.setting_results import in_order, listed, planned, why_none
 from pipecompile.planner.setting_space import SettingSpace
 from pipecompile.planner.target_costs import TargetCosts
 from pipecompile.profiling.progress import progress
@@ -56,13 +58,19 @@ __all__ = ["JointLimits", "joint_plan"]
 logger = logging.getLogger("pipecompile.api")
 
 LIKELY_FILLED = 0.85  # of a rank, by what is known before it is planned: the rest is workspace
+RESCUES = 8  # settings that are tried beyond the effort while nothing fits
 FINALISTS = 2  # settings whose plans are made again by thorough ones
+
+
+_Size = tuple[str, int]
+"""What a cost graph is of: the kinds of ranks, and in how many parts the minibatch is cut."""
 
 
 @dataclass(frozen=True)
 class JointLimits:
     """How much is searched: at most `effort` quick plans, none begun after `seconds`; the plan
-    lists the `top` best settings. The answer is never longer than the thorough plan of `reference`.
+    lists the `top` best settings, and those that hold less than any shorter one. The answer is never
+    longer than the thorough plan of `reference`.
     """
 
     effort: int = DEFAULT_EFFORT
@@ -105,14 +113,17 @@ class _SettingSearch:
     results: dict[Setting, SettingResult] = field(default_factory=dict)
     plans: dict[Setting, Plan] = field(default_factory=dict)
     finished: dict[Setting, Plan] = field(default_factory=dict)
-    graphs: dict[int, CostGraph] = field(default_factory=dict)
-    works: dict[int, Work] = field(default_factory=dict)
+    graphs: dict[_Size, CostGraph] = field(default_factory=dict)
+    works: dict[_Size, Work] = field(default_factory=dict)
+    states: dict[int, int] = field(default_factory=dict)
     least_filled: dict[str, float] = field(default_factory=dict)
 
     def run(self) -> None:
         """Plan settings until the effort or the time is spent, or none is likely to be shorter."""
         settings = self.space.settings()
-        self._cost(min(setting.parts for setting in settings))
+        for kinds in dict.fromkeys(setting.kinds for setting in settings):
+            alike = [setting for setting in settings if setting.kinds == kinds]
+            self._cost(min(alike, key=lambda each: each.parts))
         fitting = [setting for setting in settings if not self._is_refused(setting)]
         logger.info(
             "%s settings, of which %s fit by their parameters and optimizer states",
@@ -123,32 +134,34 @@ class _SettingSearch:
                 for setting in self._likeliest(fitting):
                     self._plan(setting, QUICK)
                     advance()
+            if not self.plans:
+                self._plan_emptiest(fitting)
         self._finish(fitting)
         self._judge_rest(fitting)
 
     # -- costs
 
-    def _cost(self, parts: int) -> None:
-        """Have the cost graph of a microbatch that is one of so many parts of the minibatch."""
-        options = replace(self.space.base, microbatches=parts)
-        self.graphs[parts] = self.costs.graph(options)
-        self.works[parts] = Work.of(self.graphs[parts])
+    def _cost(self, setting: Setting) -> None:
+        """Have the cost graph of a microbatch of a setting."""
+        options = replace(self.space.options(setting), microbatches=setting.parts)
+        graph = self.costs.graph(options)
+        self.graphs[_size(setting)], self.works[_size(setting)] = graph, Work.of(graph)
 
     def _work(self, setting: Setting) -> Work:
-        known = self.works.get(setting.parts)
+        known = self.works.get(_size(setting))
         if known is not None:
             return known
         # The nearest larger microbatch. Its parts may be fewer than a whole number of this one's:
         # rounded up, they are no larger than this one.
-        larger = max(parts for parts in self.works if parts <= setting.parts)
-        return self.works[larger].of_part(-(-setting.parts // larger))
+        kinds, parts = _size(setting)
+        larger = max(size for size in self.works if size <= (kinds, parts))
+        return self.works[larger].of_part(-(-parts // larger[1]))
 
     def _is_refused(self, setting: Setting) -> bool:
         """Return whether a setting cannot be, by what is known without planning it."""
         options = self.space.options(setting)
-        graph = self.graphs[min(self.graphs)]
         caps = options.caps(setting.ranks)
-        needed = state_bytes(graph, options)
+        needed = self._state_bytes(setting)
         if caps is not None and needed > sum(caps):
             self._note(
                 setting,
@@ -162,6 +175,14 @@ class _SettingSearch:
             self._note(setting, "refused", 0, text)
         return setting in self.results
 
+    def _state_bytes(self, setting: Setting) -> int:
+        """Return what a replica's parameters and states take at least; counted once."""
+        if setting.replicas not in self.states:
+            any_graph = next(iter(self.graphs.values()))
+            options = self.space.options(setting)
+            self.states[setting.replicas] = state_bytes(any_graph, options)
+        return self.states[setting.replicas]
+
     # -- what to plan
 
     def _likeliest(self, settings: Sequence[Setting]) -> Iterator[Setting]:
@@ -174,15 +195,15 @@ class _SettingSearch:
         heapify(queue)
         while queue:
             key, index = heappop(queue)
-            setting, (is_unlikely, _, step) = settings[index], key
+            setting, (is_unlikely, _, step, *_) = settings[index], key
             if is_unlikely and self.plans:
                 return
             if step >= self._best_ns:
                 continue
-            if setting.parts not in self.works:
+            if _size(setting) not in self.works:
                 if not self._has_time:
                     return
-                self._cost(setting.parts)
+                self._cost(setting)
             if self._likely(setting) != key:
                 # Its size was costed since, or one that holds as much did not fit.
                 heappush(queue, (self._likely(setting), index))
@@ -192,26 +213,53 @@ class _SettingSearch:
                 yield setting
                 self._learn(setting)
 
+    def _plan_emptiest(self, settings: Sequence[Setting]) -> None:
+        """Plan what is likely to hold the least until something fits: what was tried did not.
+
+        With each number of replicas in turn, since few replicas may lack nodes for their ranks,
+        and many the memory for their states.
+        """
+        tries = 0
+        for setting in self._emptiest(settings):
+            if self.plans or tries == RESCUES or not self._has_time:
+                return
+            if _size(setting) not in self.works:
+                self._cost(setting)
+            if not self._rule_out(setting):
+                self._plan(setting, QUICK)
+                tries += 1
+
+    def _emptiest(self, settings: Sequence[Setting]) -> list[Setting]:
+        """Return what was not tried: of each number of replicas what holds the least, then what
+        holds the next least. Stages alone on their ranks come first: their cuts are found sooner.
+        """
+        places: dict[int, Iterator[int]] = defaultdict(count)
+        untried = [each for each in settings if self._status(each) in (None, "not tried")]
+        untried.sort(key=lambda each: (each.stages_per_rank, self._guess(each).filled))
+        ranked = [(next(places[each.replicas]), each.replicas, each) for each in untried]
+        return [setting for *_, setting in sorted(ranked, key=lambda entry: entry[:2])]
+
     def _learn(self, setting: Setting) -> None:
         """Note how full a rank is under a setting for which no cut was found: what holds as much
         is not likely to fit either.
         """
         if self._status(setting) == "no cut":
-            options = self.space.options(setting)
-            state = state_bytes(self.graphs[setting.parts], options)
-            filled = likely_step(self._work(setting), options, state).filled
+            filled = self._guess(setting).filled
             known = self.least_filled.get(setting.recompute, LIKELY_FILLED)
             self.least_filled[setting.recompute] = min(known, filled)
 
-    def _likely(self, setting: Setting) -> tuple[bool, int, int]:
+    def _likely(self, setting: Setting) -> tuple[bool, int, int, int, bool]:
         """Return the sort key of a setting: whether it is not likely to fit, the stages on each
-        rank, and its likely step.
+        rank, and its likely step; of equal ones first what takes less time to plan.
         """
-        options = self.space.options(setting)
-        state = state_bytes(self.graphs[min(self.graphs)], options)
-        likely = likely_step(self._work(setting), options, state)
+        likely = self._guess(setting)
         is_unlikely = likely.filled >= self.least_filled.get(setting.recompute, LIKELY_FILLED)
-        return is_unlikely, setting.stages_per_rank, likely.step_ns
+        is_auto = setting.recompute == "auto"
+        return is_unlikely, setting.stages_per_rank, likely.step_ns, setting.ranks, is_auto
+
+    def _guess(self, setting: Setting) -> LikelyStep:
+        options, state = self.space.options(setting), self._state_bytes(setting)
+        return likely_step(self._work(setting), options, state)
 
     def _needs_no_recompute(self, setting: Setting) -> bool:
         """Return whether there is a plan of the setting without the recompute that it has."""
@@ -221,12 +269,12 @@ class _SettingSearch:
     def _rule_out(self, setting: Setting) -> bool:
         """Return whether a setting whose size is costed cannot have a plan, or no shorter one."""
         options = self.space.options(setting)
-        extra = extra_ns(self.graphs[setting.parts], options)
+        extra = extra_ns(self.graphs[_size(setting)], options)
         if extra is None:
             text = "what its stages must keep is more than their ranks may hold"
             self._note(setting, "memory", 0, text)
             return True
-        bound = least_step_ns(self.works[setting.parts], setting, extra)
+        bound = least_step_ns(self.works[_size(setting)], setting, extra)
         self._note(setting, "bound" if bound >= self._best_ns else "not tried", bound)
         return bound >= self._best_ns
 
@@ -270,10 +318,10 @@ class _SettingSearch:
         bound = self.results[setting].bound_ns
         try:
             plan = draft(
-                self.graphs[setting.parts],
+                self.graphs[_size(setting)],
                 options,
                 **source._asdict(),
-                links=self.links,
+                links=self.space.links(self.links, setting),
                 effort=effort,
             )
         except (InfeasibleError, InputError) as error:
@@ -285,7 +333,7 @@ class _SettingSearch:
         for plans in (self.plans, *[self.finished] * (effort == THOROUGH)):
             if setting not in plans or step_ns < plans[setting].prediction.step_ns:
                 plans[setting] = plan
-        self.results[setting] = _planned(setting, bound, self.plans[setting])
+        self.results[setting] = planned(setting, bound, self.plans[setting])
         if step_ns < before:
             step = time_with_unit(plan.prediction.step_ns, plan.time_unit)
             logger.info("best so far: %s, %s", step, setting)
@@ -296,13 +344,13 @@ class _SettingSearch:
         """Return the best plan, with what the search found; InfeasibleError if there is none."""
         counts = dict(Counter(result.status for result in self.results.values()))
         if not self.finished:
-            ranked = sorted(self.results.values(), key=_rank)
-            raise InfeasibleError(_why_none(devices, counts, ranked))
+            ranked = in_order(self.results.values())
+            raise InfeasibleError(why_none(devices, counts, ranked))
         chosen = self._shortest(self.finished)
         plan = self.finished[chosen]
         # A thorough search may end with a longer step than a quick one by chance.
-        self.results[chosen] = _planned(chosen, self.results[chosen].bound_ns, plan)
-        ranked = sorted(self.results.values(), key=_rank)
+        self.results[chosen] = planned(chosen, self.results[chosen].bound_ns, plan)
+        ranked = in_order(self.results.values())
         step = plan.prediction.step_ns
         possible = [each.bound_ns for each in ranked if each.status not in ("memory", "refused")]
         bound = min(step, *possible)
@@ -312,7 +360,7 @@ class _SettingSearch:
             bound_ns=bound,
             gap=(step - bound) / step if step else 0.0,
             counts=dict(sorted(counts.items())),
-            best=tuple(_best(ranked, chosen))[: self.limits.top],
+            best=tuple(listed(ranked, chosen, self.limits.top)),
         )
         return replace(plan, joint=joint)
 
@@ -353,48 +401,5 @@ class _SettingSearch:
         )
 
 
-def _planned(setting: Setting, bound: int, plan: Plan) -> SettingResult:
-    return SettingResult(
-        setting=setting,
-        status="planned",
-        bound_ns=bound,
-        step_ns=plan.prediction.step_ns,
-        memory_bytes=max(rank.total.bound for rank in plan.prediction.memory),
-        bubble=plan.prediction.bubble,
-    )
-
-
-def _rank(result: SettingResult) -> tuple[float, int, int]:
-    """Return a sort key: the shortest step first, of equal ones that which holds the least."""
-    step = inf if result.step_ns is None else result.step_ns
-    return step, result.memory_bytes or 0, result.bound_ns
-
-
-def _best(ranked: Iterable[SettingResult], chosen: Setting) -> Iterator[SettingResult]:
-    """Yield the settings that have plans, the chosen one first."""
-    planned = [each for each in ranked if each.step_ns is not None]
-    yield from (each for each in planned if each.setting == chosen)
-    yield from (each for each in planned if each.setting != chosen)
-
-
-def _why_none(
-    devices: str, counts: dict[SettingStatus, int], results: Sequence[SettingResult]
-) -> str:
-    """Return why no setting has a plan, each reason with the number of settings, and an example."""
-    texts = {
-        "memory": "cannot fit their memory",
-        "no cut": "had no cut that was found to fit",
-        "refused": "are not possible",
-        "not tried": "were not tried",
-    }
-    parts = []
-    for status, text in texts.items():
-        first = next((each for each in results if each.status == status), None)
-        if first is not None:
-            example = f" (such as {first.setting}: {first.reason})" if first.reason else ""
-            parts.append(f"{counts[first.status]} {text}{example}")
-    return (
-        f"no plan was found for {devices} among {len(results)} settings: {'; '.join(parts)}. Give "
-        f"{'more effort or time, ' * ('not tried' in counts)}more devices, more memory or a "
-        "smaller batch, or fix fewer options"
-    )
+def _size(setting: Setting) -> _Size:
+    return setting.kinds, setting.parts

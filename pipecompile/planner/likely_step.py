@@ -6,8 +6,11 @@ Needs no PyTorch.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import lru_cache
 from typing import NamedTuple
+
+import msgspec
 
 from pipecompile.ir.plan import Options
 from pipecompile.planner.setting_bounds import Work
@@ -20,6 +23,9 @@ __all__ = ["LikelyStep", "likely_step"]
 
 # After as many microbatches for each rank an order repeats itself.
 SIMULATED_ROUNDS = 3
+# What more ranks do is much the same, and takes longer to simulate.
+SIMULATED_RANKS = 16
+PARTS = 100  # of what a stage takes, so that sizes of microbatches with the same shares are alike
 
 
 class LikelyStep(NamedTuple):
@@ -33,35 +39,81 @@ def likely_step(work: Work, options: Options, state_bytes: int) -> LikelyStep:
     """Return a guess for plans with these options; all ranks together hold `state_bytes` whatever
     is in flight.
     """
-    placement, m = placements(options)[0], options.microbatches
-    ranks = max(placement) + 1
-    simulated = min(m, SIMULATED_ROUNDS * ranks)
-    name = representative_schedule(options, placement)
-    step, held = _equal_stages(name, placement, simulated, work)
+    ranks, stages = _ranks(options), options.k
+    work = _balanced(work, ranks)
+    total = work.forward_ns + work.backward_ns
+    alike = _with_fewer_ranks(options, ranks)
+    fewer, m = _ranks(alike), alike.microbatches
+    simulated = min(m, SIMULATED_ROUNDS * fewer)
+    placement = placements(alike)[0]
+    name = representative_schedule(alike, placement)
+    times, kept = _equal_stages(name, placement, simulated, *_shares(work))
+    step = times * total // (PARTS * alike.k) + (m - simulated) * total // fewer
+    held = kept * work.saved_bytes // alike.k
     caps = options.caps(ranks)
-    rest = (m - simulated) * (work.forward_ns + work.backward_ns)
     if caps is None:
-        return LikelyStep(step + rest // ranks, 0.0)
-    room = min(caps) - state_bytes // ranks
-    extra, kept = _recompute(work, options, held, room, len(placement))
-    filled = (state_bytes // ranks + kept) / max(1, min(caps))
-    return LikelyStep(step + (rest + m * extra) // ranks, filled)
+        return LikelyStep(step, 0.0)
+    cap = sum(caps) // ranks
+    room = cap - state_bytes // ranks
+    extra, kept = _recompute(work, options, held, room, stages)
+    filled = (state_bytes // ranks + kept) / max(1, cap)
+    return LikelyStep(step + m * extra // fewer, filled)
+
+
+def _ranks(options: Options) -> int:
+    return max(placements(options)[0]) + 1
+
+
+def _with_fewer_ranks(options: Options, ranks: int) -> Options:
+    """Return options for at most a few ranks, with as many microbatches for each rank.
+
+    Of the same work they have about the same step and hold about as much: 64 ranks whose 256
+    microbatches take 1/64 each idle for as long as 16 ranks whose 64 microbatches take 1/16.
+    """
+    least, m = min(ranks, SIMULATED_RANKS), options.microbatches
+    fewer = next(p for p in range(least, ranks + 1) if ranks % p == 0 and m * p % ranks == 0)
+    return msgspec.structs.replace(
+        options, k=options.k // ranks * fewer, microbatches=m * fewer // ranks
+    )
+
+
+def _shares(work: Work) -> tuple[int, int]:
+    """Return how many of `PARTS` the forward takes, and making the gradients of inputs."""
+    inner = work.backward_ns if work.input_ns is None else work.input_ns
+    total = max(1, work.forward_ns + work.backward_ns)
+    forward, inner = (round(PARTS * ns / total) for ns in (work.forward_ns, inner))
+    return forward, min(inner, PARTS - forward)
+
+
+def _balanced(work: Work, ranks: int) -> Work:
+    """Return work of which equal ranks have the loads that unequal ones have of `work`."""
+    total = work.forward_ns + work.backward_ns
+    if work.busiest_ns * ranks <= total:
+        return work
+    forward, backward, inner = (
+        None if ns is None else ns * work.busiest_ns * ranks // total
+        for ns in (work.forward_ns, work.backward_ns, work.input_ns)
+    )
+    assert forward is not None
+    assert backward is not None
+    return replace(work, forward_ns=forward, backward_ns=backward, input_ns=inner)
 
 
 @lru_cache(maxsize=4096)
 def _equal_stages(
-    name: str, placement: tuple[int, ...], microbatches: int, work: Work
+    name: str, placement: tuple[int, ...], microbatches: int, forward: int, inner: int
 ) -> tuple[int, int]:
-    """Return the step in ns, and the most that a rank holds in flight, in bytes."""
+    """Return the step of stages that take `PARTS` for a microbatch, and of how many microbatches
+    a rank holds what one stage saves, at most.
+    """
     stages = len(placement)
-    inner = work.backward_ns if work.input_ns is None else work.input_ns
     costs = StageCosts(
-        forward_ns=work.forward_ns // stages,
-        backward_ns=work.backward_ns // stages,
-        backward_input_ns=inner // stages,
-        backward_weight_ns=(work.backward_ns - inner) // stages,
-        kept_bytes=work.saved_bytes // stages,
-        between_bytes=work.saved_bytes // stages,
+        forward_ns=forward,
+        backward_ns=PARTS - forward,
+        backward_input_ns=inner,
+        backward_weight_ns=PARTS - forward - inner,
+        kept_bytes=1,
+        between_bytes=1,
     )
     free, gradient = (0,) * (stages - 1), (True,) * (stages - 1)
     problem = PlacedProblem(placement, microbatches, (costs,) * stages, free, free, gradient)

@@ -3,7 +3,8 @@
 Bounds hold for all cuts. Let L be the compute of one microbatch in all stages, F its forward and B
 its backward, on p ranks with M microbatches:
 
-    any order                M × L / p, since some rank computes that much
+    any order                M × L / p, since some rank computes that much; on devices of several
+                             kinds the total speed of all ranks takes the place of p
     one stage on each rank,  rank i waits for the forward of the first microbatch in the ranks
     whole backwards          before it, and they wait for its last backward: with the loads lᵢ
                              T ≥ M × lᵢ + l₀ + … + lᵢ₋₁ for each i, so T ≥ L / (1 − (1 − 1/M)ᵖ)
@@ -19,13 +20,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
-from math import ceil
+from math import ceil, floor
 
 from pipecompile.errors import InfeasibleError
 from pipecompile.ir.graph import CostGraph, Node
 from pipecompile.ir.links import FREE
 from pipecompile.ir.plan import Options
 from pipecompile.ir.setting import Setting
+from pipecompile.ir.unequal_costs import UnequalCosts
 from pipecompile.memory_model.lower_bounds import bytes_lower_bounds
 from pipecompile.memory_model.optimizer import optimizer_bytes
 from pipecompile.partition.problem import MemoryConstraint
@@ -42,7 +44,8 @@ class Work:
     longest node, and the bytes that backwards save.
 
     `input_ns` is the part of the backward that makes gradients of inputs, None where the costs do
-    not say how long each half takes.
+    not say how long each half takes. Where ranks have devices of several kinds, times are those of
+    the fastest one, and `busiest_ns` is what some rank takes at least.
     """
 
     forward_ns: int
@@ -50,6 +53,7 @@ class Work:
     largest_ns: int
     input_ns: int | None
     saved_bytes: int
+    busiest_ns: int = 0
 
     @staticmethod
     def of(graph: CostGraph) -> Work:
@@ -59,9 +63,10 @@ class Work:
         return Work(
             sum(node.forward_ns for node in nodes),
             sum(map(_least_backward_ns, nodes)),
-            max(node.forward_ns + _least_backward_ns(node) for node in nodes),
+            max(map(_load_ns, nodes)),
             sum(node.backward_input_ns or 0 for node in nodes) if can_split else None,
             sum(bytes_lower_bounds(graph, "none", gradients=False)[1].values()),
+            _busiest_ns(graph) if isinstance(graph, UnequalCosts) else 0,
         )
 
     def of_part(self, parts: int) -> Work:
@@ -76,7 +81,28 @@ class Work:
             self.largest_ns // parts,
             None if self.input_ns is None else self.input_ns // parts,
             self.saved_bytes // parts,
+            self.busiest_ns // parts,
         )
+
+
+def _busiest_ns(graph: UnequalCosts) -> int:
+    """Return a load that the busiest of unequal ranks has at least, whatever is cut.
+
+    For weights that add up to 1 it is no less than Σ wᵢ × lᵢ, and so no less than that with each
+    node on the rank where its weighted time is least. Ranks are weighted by their speed, by which
+    a model of one kind of operator is balanced exactly: a fast rank of 10 ns and a slow one of 40
+    ns for the whole model take 8 ns.
+    """
+    times = [[_load_ns(node) for node in kind.nodes] for kind in graph.kinds]
+    wholes = [max(1, sum(own)) for own in times]
+    speed = sum((Fraction(1, wholes[kind]) for kind in graph.rank_kinds), Fraction(0))
+    scaled = [[Fraction(ns, whole) for ns in own] for own, whole in zip(times, wholes, strict=True)]
+    least = sum((min(own) for own in zip(*scaled, strict=True)), Fraction(0))
+    return floor(least / speed)
+
+
+def _load_ns(node: Node) -> int:
+    return node.forward_ns + _least_backward_ns(node)
 
 
 def _least_backward_ns(node: Node) -> int:
@@ -94,7 +120,7 @@ def least_step_ns(work: Work, setting: Setting, extra: int = 0) -> int:
     p, m = setting.ranks, setting.microbatches
     forward, backward = work.forward_ns, work.backward_ns
     total = forward + backward
-    bounds = [Fraction(m * (total + extra), p), Fraction(m * work.largest_ns)]
+    bounds = [Fraction(m * (total + extra), p), Fraction(m * max(work.largest_ns, work.busiest_ns))]
     if setting.schedule in SPLIT or setting.schedule == "search":
         bounds.append(Fraction(forward))
     else:

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import product
 from typing import Any
 
 from msgspec.structs import replace
 
 from pipecompile.errors import InputError
+from pipecompile.ir.links import Links
 from pipecompile.ir.plan import Options
 from pipecompile.ir.setting import Setting
 from pipecompile.planner.option_conflicts import check_together
+from pipecompile.planner.unequal_devices import UnequalDevices
 from pipecompile.schedule.named_orders import fitting_names, required_placement
 from pipecompile.schedule.placement import place
 
@@ -47,12 +50,12 @@ POLICIES = ("none", "auto", "stage")
 
 @dataclass(frozen=True)
 class SettingSpace:
-    """The settings under which `devices` equal devices train a minibatch of `samples` samples.
+    """The settings under which so many `devices` train a minibatch of `samples` samples.
 
     `base` has all options that are not chosen, and `fixed` those of `JOINT_CHOICES` that the user
     gave; `offered` has the values of others that are tried, where these are not all that there are.
-    All devices are used, and microbatches have one size. InputError if what is fixed leaves no
-    setting.
+    Devices of several kinds are `unequal`; a rank of theirs has one stage. All devices are used,
+    and microbatches have one size. InputError if what is fixed leaves no setting.
     """
 
     devices: int
@@ -60,6 +63,7 @@ class SettingSpace:
     base: Options
     fixed: Mapping[str, Any] = field(default_factory=dict)
     offered: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    unequal: UnequalDevices | None = None
 
     def settings(self) -> tuple[Setting, ...]:
         """Return all settings: numbers of replicas first, the fewest first, recompute last."""
@@ -76,8 +80,11 @@ class SettingSpace:
 
     def options(self, setting: Setting) -> Options:
         """Return the options of a plan under a setting."""
+        base = self.base
+        if self.unequal is not None:
+            base = self.unequal.options(base, setting.kinds)
         return replace(
-            self.base,
+            base,
             k=setting.k,
             stages_per_rank=setting.stages_per_rank,
             replicas=setting.replicas,
@@ -85,6 +92,12 @@ class SettingSpace:
             schedule=setting.schedule,
             recompute=setting.recompute,
         )
+
+    def links(self, links: Links, setting: Setting) -> Links:
+        """Return links among the devices as those among the ranks of a setting."""
+        if self.unequal is None:
+            return links
+        return self.unequal.links(links, setting.kinds, setting.replicas)
 
     def _allowed(self, setting: Setting) -> bool:
         """Return whether the options of a setting may be given together."""
@@ -109,7 +122,7 @@ class SettingSpace:
                 continue
             for schedule, each in self._orders(ranks, microbatches):
                 if self.fixed.get("k", ranks * each) == ranks * each:
-                    for recompute in self._policies():
+                    for kinds, recompute in product(self._kinds(replicas), self._policies()):
                         yield Setting(
                             ranks=ranks,
                             stages_per_rank=each,
@@ -117,6 +130,7 @@ class SettingSpace:
                             microbatches=microbatches,
                             schedule=schedule,
                             recompute=recompute,
+                            kinds=kinds,
                         )
 
     def _orders(self, ranks: int, microbatches: int) -> Iterator[tuple[str, int]]:
@@ -131,6 +145,9 @@ class SettingSpace:
                 known = (*fitting_names(placement, microbatches), "search")
                 if schedule in known:
                     yield schedule, each
+
+    def _kinds(self, replicas: int) -> tuple[str, ...]:
+        return ("",) if self.unequal is None else tuple(self.unequal.orders(replicas))
 
     def _policies(self) -> tuple[str, ...]:
         # Without a cap recompute costs time and gives nothing.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from pipecompile.ir.duration import time_text, time_with_unit
 from pipecompile.ir.graph import TimeUnit
@@ -12,7 +12,7 @@ from pipecompile.ir.size import size_text
 from pipecompile.report.tables import DrawTable, plain_table
 from pipecompile.report.units import gap_text
 
-__all__ = ["joint_text", "settings_table"]
+__all__ = ["joint_text", "settings_rows", "settings_table", "word_columns"]
 
 _STATUSES: dict[SettingStatus, str] = {
     "planned": "planned",
@@ -27,7 +27,11 @@ _STATUSES: dict[SettingStatus, str] = {
 def joint_text(joint: JointSearch, unit: TimeUnit = "ns") -> Iterator[str]:
     """Yield how good the plan is at most, and what came of the settings."""
     bound, gap = time_with_unit(joint.bound_ns, unit), gap_text(joint.gap)
-    what = f"devices    {joint.devices}" if joint.devices else "chosen     what was left open"
+    kinds = joint.best[0].setting.kinds if joint.best else ""
+    ranks = f", ranks are {kinds}" if kinds else ""
+    what = (
+        f"devices    {joint.devices}{ranks}" if joint.devices else "chosen     what was left open"
+    )
     yield f"{what}: no setting has a step below {bound}, gap {gap}"
     counts = ", ".join(
         f"{joint.counts[status]} {text}"
@@ -41,13 +45,24 @@ def settings_table(plan: Plan, draw: DrawTable = plain_table) -> Iterator[str]:
     """Yield the best settings of a joint search as a table, the plan's first; nothing without."""
     if plan.joint is None or len(plan.joint.best) < 2:
         return
+    yield "the best settings that were planned, the first one is the plan's"
+    rows = settings_rows(plan.joint, plan.time_unit)
+    yield from draw(rows, word_columns(rows[0]))
+
+
+def settings_rows(joint: JointSearch, unit: TimeUnit) -> list[tuple[str, ...]]:
+    """Return the cells of the best settings, the header first."""
+    kinds = ["kinds"] * any(each.setting.kinds for each in joint.best)
     header = (
-        *("replicas", "ranks", "stages", "microbatches", "schedule", "recompute"),
+        *("replicas", "ranks", "stages", "microbatches", "schedule", "recompute", *kinds),
         *("step", "bound", "bubble", "fullest rank"),
     )
-    rows = [_cells(result, plan.time_unit) for result in plan.joint.best]
-    yield "the best settings that were planned, the first one is the plan's"
-    yield from draw([header, *rows], (4, 5))
+    return [header, *(_cells(result, unit) for result in joint.best)]
+
+
+def word_columns(header: Sequence[str]) -> list[int]:
+    """Return the columns of that table which are no numbers."""
+    return [header.index(name) for name in ("schedule", "recompute", "kinds") if name in header]
 
 
 def _cells(result: SettingResult, unit: TimeUnit) -> tuple[str, ...]:
@@ -58,6 +73,7 @@ def _cells(result: SettingResult, unit: TimeUnit) -> tuple[str, ...]:
         *map(str, numbers),
         setting.schedule,
         setting.recompute,
+        *[setting.kinds] * bool(setting.kinds),
         time_text(result.step_ns, unit),
         time_text(result.bound_ns, unit),
         "" if result.bubble is None else f"{result.bubble:.1%}",

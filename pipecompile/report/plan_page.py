@@ -15,6 +15,7 @@ from pipecompile.ir.rank_memory import RankMemory
 from pipecompile.ir.schedule import Timeline
 from pipecompile.ir.size import size_text
 from pipecompile.ir.stage_ranks import ranks_text, stages_on
+from pipecompile.report.front import front_chart
 from pipecompile.report.inference import (
     cache_header,
     cache_rows,
@@ -123,6 +124,7 @@ def plan_page(
         chart_data=chart_data(timelines, held, time_unit),
         has_measured_peaks=any(peak is not None for peak in peaks),
         stage_rows=stage_rows(plan),
+        front=front_chart(plan),
         has_recompute=has_recompute(plan),
         comparison=None if comparison is None else comparison_part(comparison),
         difference=None if other is None else difference_part(plan, other.plan, other.name),

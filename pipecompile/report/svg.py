@@ -128,7 +128,7 @@ def _axis(scale: _Scale) -> Iterator[str]:
     """Vertical lines at round times, labelled in the unit of the whole length."""
     length = scale.length_ns / scale.unit_ns
     # At most eight spans: for 58 ms each has 10 ms, since 58 / 8 = 7.25.
-    step = _round_step(length / 8)
+    step = round_step(length / 8)
     digits = max(0, -math.floor(math.log10(step)))
     # The last line may fall on the end of the step, which rounding must not push beyond it.
     for index in range(int(length / step + 1e-9) + 1):
@@ -139,7 +139,7 @@ def _axis(scale: _Scale) -> Iterator[str]:
     yield _text(_WIDTH - 20, scale.bottom + 18, scale.unit, anchor="end", colour="#59636e")
 
 
-def _round_step(least: float) -> float:
+def round_step(least: float) -> float:
     """Return the smallest of 1, 2, 5 times a power of ten that is at least `least`."""
     power = 10.0 ** math.floor(math.log10(least or 1))
     return next(factor * power for factor in (1, 2, 5, 10) if factor * power >= least)

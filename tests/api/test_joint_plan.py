@@ -44,9 +44,8 @@ def factory(tmp_path: Path) -> str:
 
 
 def planned(factory: str, path: Path, *words: str) -> str:
-    result = CliRunner().invoke(
-        commands, ["plan", factory, "--devices", "2xh100", "-o", str(path), *words]
-    )
+    devices = [] if "--devices" in words else ["--devices", "2xh100"]
+    result = CliRunner().invoke(commands, ["plan", factory, *devices, "-o", str(path), *words])
     assert result.exit_code == 0, result.output
     return result.output
 
@@ -104,7 +103,8 @@ def test_a_pipeline_of_what_was_chosen_trains_as_the_model_does() -> None:
 @pytest.mark.parametrize(
     ("choices", "message"),
     [
-        ({"devices": "2xh100,2xa100"}, "are of several kinds, and a joint search plans equal ones"),
+        ({"devices": "2xh100,2xa100", "costs": "flops"}, "costs='flops', but devices='2xh100,"),
+        ({"devices": "2xh100,2xa100", "memory": "8GB,4GB"}, "whose order along the pipeline is"),
         ({"devices": "2xh100", "objective": "latency"}, "latency has no step that ends with a"),
         ({"devices": "2xh100", "schedule": "pipedream"}, "pipedream has no step that ends"),
         ({"devices": "2xh100", "time_limit": -1.0}, "time_limit=-1.0 must be a number of seconds"),
@@ -114,6 +114,20 @@ def test_a_pipeline_of_what_was_chosen_trains_as_the_model_does() -> None:
 def test_what_cannot_be_asked_for_is_refused(choices: dict[str, Any], message: str) -> None:
     with pytest.raises(InputError, match=message):
         joint_request(**choices)
+
+
+def test_unequal_devices_have_each_its_costs_and_its_memory(factory: str, tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    words = ("--devices", "1xh100,1xl4", "--effort", "2", "--schedule", "1f1b")
+    text = planned(factory, path, *words)
+    assert "devices    1xh100,1xl4, ranks are 1x" in text
+    plan = read(path, Plan)
+    assert plan.options.costs in ("roofline:1xh100,1xl4", "roofline:1xl4,1xh100")
+    assert sorted(plan.options.caps(2) or ()) == [24_000_000_000, 80_000_000_000]
+    assert all(finding.passed for finding in check_plan(plan, Factory.of(factory)))
+    request = joint_request("1xh100,1xl4", memory="10GB")
+    assert request.unequal is not None
+    assert set(request.unequal.caps.values()) == {10**10}
 
 
 def test_what_is_of_a_joint_search_needs_devices(factory: str) -> None:

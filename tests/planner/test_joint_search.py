@@ -205,6 +205,13 @@ def test_recompute_is_chosen_where_memory_needs_it() -> None:
     assert tight.prediction.step_ns > loose.prediction.step_ns
 
 
+@pytest.mark.parametrize("cap", [156_000_000, 120_000_000])
+def test_a_search_of_little_effort_finds_what_fits(cap: int) -> None:
+    chain = even_chain(bytes=10**7, parameter_bytes=1000)
+    plan = searched(chain, space(4, memory=cap), JointLimits(effort=1), links=FREE)
+    assert max(rank.total.bound for rank in plan.prediction.memory) <= cap
+
+
 def test_nothing_fits_is_said_with_the_reasons() -> None:
     chain = even_chain(parameter_bytes=10**9)
     with pytest.raises(InfeasibleError, match=r"no plan was found for 2xflops among \d+ settings"):

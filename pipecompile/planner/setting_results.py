@@ -1,0 +1,72 @@
+"""What came of settings: as results, in order, and in words if none has a plan. Needs no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from math import inf
+
+from pipecompile.ir.plan import Plan
+from pipecompile.ir.setting import Setting, SettingResult, SettingStatus
+
+__all__ = ["in_order", "listed", "planned", "why_none"]
+
+
+def planned(setting: Setting, bound: int, plan: Plan) -> SettingResult:
+    """Return what is known of a setting with a plan."""
+    return SettingResult(
+        setting=setting,
+        status="planned",
+        bound_ns=bound,
+        step_ns=plan.prediction.step_ns,
+        memory_bytes=max(rank.total.bound for rank in plan.prediction.memory),
+        bubble=plan.prediction.bubble,
+    )
+
+
+def in_order(results: Iterable[SettingResult]) -> list[SettingResult]:
+    """Return results by their steps, the shortest first, of equal ones that which holds least."""
+    return sorted(results, key=_order)
+
+
+def _order(result: SettingResult) -> tuple[float, int, int]:
+    step = inf if result.step_ns is None else result.step_ns
+    return step, result.memory_bytes or 0, result.bound_ns
+
+
+def listed(results: Iterable[SettingResult], chosen: Setting, top: int) -> Iterator[SettingResult]:
+    """Yield what a plan lists of results in their order: that of its setting, so many of the
+    shortest in all, and of the rest those that hold less than all before them.
+
+    So all of the Pareto front of step and memory is among them.
+    """
+    best = [each for each in results if each.step_ns is not None]
+    best.sort(key=lambda each: each.setting != chosen)
+    least = inf
+    for place, result in enumerate(best):
+        assert result.memory_bytes is not None
+        if place < top or result.memory_bytes < least:
+            yield result
+        least = min(least, result.memory_bytes)
+
+
+def why_none(
+    devices: str, counts: dict[SettingStatus, int], results: Sequence[SettingResult]
+) -> str:
+    """Return why no setting has a plan, each reason with the number of settings, and an example."""
+    texts = {
+        "memory": "cannot fit their memory",
+        "no cut": "had no cut that was found to fit",
+        "refused": "are not possible",
+        "not tried": "were not tried",
+    }
+    parts = []
+    for status, text in texts.items():
+        first = next((each for each in results if each.status == status), None)
+        if first is not None:
+            example = f" (such as {first.setting}: {first.reason})" if first.reason else ""
+            parts.append(f"{counts[first.status]} {text}{example}")
+    return (
+        f"no plan was found for {devices} among {len(results)} settings: {'; '.join(parts)}. Give "
+        f"{'more effort or time, ' * ('not tried' in counts)}more devices, more memory or a "
+        "smaller batch, or fix fewer options"
+    )

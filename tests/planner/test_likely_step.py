@@ -1,0 +1,38 @@
+"""The guess of a step: what equal stages take, however many ranks there are."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipecompile.api.choices import requested_options
+from pipecompile.planner.likely_step import likely_step
+from pipecompile.planner.setting_bounds import Work
+
+WORK = Work(
+    forward_ns=4_000_000,
+    backward_ns=8_000_000,
+    largest_ns=1,
+    input_ns=4_000_000,
+    saved_bytes=64 << 20,
+)
+
+
+@given(st.sampled_from([1, 2, 4, 12, 16, 64]), st.sampled_from([1, 2, 8, 64, 256]))
+def test_it_is_the_step_of_1f1b_on_equal_stages(ranks: int, microbatches: int) -> None:
+    options = requested_options(k=ranks, microbatches=microbatches, costs="flops", memory="80GB")
+    guess = likely_step(WORK, options, state_bytes=0)
+    exact = (microbatches + ranks - 1) * 12_000_000 / ranks
+    assert guess.step_ns == pytest.approx(exact, rel=0.05)
+    # The first rank holds as many microbatches as there are ranks, if there are so many.
+    held = min(ranks, microbatches) * (64 << 20) / ranks
+    assert guess.filled == pytest.approx(held / 80e9)
+
+
+def test_what_must_be_recomputed_makes_it_longer() -> None:
+    options = requested_options(k=8, microbatches=64, costs="flops", recompute="auto", memory="1GB")
+    loose = likely_step(WORK, options, state_bytes=0)
+    tight = likely_step(WORK, options, state_bytes=8 * (10**9 - (32 << 20)))
+    assert tight.step_ns > loose.step_ns
+    assert loose.filled < tight.filled <= 1

@@ -14,7 +14,12 @@ settings.register_profile("some", settings.get_profile("ci"), max_examples=20)
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Leave all but one in `period` cases of a test marked `one_case_in(period)` for the sweep."""
+    """Leave all but one in `period` cases of a test marked `one_case_in(period)` for the sweep.
+
+    The pages of docs/ come first: they are the longest file, and with several workers one that
+    began last would leave the others idle.
+    """
+    items.sort(key=lambda item: item.path.parent.name != "docs")
     seen = Counter[str]()
     for item in items:
         mark = item.get_closest_marker("one_case_in")

@@ -19,6 +19,7 @@ from pipecompile.api.verification import reference_for
 from pipecompile.frontend.target import Target
 from pipecompile.runtime.batch_statistics import minibatch_statistics
 from tests.distributed.training_jobs import mixture
+from tests.sweeps import examples
 from tests.unequal_batches import gradients_of, largest_difference, sizes_of, unsplit_step
 
 EXACT = 1e-12
@@ -48,7 +49,7 @@ def trained(planned: int, microbatches: int, k: int) -> tuple[Pipeline, nn.Modul
     return pipeline, copy.deepcopy(model)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(50), deadline=None)
 @given(st.data())
 def test_a_step_over_any_batch_is_the_unsplit_step(data: st.DataObject) -> None:
     planned, microbatches = data.draw(st.integers(1, 5)), data.draw(st.integers(1, 4))

@@ -29,6 +29,7 @@ from pipecompile.recompute.policies import StageSlice
 from pipecompile.schedule.selection import snapshots_of
 from tests.ir.cost_graphs import cost_graphs
 from tests.recompute.test_region_search import every_choice, extra_ns
+from tests.sweeps import examples
 
 MICROBATCHES = 4
 
@@ -136,7 +137,7 @@ def compared(graph: CostGraph, schedule: str, share: float) -> str:
     return "equal"
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=examples(20), deadline=None)
 @given(cost_graphs(6), st.sampled_from(["1f1b", "gpipe"]), st.floats(0, 1))
 def test_the_best_of_all_cuts_with_all_regions_is_found(
     graph: CostGraph, schedule: str, share: float

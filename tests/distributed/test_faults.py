@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import signal
 import socket
 from collections.abc import Callable, Sequence
@@ -15,7 +14,7 @@ import pytest
 
 from pipecompile.runtime.faults import RankState, verdict
 from tests.distributed import fault_jobs as jobs
-from tests.distributed.workers import Workers
+from tests.distributed.workers import FORKS, Workers
 from tests.sweeps import one_in
 
 WITHIN = jobs.TIMEOUT + 2.5  # two seconds to find out, and something for a busy machine
@@ -154,10 +153,9 @@ def _start(
     """Processes of their own for a job that ends some, and the pipe on which each answers; `store`
     is where they meet, as torch's `init_method`.
     """
-    context = multiprocessing.get_context("spawn")
-    pipes = [context.Pipe() for _ in range(ranks)]
+    pipes = [FORKS.Pipe() for _ in range(ranks)]
     processes: list[BaseProcess] = [
-        context.Process(target=_work, args=(rank, ranks, store, theirs, job, *arguments))
+        FORKS.Process(target=_work, args=(rank, ranks, store, theirs, job, *arguments))
         for rank, (_, theirs) in enumerate(pipes)
     ]
     for process in processes:

@@ -13,6 +13,11 @@ import torch.multiprocessing as multiprocessing
 
 Job = Callable[..., Any]
 
+# Processes are forked from one that has imported these and started no thread: an import of torch
+# and of what most jobs need takes longer than a job. What cannot be imported there is left out.
+FORKS = multiprocessing.get_context("forkserver")
+FORKS.set_forkserver_preload(["torch.distributed.tensor", "tests.distributed.jobs"])
+
 
 class Workers:
     """At most `size` processes; a job runs on the first `ranks` of them as one process group."""
@@ -43,9 +48,8 @@ class Workers:
         return [value for _, value in results]
 
     def _start(self) -> None:
-        context = multiprocessing.get_context("spawn")
-        own, theirs = context.Pipe()
-        process = context.Process(target=_work, args=(theirs,), daemon=True)
+        own, theirs = FORKS.Pipe()
+        process = FORKS.Process(target=_work, args=(theirs,), daemon=True)
         process.start()
         self._pipes.append(own)
         self._processes.append(process)

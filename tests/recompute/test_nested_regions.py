@@ -84,7 +84,7 @@ def chains(draw: st.DrawFn, length: int = 4) -> CostGraph:
     )
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=examples(20), deadline=None)
 @given(chains(), st.data())
 def test_on_chains_nothing_that_fits_is_faster(graph: CostGraph, data: st.DataObject) -> None:
     names = [node.name for node in graph.nodes]

@@ -28,6 +28,7 @@ from pipecompile.schedule.robustness import is_gain_robust
 from pipecompile.schedule.selection import placements
 from pipecompile.schedule.simulator import simulate_plan
 from pipecompile.schedule.stages import problem_of_plan
+from tests.sweeps import examples
 
 SYNCHRONOUS = [name for name in NAMES if name not in ASYNCHRONOUS and name != "forward-only"]
 MIB = 1 << 20
@@ -317,7 +318,7 @@ def test_an_evaluation_is_planned_within_its_memory() -> None:
     assert max(memory.total.bound for memory in made.prediction.memory) <= 12 * MIB
 
 
-@settings(max_examples=20)
+@settings(max_examples=examples(40))
 @given(TIMES, st.integers(2, 4))
 def test_searched_with_recompute_is_no_longer_than_the_named_plan(
     times: list[tuple[int, int, int]], microbatches: int

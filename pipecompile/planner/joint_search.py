@@ -69,8 +69,8 @@ _Size = tuple[str, int]
 @dataclass(frozen=True)
 class JointLimits:
     """How much is searched: at most `effort` quick plans, none begun after `seconds`; the plan
-    lists the `top` best settings, and those that hold less than any shorter one. The answer is never
-    longer than the thorough plan of `reference`.
+    lists the `top` best settings, and those that hold less than any shorter one. The answer is
+    never longer than the thorough plan of `reference`.
     """
 
     effort: int = DEFAULT_EFFORT

@@ -40,7 +40,7 @@ class PlanRequest:
         """
         if "microbatches" not in self.left_open:
             return self
-        number = _nearest_number(samples, self.options.k)
+        number = _nearest_number(samples, self.options.microbatches)
         return replace_options(self, microbatches=number)
 
     @property
@@ -54,7 +54,8 @@ class PlanRequest:
         is_equal = kind != "roofline" or len(set(devices_of(text))) == 1
         # Without a cap recompute costs time and gives nothing.
         useless = {"recompute"} if options.memory_bytes is None else set()
-        return is_synchronous and is_equal and self._ranks > 1 and bool(self.left_open - useless)
+        one_rank_a_stage = options.stage_replicas is None and self._ranks > 1
+        return is_synchronous and is_equal and one_rank_a_stage and bool(self.left_open - useless)
 
     def space(self, samples: int, *, may_change_sizes: bool = True) -> SettingSpace:
         """Return the settings that are tried for replicas of so many samples each; the number of
@@ -127,11 +128,11 @@ def plan_request(**choices: Any) -> PlanRequest:
     return PlanRequest(requested_options(**choices), left_open)
 
 
-def _nearest_number(samples: int, k: int) -> int:
-    """Return k if it divides the batch, or else the next larger number up to 4 × k that does, the
-    next smaller one above 1, or the least above 1.
+def _nearest_number(samples: int, wanted: int) -> int:
+    """Return the wanted number if it divides the batch, or else the next larger one up to 4 × as
+    many that does, the next smaller one above 1, or the least above 1.
     """
     divisors = [each for each in range(1, samples + 1) if samples % each == 0]
-    larger = [each for each in divisors if k <= each <= MOST_ROUNDS * k]
-    smaller = [each for each in divisors if 1 < each < k]
+    larger = [each for each in divisors if wanted <= each <= MOST_ROUNDS * wanted]
+    smaller = [each for each in divisors if 1 < each < wanted]
     return larger[0] if larger else smaller[-1] if smaller else divisors[:2][-1]

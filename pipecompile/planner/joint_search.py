@@ -297,14 +297,19 @@ class _SettingSearch:
         for setting in best[:FINALISTS]:
             if setting not in self.finished and (self._has_time or not self.finished):
                 self._plan(setting, THOROUGH)
-        reference = self.limits.reference
-        if reference in settings and reference not in self.finished:
-            if reference.parts not in self.works:
-                self._cost(reference.parts)
-            if not self._rule_out(reference):
-                self._plan(reference, THOROUGH)
+        self._compare_with_reference(settings)
         if self.finished and "objective" not in self.space.fixed and self._has_time:
             self._plan(self._shortest(self.finished), THOROUGH, "step-time")
+
+    def _compare_with_reference(self, settings: Sequence[Setting]) -> None:
+        """Plan the reference thoroughly too, unless its bound rules it out."""
+        reference = self.limits.reference
+        if reference is None or reference not in settings or reference in self.finished:
+            return
+        if _size(reference) not in self.works:
+            self._cost(reference)
+        if not self._rule_out(reference):
+            self._plan(reference, THOROUGH)
 
     @staticmethod
     def _shortest(plans: Mapping[Setting, Plan]) -> Setting:

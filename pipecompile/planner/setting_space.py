@@ -62,8 +62,8 @@ class SettingSpace:
     samples: int
     base: Options
     fixed: Mapping[str, Any] = field(default_factory=dict)
-    offered: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     unequal: UnequalDevices | None = None
+    offered: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
 
     def settings(self) -> tuple[Setting, ...]:
         """Return all settings: numbers of replicas first, the fewest first, recompute last."""

@@ -39,7 +39,7 @@ EFFORT = 4
 
 
 @dataclass(frozen=True)
-class Published:
+class PublishedCase:
     """A case with the settings that were published for it, by the names of their schedules."""
 
     case: Case
@@ -71,12 +71,12 @@ def _gpipe() -> Target:
 
 
 CASES = {
-    "gpipe-transformer-48": Published(
+    "gpipe-transformer-48": PublishedCase(
         Case(_gpipe, "8xtpu-v3", master_weights=False),
         # Policy `stage` keeps what the last stage saves, of all 32 microbatches under GPipe.
         {"gpipe": {"schedule": "gpipe", "microbatches": 32, "recompute": "block"}},
     ),
-    "megatron-gpt-1.5b": Published(
+    "megatron-gpt-1.5b": PublishedCase(
         Case(_gpt, "8xa100"),
         {
             "1f1b": {"schedule": "1f1b", "microbatches": 24},

@@ -61,7 +61,7 @@ def _axis(values: Sequence[int], start: float, stop: float, unit: tuple[str, flo
 
 
 @dataclass(frozen=True)
-class _Point:
+class _SettingPoint:
     """Settings at their place; `text` is the number of the first one in the table of settings."""
 
     text: str
@@ -78,7 +78,7 @@ class FrontChart:
     `words` are no numbers.
     """
 
-    points: Sequence[_Point]
+    points: Sequence[_SettingPoint]
     lines: Sequence[tuple[float, float, float, float]]
     memory_ticks: Sequence[tuple[float, str]]
     time_ticks: Sequence[tuple[float, str]]
@@ -109,14 +109,14 @@ def front_chart(plan: Plan) -> FrontChart | None:
 
 def _points(
     results: Sequence[SettingResult], memory: _Axis, time: _Axis, unit: TimeUnit
-) -> Iterator[_Point]:
+) -> Iterator[_SettingPoint]:
     """Yield the places of results, each once: settings may have the same step and memory."""
     numbers: dict[tuple[int, int], list[int]] = {}
     for number, result in enumerate(results, 1):
         numbers.setdefault(_values(result), []).append(number)
     for (step, held), own in numbers.items():
         names = (f"{number}: {results[number - 1].setting}" for number in own)
-        yield _Point(
+        yield _SettingPoint(
             text=f"{own[0]}+" if len(own) > 1 else str(own[0]),
             x=memory.at(held),
             y=time.at(step),
@@ -137,7 +137,7 @@ def _beats(other: tuple[int, int], value: tuple[int, int]) -> bool:
     return other != value and other[0] <= value[0] and other[1] <= value[1]
 
 
-def _front(points: Sequence[_Point]) -> Iterator[tuple[float, float]]:
+def _front(points: Sequence[_SettingPoint]) -> Iterator[tuple[float, float]]:
     """Yield the corners of the front, as stairs: to have a shorter step a rank needs all of the
     memory of the next point.
     """

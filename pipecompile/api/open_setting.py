@@ -69,7 +69,7 @@ def chosen_plan(target: Target, request: PlanRequest, links: Links) -> Plan | No
     except (CaptureError, InputError) as error:
         # Perhaps the model does not run on so small a microbatch. If nothing else is possible
         # either, the plain defaults say what is in the way.
-        logger.info("the plain defaults are planned, since of other settings %s", error)
+        logger.debug("the plain defaults are planned, since of other settings %s", error)
         return None
 
 

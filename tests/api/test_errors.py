@@ -87,16 +87,16 @@ REFUSALS: dict[str, tuple[type[PipecompileError], int, list[str], dict[str, Any]
     "not whole microbatches": (
         InputError,
         2,
-        ["-k", "3"],
-        {"k": 3},
+        ["-k", "3", "--microbatches", "3"],
+        {"k": 3, "microbatches": 3},
         r"a batch of 8 cannot be cut into 3 microbatches of one size; choose microbatches from 1, "
-        r"2, 4, 8, or another",
+        r"2, 4, 8, leave it out, or choose another batch",
     ),
     "memory": (
         InfeasibleError,
         1,
         ["-k", "2", "--microbatches", "2", "--memory", "65KiB"],
-        {"k": 2, "memory": "65KiB"},
+        {"k": 2, "microbatches": 2, "memory": "65KiB"},
         r"may hold 65.0 KiB, but the best cut into k=2 stages that was found needs .*bytes\), "
         r".* more, in stage \d",
     ),
@@ -104,7 +104,7 @@ REFUSALS: dict[str, tuple[type[PipecompileError], int, list[str], dict[str, Any]
         InfeasibleError,
         1,
         ["-k", "2", "--microbatches", "2", "--memory", "2KB"],
-        {"k": 2, "memory": "2KB"},
+        {"k": 2, "microbatches": 2, "memory": "2KB"},
         r"rank 0 may hold 2.0 KiB, but the allocator and .* take 64.0 KiB there for any model; "
         r"allow more",
     ),
@@ -154,15 +154,15 @@ REFUSALS: dict[str, tuple[type[PipecompileError], int, list[str], dict[str, Any]
     "pin": (
         InputError,
         2,
-        ["--pin", "nowhere=1"],
-        {"pin": {"nowhere": 1}},
+        ["--pin", "nowhere=1", "--microbatches", "4"],
+        {"microbatches": 4, "pin": {"nowhere": 1}},
         r"unknown node to pin 'nowhere'",
     ),
     "pin stage": (
         InputError,
         2,
-        ["--pin", "_2=7"],
-        {"pin": {"_2": 7}},
+        ["--pin", "_2=7", "--microbatches", "4"],
+        {"microbatches": 4, "pin": {"_2": 7}},
         r"pin _2=7: the stages are 0 … 3",
     ),
 }
@@ -181,7 +181,7 @@ def test_options_that_cannot_be_met(case: str, output: Path) -> None:
 
 def test_a_memory_cap_that_nobody_can_meet_says_by_how_much_and_which_node() -> None:
     with pytest.raises(InfeasibleError) as caught:
-        compiled(k=2, memory=66_000)
+        compiled(k=2, microbatches=2, memory=66_000)
     match = re.search(
         r"needs .* \(([\d,]+) bytes\), .* more, in stage \d, where (\w+) is the largest",
         str(caught.value),
@@ -189,11 +189,11 @@ def test_a_memory_cap_that_nobody_can_meet_says_by_how_much_and_which_node() -> 
     assert match is not None
     needed = int(match[1].replace(",", ""))
     more = needed - 66_000
-    assert match[2] in compiled(k=2).plan.assignment
-    assert compiled(k=2, memory=needed).plan.options.memory_bytes == needed
+    assert match[2] in compiled(k=2, microbatches=2).plan.assignment
+    assert compiled(k=2, microbatches=2, memory=needed).plan.options.memory_bytes == needed
     # What is short is found by bisection, to a hundredth.
     with pytest.raises(InfeasibleError, match="more, in stage"):
-        compiled(k=2, memory=needed - max(1, more // 100))
+        compiled(k=2, microbatches=2, memory=needed - max(1, more // 100))
 
 
 @pytest.mark.parametrize(
@@ -340,7 +340,7 @@ def test_a_model_that_branches_on_data(output: Path, here: Path) -> None:
 
 @pytest.fixture
 def plan_file(tmp_path: Path) -> Path:
-    write(tmp_path / "plan.json", encode(compiled(k=2).plan))
+    write(tmp_path / "plan.json", encode(compiled(k=2, microbatches=2).plan))
     return tmp_path / "plan.json"
 
 

@@ -157,8 +157,7 @@ class ChoiceTypes(TypedDict, total=False):
             None,
             "A named schedule, or search for the shortest one for this model, its links and its "
             "memory; forward-only plans for inference.",
-            default_text="1f1b; zb-h1 where that is shorter and microbatches are not given; "
-            "forward-only for throughput and latency",
+            default_text="1f1b, or zb-h1 if microbatches are open; forward-only for inference",
         ),
     ]
     stages_per_rank: Annotated[
@@ -258,7 +257,7 @@ class ChoiceTypes(TypedDict, total=False):
             "as a whole (stage), that for all microbatches but a step's last (except-last), each "
             "block (block), about √n of n blocks together (sqrt), or what lets each rank fit its "
             "memory at the least extra time (auto).",
-            default_text="none; auto if microbatches are not given and nothing fits without",
+            default_text="none; auto if microbatches are open and nothing fits",
         ),
     ]
     encodings: Annotated[

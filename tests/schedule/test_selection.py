@@ -242,7 +242,7 @@ def test_each_rank_has_a_cap_of_its_own(name: str, each: int) -> None:
 
 def test_caps_of_some_ranks_are_for_no_others() -> None:
     with pytest.raises(
-        InfeasibleError, match="a rank may hold 1.0 MiB, but the best cut"
+        InfeasibleError, match=r"a rank may hold 1\.0 MiB, but the best cut"
     ) as caught:
         planned(EVEN, memory_bytes=(MIB,) * 4)
     *_, advice = str(caught.value).split("fit:")

@@ -328,6 +328,9 @@ def verify(target: Target, **options: Any) -> tuple[Plan, list[Comparison]]:
     plan, first = compared(target, **options)
     if first.reference == ORIGINAL or plan.options.is_inference:
         return plan, [first]
+    # What was left open is not chosen again.
+    chosen = ("microbatches", "schedule", "recompute")
+    options |= {name: getattr(plan.options, name) for name in chosen}
     _, second = compared(untouched, **options)
     return plan, [first, replace(second, mode=EVAL)]
 

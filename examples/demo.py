@@ -71,7 +71,12 @@ def run(scratch: Path) -> int:
 def plan_model(target: Target) -> Plan:
     """Measures the model on this machine and plans it."""
     pipeline = pipecompile(
-        target.model, target.call, k=STAGES, loss_fn=target.loss_fn, sample_target=target.targets
+        target.model,
+        target.call,
+        k=STAGES,
+        microbatches=STAGES,
+        loss_fn=target.loss_fn,
+        sample_target=target.targets,
     )
     plan = pipeline.plan
     write(PLAN, encode(plan))

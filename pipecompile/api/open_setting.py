@@ -1,7 +1,8 @@
 """The plan of a request: what a user left open is chosen by a small joint search over one replica.
 
 The step is never longer than that of the plain defaults: they are planned as well, or their lower
-bound is above the step.
+bound is above the step. Where costs are measured this holds for the times of nodes; whole stages
+are measured afterwards, for what was chosen alone.
 """
 
 from __future__ import annotations

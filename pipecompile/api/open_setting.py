@@ -60,8 +60,11 @@ def chosen_plan(target: Target, request: PlanRequest, links: Links) -> Plan | No
     if not request.has_choice:
         return None
     # Smaller microbatches would be normalised by themselves: that is another model.
-    is_free = options.batch_norm == "minibatch" or not normalises_batches(target.model)
-    space = request.space(target.samples, may_change_sizes=is_free)
+    is_same_model = options.batch_norm == "minibatch" or not normalises_batches(target.model)
+    # Measured times of small kernels say too little of whole stages to compare sizes by them.
+    is_measured = measured_on(options.costs, target) is not None
+    may_change_sizes = is_same_model and not is_measured
+    space = request.space(target.samples, may_change_sizes=may_change_sizes)
     try:
         settings = space.settings()
         if settings == (request.setting,):

@@ -41,7 +41,7 @@ class PlanRequest:
         if "microbatches" not in self.left_open:
             return self
         number = _nearest_number(samples, self.options.microbatches)
-        return replace_options(self, microbatches=number)
+        return PlanRequest(replace(self.options, microbatches=number), self.left_open)
 
     @property
     def has_choice(self) -> bool:
@@ -109,11 +109,6 @@ class PlanRequest:
     @property
     def _ranks(self) -> int:
         return max(placements(self.options)[0]) + 1
-
-
-def replace_options(request: PlanRequest, **changes: Any) -> PlanRequest:
-    """Return the request with some options changed."""
-    return PlanRequest(replace(request.options, **changes), request.left_open)
 
 
 def plan_request(**choices: Any) -> PlanRequest:

@@ -155,24 +155,18 @@ class StepWatch:
         self._error = ""
         # One assignment changes it: the thread reads either the old or the new value.
         self._now = _Doing("done", "")
-        # Of each action what it is while it waits, and then: steps have the same actions.
-        self._phases: dict[Action, tuple[_Doing, _Doing]] = {}
         self.deadline = Deadline()
 
     # -- what rank_step.py tells
 
     def begin(self, action: Action) -> None:
         """`action` is next; it may wait for a message."""
-        if action not in self._phases:
-            peer = self._source(action)
-            computes = _Doing("computing", action)
-            waits = computes if peer is None else _Doing("waiting", action, peer)
-            self._phases[action] = waits, computes
-        self._now = self._phases[action][0]
+        peer = self._source(action)
+        self._now = _Doing("computing" if peer is None else "waiting", action, peer)
 
     def ready(self, action: Action) -> None:
         """`action` has what it needs."""
-        self._now = self._phases[action][1]
+        self._now = _Doing("computing", action)
 
     def end(self, action: Action) -> None:
         """`action` is done."""

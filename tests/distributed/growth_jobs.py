@@ -25,7 +25,8 @@ WIDTH, ROWS = 64, 32  # so a message has 8 KB
 
 class Held(NamedTuple):
     """What a process holds: `tensor_bytes` are those of Python's tensors, each storage once, and
-    `resident_bytes` all memory that it takes from the system. `works` are operations of a process
+    `resident_bytes` all memory that it takes from the system, but for pages of files, which the
+    system takes back and reads again as it likes. `works` are operations of a process
     group that are under way or not yet given up, `handles` open files and threads.
     """
 
@@ -100,10 +101,11 @@ def _held(works: int) -> Held:
         for each in objects
         if type(each) in (Tensor, nn.Parameter)
     }
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    status = Path("/proc/self/status").read_text().splitlines()
+    (resident,) = (line.split()[1] for line in status if line.startswith("RssAnon:"))
     return Held(
         tensor_bytes=sum(storages.values()),
-        resident_bytes=pages * os.sysconf("SC_PAGE_SIZE"),
+        resident_bytes=int(resident) * 1024,
         objects=len(objects),
         works=works,
         handles=len(os.listdir("/proc/self/fd")) + len(os.listdir("/proc/self/task")),

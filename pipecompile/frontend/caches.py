@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import functools
 import gc
-import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from pipecompile.frontend.nested_values import contains_tensor
@@ -50,27 +49,10 @@ class CacheUse:
 
 
 def _all_caches() -> list[Cache]:
-    """Return all caches in this process.
-
-    A search through all objects is slow, so its result is kept until a module is imported or the
-    garbage collector moves objects to the oldest generation. Until then only the younger
-    generations, in which new caches are, are searched.
-    """
-    generations = gc.get_stats()
-    collections = generations[1]["collections"] + generations[2]["collections"]
-    old = _old_caches(len(sys.modules), collections)
-    young = _caches_among([*gc.get_objects(generation=0), *gc.get_objects(generation=1)])
-    return list({id(cache): cache for cache in (*old, *young)}.values())
-
-
-@functools.lru_cache(maxsize=1)
-def _old_caches(modules: int, collections: int) -> list[Cache]:
-    """Return all caches; searched once for these numbers of modules and garbage collections."""
-    return _caches_among(gc.get_objects())
-
-
-def _caches_among(objects: Iterable[Any]) -> list[Cache]:
-    caches = [value for value in objects if type(value) is functools._lru_cache_wrapper]
+    """Return all caches in this process whose package may keep tensors in them."""
+    # Each cache refers to its type: one search in C over all objects that the collector tracks.
+    referrers = gc.get_referrers(functools._lru_cache_wrapper)
+    caches = [value for value in referrers if type(value) is functools._lru_cache_wrapper]
     return [cache for cache in caches if _package_of(cache) not in IGNORED_PACKAGES]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -30,7 +30,6 @@ class StageLoss:
 
     function: Loss
     module: nn.Module | None = None
-    _is_known: bool = field(default=False, init=False)
 
     @property
     def modules(self) -> list[nn.Module]:
@@ -42,27 +41,19 @@ class StageLoss:
 
         InputError if it is no scalar, carries no gradient, or trains something else.
         """
-        loss, extras = (self._known if self._is_known else self._first)(outputs, target)
+        # Before the call, which may make new ones, that nobody would sum.
+        own = set() if self.module is None else set(self.module.parameters())
+        before = torch._C._autograd._get_sequence_nr()
+        with nullcontext() if self.module is None else versioned_buffers(self.module):
+            loss, extras = _loss_and_extras(self.function(outputs, target))
         if torch.is_grad_enabled() and not loss.requires_grad:
             raise InputError(
                 "the loss carries no gradient: no trainable parameter leads to it, or loss_fn "
                 "lost it (detach, argmax, item); train something that leads to the loss"
             )
-        return loss, extras
-
-    def _first(self, outputs: Sequence[Tensor], target: Any) -> tuple[Tensor, Any]:
-        """Return what `_known` does, once it is known that nothing else is trained."""
-        # Before the call, which may make new ones, that nobody would sum.
-        own = set() if self.module is None else set(self.module.parameters())
-        before = torch._C._autograd._get_sequence_nr()
-        loss, extras = self._known(outputs, target)
+        # Each time: a penalty may begin, and a layer be unfrozen, in the middle of a training.
         _refuse_trained_by_loss(loss, before, {*outputs, *own})
-        self._is_known = True
         return loss, extras
-
-    def _known(self, outputs: Sequence[Tensor], target: Any) -> tuple[Tensor, Any]:
-        with nullcontext() if self.module is None else versioned_buffers(self.module):
-            return _loss_and_extras(self.function(outputs, target))
 
     def evaluate(self, outputs: Sequence[Tensor], target: Any) -> tuple[Tensor, Any]:
         """Return the same in eval mode; gradients are switched off around it."""

@@ -11,7 +11,9 @@ from functools import partial
 from itertools import pairwise
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from pipecompile.errors import InputError, PipecompileError
 from pipecompile.frontend.signature import OutputStructure
@@ -19,7 +21,7 @@ from pipecompile.frontend.target import LossFunction, Target
 from pipecompile.runtime.stage import EagerStage
 from pipecompile.training.program import Program
 
-__all__ = ["local_stages", "rank_stages", "tied_parameters"]
+__all__ = ["local_stages", "loss_of", "rank_stages", "tied_parameters"]
 
 
 def local_stages(program: Program, target: Target) -> list[EagerStage]:
@@ -66,7 +68,7 @@ def _stage(
     return EagerStage(
         stage.module,
         gradient_inputs=stage.gradient_inputs,
-        loss=partial(_loss, program.outputs, target.trained_by) if is_last else None,
+        loss=partial(loss_of, program.outputs, target.trained_by) if is_last else None,
         loss_module=target.loss_module if is_last else None,
         buffers=stage.buffers,
         random=stage.random,
@@ -76,21 +78,31 @@ def _stage(
     )
 
 
-def _loss(
+def loss_of(
     structure: OutputStructure, loss: LossFunction, outputs: Sequence[Tensor], wanted: Any
 ) -> Any:
-    """Return what the loss function makes of the output tensors of a microbatch; InputError if it
-    needs the target that is not given.
+    """Return what the loss function makes of the output tensors of a microbatch; InputError with
+    what it raised as the cause.
     """
     output = structure.unflatten(outputs)
-    if wanted is not None:
-        return loss(output, wanted)
     try:
-        return loss(output, None)
-    except PipecompileError:
+        return loss(output, wanted)
+    # Who catches these wants them as they are: less memory is asked for then.
+    except (PipecompileError, torch.OutOfMemoryError):
         raise
     except Exception as error:
+        raised = f"{type(error).__name__}: {error}"
+        if wanted is None:
+            raise InputError(
+                f"loss_fn cannot do without a target ({raised}); give the step one: "
+                "step(batch, target)"
+            ) from error
+        given = [tree_map_only(Tensor, _description, value) for value in (output, wanted)]
         raise InputError(
-            f"loss_fn cannot do without a target ({type(error).__name__}: {error}); give the "
-            "step one: step(batch, target)"
+            f"loss_fn raised {raised}; for a microbatch it was given the output {given[0]} and the "
+            f"target {given[1]}"
         ) from error
+
+
+def _description(tensor: Tensor) -> str:
+    return f"{tensor.dtype}{list(tensor.shape)}"

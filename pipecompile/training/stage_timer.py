@@ -10,7 +10,7 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from statistics import median
 from typing import Any
 
@@ -46,6 +46,7 @@ from pipecompile.runtime.stage_times import (
 from pipecompile.schedule.dependencies import compute_dependencies, dependency_order
 from pipecompile.schedule.named_orders import MAY_SPLIT
 from pipecompile.schedule.stages import problem_of_plan
+from pipecompile.training.eager_stages import loss_of
 from pipecompile.training.program import Program
 
 __all__ = ["StageTimer"]
@@ -215,9 +216,7 @@ class StageTimer:
                 return None
         elif self.target.targets is None:
             return None
-        return lambda values, given: self.target.trained_by(
-            program.outputs.unflatten(values), given
-        )
+        return partial(loss_of, program.outputs, self.target.trained_by)
 
 
 def _output_gradients(stage: StageModule, outputs: Sequence[Tensor]) -> list[Tensor | None]:

@@ -164,6 +164,65 @@ def test_a_loss_that_trains_something_else_is_refused(name: str) -> None:
     assert all(parameter.grad is None for parameter in (*HEAD.parameters(), TEMPERATURE))
 
 
+def _raise(output: Tensor, target: Tensor) -> Tensor:
+    raise KeyError("nothing")
+
+
+RAISING_LOSSES: dict[str, tuple[Callable[[Any, Any], Tensor], str]] = {
+    "of its own": (_raise, r"KeyError: 'nothing'"),
+    "of shapes": (lambda output, target: (output @ target).mean(), r"RuntimeError: .*shapes"),
+    "of a type": (nn.functional.nll_loss, r"RuntimeError: .*"),
+    "of an attribute": (lambda output, _: output.logits, r"AttributeError: .*logits"),
+}
+
+
+@pytest.mark.parametrize("name", RAISING_LOSSES)
+@pytest.mark.parametrize("how", ["step", "evaluate"])
+def test_what_a_loss_raises_is_said_with_what_it_was_given(name: str, how: str) -> None:
+    loss_fn, raised = RAISING_LOSSES[name]
+    pipeline = pipecompile(
+        between(nn.Tanh()), X, k=2, microbatches=2, costs="flops", loss_fn=loss_fn
+    )
+    with pytest.raises(
+        InputError, match=f"loss_fn raised {raised}.*given the output torch.float32"
+    ):
+        getattr(pipeline, how)(X, X)
+
+
+class LaterLoss:
+    """A loss that begins at its sixth call to train what `begin` adds to it."""
+
+    def __init__(self, begin: Callable[[Tensor], Tensor]) -> None:
+        self.begin, self.calls = begin, 0
+
+    def __call__(self, output: Tensor, _: Tensor) -> Tensor:
+        """Two tensors of shape (N, WIDTH) to a scalar."""
+        self.calls += 1
+        extra = self.begin(output) if self.calls > 5 else torch.zeros(())
+        return output.square().mean() + extra
+
+
+def _unfreeze_and_apply(output: Tensor) -> Tensor:
+    return HEAD.requires_grad_(True)(output).mean()
+
+
+@pytest.mark.parametrize(
+    "begin",
+    [lambda _: MODEL[0].weight.square().sum(), _unfreeze_and_apply],
+    ids=["penalty", "layer"],
+)
+def test_a_loss_that_begins_later_to_train_something_else_is_refused(
+    begin: Callable[[Tensor], Tensor],
+) -> None:
+    loss_fn = LaterLoss(begin)
+    pipeline = pipecompile(MODEL, X, k=2, microbatches=2, costs="flops", loss_fn=loss_fn)
+    with pytest.raises(InputError, match=r"loss_fn trains a tensor of shape .* that is no output"):
+        for _ in range(4):
+            pipeline.step(X, X)
+    assert loss_fn.calls == 6
+    assert all(parameter.grad is None for parameter in HEAD.parameters())
+
+
 def test_a_loss_with_frozen_layers_trains() -> None:
     torch.manual_seed(0)
     frozen = nn.Linear(WIDTH, 1).requires_grad_(False)

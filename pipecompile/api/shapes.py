@@ -156,7 +156,7 @@ def _memory(
     names = tuple(node.name for node in graph.nodes if node.name in program.copied)
     cut = with_copies(msgspec.structs.replace(graph, copied=names), program.stages)
     ranges = LiveRanges.of(cut.graph, plan.options)
-    copies = weight_copies(plan.schedule.name, plan.schedule.placement)
+    copies = weight_copies(plan.schedule.name, plan.schedule.placement, plan.microbatches)
     footprints = [
         footprint_of(
             ranges.of_stage(index, plan.schedule.placement),

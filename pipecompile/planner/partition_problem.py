@@ -343,7 +343,7 @@ def rank_missing_bytes(
         bool(recomputed),
         options.recompute == "except-last",
     )
-    held = held_microbatches(options.schedule, max(placement) + 1, options.microbatches)
+    held = held_microbatches(options.schedule, placement, options.microbatches)
     memory = rank_memory(footprints, snapshots[rank], microbatches=held, allocator=allocator)
     return memory.total.bound - caps[rank]
 

@@ -32,12 +32,11 @@ def _schedule_view(options: Options, placement: tuple[int, ...]) -> ScheduleView
             placement[stage]
         ]
 
-    ranks = max(placement) + 1
     return ScheduleView(
         placement,
         in_flight_counts(options, placement),
         options.schedule in MAY_SPLIT,
         snapshots,
-        held_microbatches(name, ranks, options.microbatches),
-        weight_copies(name, placement),
+        held_microbatches(name, placement, options.microbatches),
+        weight_copies(name, placement, options.microbatches),
     )

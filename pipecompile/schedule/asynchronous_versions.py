@@ -25,14 +25,25 @@ are numbered through. A stage then holds as many copies of its weights as versio
     stashed           j + 1 − (p − 1 − s) … j + 1   p − s
     vertical-sync     j + 1 − (p − 1) … j + 1       p
     double-buffered   u, u + 1                      2
+
+Where stages have replicas, an update is that of a minibatch under every rule, since its gradients
+are summed over the ranks of a stage. These go on in rounds, of one microbatch each: what round t of
+a stage reads is settled by the rounds that have gone back on all of its ranks. Two ranks of stage 0
+keep two rounds in flight before one rank of stage 1 (`PipelineSize.depth`). With 2 microbatches in
+a minibatch the versions of the forwards are
+
+                     F0 F1 F2 F3 F4 F5
+    stashed   s = 0   0  0  0  0  1  1     round 2 begins when round 0 has gone back
+              s = 1   0  0  1  1  2  2
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from pipecompile.ir.schedule import Action, Kind, WeightVersions
+from pipecompile.ir.stage_ranks import stage_ranks
 
 __all__ = [
     "DOUBLE_BUFFERED",
@@ -47,10 +58,56 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class PipelineSize:
-    """The number of ranks, each of which runs one stage, and of the microbatches of a minibatch."""
+    """How many ranks each stage has, its `replicas`, and how many microbatches a minibatch.
 
-    ranks: int
+    A round is one microbatch for each replica of a stage.
+    """
+
+    replicas: tuple[int, ...]
     microbatches: int
+
+    @classmethod
+    def of(cls, placement: Sequence[int], microbatches: int) -> PipelineSize:
+        """Return the size of a pipeline whose stages, or their first replicas, lie there."""
+        return cls(tuple(map(len, stage_ranks(placement))), microbatches)
+
+    @property
+    def stages(self) -> int:
+        """The number of stages."""
+        return len(self.replicas)
+
+    @property
+    def has_replicas(self) -> bool:
+        """Whether a stage has several ranks."""
+        return max(self.replicas) > 1
+
+    @property
+    def least_update(self) -> int:
+        """How many microbatches an update has at least: one, or with replicas a minibatch."""
+        return self.microbatches if self.has_replicas else 1
+
+    @property
+    def read_ahead(self) -> int:
+        """How many minibatches the first stage begins before the one ahead of them is back."""
+        # Later stages are no further ahead: (depth − 1) × replicas < ranks from the stage on.
+        return -(-self.ahead(0) // self.microbatches)
+
+    def depth(self, stage: int) -> int:
+        """Return how many microbatches a rank of a stage keeps in flight: those that come to one
+        replica if each rank from this stage on has one (PipeDream's NOAM, arXiv 1806.03377,
+        section 3.2).
+        """
+        return -(-sum(self.replicas[stage:]) // self.replicas[stage])
+
+    def ahead(self, stage: int) -> int:
+        """Return how many microbatches a stage begins before the round ahead of them is back."""
+        return (self.depth(stage) - 1) * self.replicas[stage]
+
+    def gone_back(self, stage: int, microbatch: int) -> int:
+        """Return how many microbatches have gone back on all ranks of a stage when it begins one:
+        those of whole rounds.
+        """
+        return max(0, microbatch - microbatch % self.replicas[stage] - self.ahead(stage))
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,23 +116,23 @@ class VersionRule:
 
     `version(size, stage, microbatch)` is the version that its actions in a stage use, and
     `update(size, microbatch)` the number of the optimizer step that its gradient is part of.
-    `copies(stage, ranks)` is how many versions a stage holds at most, the newest included.
+    `copies(size, stage)` is how many versions a stage holds at most, the newest included.
     """
 
     weight_versions: WeightVersions
     version: Callable[[PipelineSize, int, int], int]
     update: Callable[[PipelineSize, int], int]
-    copies: Callable[[int, int], int]
+    copies: Callable[[PipelineSize, int], int]
 
 
 def _stashed(size: PipelineSize, stage: int, microbatch: int) -> int:
-    """Return the latest version of the stage: max(0, j − (p − s) + 1).
+    """Return the latest version of the stage: without replicas max(0, j − (p − s) + 1).
 
     p − s forwards precede the first backward of stage s, and a step follows each backward. Step j
     applies a gradient of version j − (p − 1 − s): the first stage lags p − 1 steps behind, the
     last one none (Harlap et al., PipeDream, arXiv 1806.03377; SOSP 2019, section 3.3).
     """
-    return max(0, microbatch - (size.ranks - stage) + 1)
+    return size.gone_back(stage, microbatch) // size.least_update
 
 
 def _vertical_sync(size: PipelineSize, stage: int, microbatch: int) -> int:
@@ -86,8 +143,13 @@ def _vertical_sync(size: PipelineSize, stage: int, microbatch: int) -> int:
     return _stashed(size, 0, microbatch)
 
 
-def _update_of_each_microbatch(size: PipelineSize, microbatch: int) -> int:
-    return microbatch
+def _least_update(size: PipelineSize, microbatch: int) -> int:
+    return microbatch // size.least_update
+
+
+def _stashed_copies(size: PipelineSize, stage: int) -> int:
+    """Return the newest version, and those that what is ahead of an update still reads."""
+    return 1 - (-size.ahead(stage) // size.least_update)
 
 
 def _double_buffered(size: PipelineSize, stage: int, microbatch: int) -> int:
@@ -95,7 +157,7 @@ def _double_buffered(size: PipelineSize, stage: int, microbatch: int) -> int:
 
     W(u + 1) = W(u) − ν ∇f(W(u − 1)) (Narayanan et al., Memory-Efficient Pipeline-Parallel DNN
     Training, arXiv 2006.09503, section 3.1). That version is there in time if a minibatch has p − 1
-    microbatches or more.
+    microbatches or more, or as many as the first stage begins ahead.
     """
     return max(0, _update_of_each_minibatch(size, microbatch) - 1)
 
@@ -104,14 +166,12 @@ def _update_of_each_minibatch(size: PipelineSize, microbatch: int) -> int:
     return microbatch // size.microbatches
 
 
-STASHED = VersionRule(
-    "stashed", _stashed, _update_of_each_microbatch, lambda stage, ranks: ranks - stage
-)
+STASHED = VersionRule("stashed", _stashed, _least_update, _stashed_copies)
 VERTICAL_SYNC = VersionRule(
-    "vertical-sync", _vertical_sync, _update_of_each_microbatch, lambda stage, ranks: ranks
+    "vertical-sync", _vertical_sync, _least_update, lambda size, stage: _stashed_copies(size, 0)
 )
 DOUBLE_BUFFERED = VersionRule(
-    "double-buffered", _double_buffered, _update_of_each_minibatch, lambda stage, ranks: 2
+    "double-buffered", _double_buffered, _update_of_each_minibatch, lambda size, stage: 2
 )
 _RULES = {rule.weight_versions: rule for rule in (STASHED, VERTICAL_SYNC, DOUBLE_BUFFERED)}
 
@@ -122,19 +182,18 @@ def rule_of(weight_versions: WeightVersions) -> VersionRule | None:
 
 
 def with_versions(
-    row: Iterable[Action], rule: VersionRule, ranks: int, microbatches: int
+    row: Iterable[Action], rule: VersionRule, size: PipelineSize
 ) -> Iterator[Action]:
     """Yield the actions of a rank with their versions, and the optimizer steps.
 
-    A step follows the last backward of each update.
+    A step follows the last backward of each update on the rank.
     """
-    size = PipelineSize(ranks, microbatches)
     for action in row:
         stage, microbatch = action.stage, action.microbatch
         assert microbatch is not None, "compute actions name their microbatch"
         # Recomputes and backwards too: all actions of a microbatch in a stage share its version.
         yield action._replace(version=rule.version(size, stage, microbatch))
         update = rule.update(size, microbatch)
-        is_last = rule.update(size, microbatch + 1) > update
+        is_last = rule.update(size, microbatch + size.replicas[stage]) > update
         if action.kind is Kind.BACKWARD and is_last:
             yield Action(stage, Kind.STEP, microbatch, update + 1)

@@ -29,6 +29,7 @@ from pipecompile.schedule.dependencies import (
     compute_dependencies,
     dependency_order,
     message_of,
+    waits_for_replicas,
 )
 from pipecompile.schedule.problem import PlacedProblem, StageCosts
 from pipecompile.schedule.weight_versions import version_violations, without_versions
@@ -319,8 +320,11 @@ def _deadlocks(checked: _CheckedSchedule) -> Iterator[str]:
 
 def _deadlock(checked: _CheckedSchedule, dependencies: Dependencies) -> str | None:
     """Return what each rank waits for in the end; None if all actions can happen."""
+    waits = waits_for_replicas(checked.schedule)
     try:
-        for _ in dependency_order(checked.schedule.rows, dependencies):
+        for _ in dependency_order(
+            checked.schedule.rows, lambda action: [*dependencies(action), *waits.get(action, ())]
+        ):
             pass
     except ScheduleError as error:
         return str(error)

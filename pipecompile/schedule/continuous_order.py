@@ -15,6 +15,11 @@ so neither waits for the other in vain. A receive of values is posted one forwar
 
 A stage closes an update behind the last backward of it (REDUCE: its gradients are complete), and
 steps at once; or it defers the step until a forward needs the version that the step makes.
+
+Replicas of a stage take its microbatches in turns. Each goes on by the same rule with its own ones,
+of which it keeps `PipelineSize.depth` in flight, and closes an update when all of its ranks do. A
+rank that waits there holds up nobody whom the others wait for: what one of its backwards waits for
+are the backward of the same microbatch in the next stage, and others of earlier microbatches.
 """
 
 from __future__ import annotations
@@ -41,14 +46,36 @@ class UpdatedWeights:
 
 @dataclass
 class _StageOrder:
-    """How far one stage is: counts of its forwards, backwards, posted receives, closed updates."""
+    """How far one stage is: counts of its forwards, backwards, posted receives, closed updates.
+
+    They count the microbatches that this process has of the stage: all of them, `per_round` in a
+    round, or every `stride`-th from `turn` on. It keeps those of `depth` rounds in flight.
+    """
 
     stage: int
     weights: Sequence[UpdatedWeights]
+    depth: int
+    turn: int = 0
+    stride: int = 1
+    per_round: int = 1
     forwards: int = 0
     backwards: int = 0
     received: int = 0
     closed: int = 0
+
+    def microbatch(self, index: int) -> int:
+        """Return the number of the index-th microbatch of the stage here."""
+        return self.turn + index * self.stride
+
+    @property
+    def is_full(self) -> bool:
+        """Whether as many are in flight as may be."""
+        return self.forwards // self.per_round >= self.backwards // self.per_round + self.depth
+
+    @property
+    def unfinished(self) -> int:
+        """The first microbatch here that has not gone back."""
+        return self.microbatch(self.backwards)
 
 
 @dataclass
@@ -56,15 +83,17 @@ class ContinuousOrder:
     """The order of the `stages` of this process, by index with the weights that each updates.
 
     `recomputed` are pairs of a stage and a microbatch, numbered in its minibatch, whose forward is
-    recomputed. With `messages` all other stages are on other ranks, and this one has one stage;
-    else this process has all. The order begins at `first`, up to which all microbatches have gone
-    back, in whole minibatches.
+    recomputed. With a `replica` this is that one of the ranks of its only stage, and all others are
+    elsewhere; else this process has all microbatches of all stages. With `messages` it exchanges
+    these. The order begins at `first`, up to which all microbatches have gone back, in whole
+    minibatches.
     """
 
     size: PipelineSize
     rule: VersionRule
     stages: Mapping[int, Sequence[UpdatedWeights]]
     recomputed: Collection[tuple[int, int | None]] = ()
+    replica: int | None = None
     messages: bool = False
     first: int = 0
     _orders: dict[int, _StageOrder] = field(init=False, repr=False)
@@ -73,15 +102,15 @@ class ContinuousOrder:
         updates = self.rule.update(self.size, self.first)
         for weights in (each for stage in self.stages.values() for each in stage):
             weights.steps = updates
-        self._orders = {
-            stage: _StageOrder(stage, weights, self.first, self.first, self.first, updates)
-            for stage, weights in self.stages.items()
-        }
+        self._orders = {stage: self._order(stage, updates) for stage in self.stages}
 
-    @property
-    def done(self) -> int:
-        """How many microbatches have gone back through every stage of this process."""
-        return min(order.backwards for order in self._orders.values())
+    def _order(self, stage: int, updates: int) -> _StageOrder:
+        replicas, depth = self.size.replicas[stage], self.size.depth(stage)
+        order = _StageOrder(stage, self.stages[stage], depth, per_round=replicas, closed=updates)
+        if self.replica is not None:
+            order.turn, order.stride, order.per_round = self.replica, replicas, 1
+        order.forwards = order.backwards = order.received = self.first // order.stride
+        return order
 
     def until(self, done: int, read: int) -> Iterator[Action]:
         """Yield actions until `done` microbatches have gone back, of the `read` ones that may
@@ -90,12 +119,13 @@ class ContinuousOrder:
         Each action is to be performed before the next one is asked for. `1STEP4@5` is the step
         that makes version 5, after microbatch 4 was the last one to go back through the stage.
         """
-        while self.done < done:
+        while any(order.unfinished < done for order in self._orders.values()):
             moved = False
             for order in self._orders.values():
-                if self._is_ready(order, read):
+                actions = self._next(order, read)
+                if actions is not None:
                     moved = True
-                    yield from self._next(order, read)
+                    yield from actions
             assert moved, "no stage can go on, although microbatches are left"
 
     def deferred_steps(self) -> Iterator[Action]:
@@ -105,47 +135,41 @@ class ContinuousOrder:
                 while weights.steps < order.closed:
                     yield self._step(order, weights)
 
-    def _is_forward(self, order: _StageOrder, read: int) -> bool:
-        in_flight = order.forwards - order.backwards
-        return order.forwards < read and in_flight < self.size.ranks - order.stage
-
-    def _is_ready(self, order: _StageOrder, read: int) -> bool:
-        """Return whether a stage has a next action and what that needs of a stage beside it, if
-        that is in this process; a message is waited for.
+    def _next(self, order: _StageOrder, read: int) -> Iterator[Action] | None:
+        """Return the next actions of a stage; None if they need what a stage beside it in this
+        process has not done yet. A message is waited for.
         """
-        if self._is_forward(order, read):
-            before = self._orders.get(order.stage - 1)
-            return before is None or before.forwards > order.forwards
-        behind = self._orders.get(order.stage + 1)
+        before, behind = self._orders.get(order.stage - 1), self._orders.get(order.stage + 1)
+        if order.microbatch(order.forwards) < read and not order.is_full:
+            if before is None or before.forwards > order.forwards:
+                return self._forward(order, read)
+            if order.per_round == 1:
+                return None
+            # A round may be longer than the stage before has begun: some of its ranks go on.
         is_there = behind is None or behind.backwards > order.backwards
-        return order.backwards < order.forwards and is_there
-
-    def _next(self, order: _StageOrder, read: int) -> Iterator[Action]:
-        if self._is_forward(order, read):
-            return self._forward(order, read)
-        return self._backward(order)
+        return self._backward(order) if order.backwards < order.forwards and is_there else None
 
     def _forward(self, order: _StageOrder, read: int) -> Iterator[Action]:
-        microbatch = order.forwards
+        microbatch = order.microbatch(order.forwards)
         for weights in order.weights:
             while self.rule.version(self.size, weights.owner, microbatch) > weights.steps:
                 yield self._step(order, weights)
         yield from self._receives(order, microbatch + 1)
         yield self._action(order, Kind.FORWARD, microbatch)
         order.forwards += 1
-        if self.messages and order.stage + 1 < self.size.ranks:
+        if self.messages and order.stage + 1 < self.size.stages:
             yield Action(order.stage, Kind.SEND_FORWARD, microbatch)
-        yield from self._receives(order, min(read, microbatch + 2))
+        yield from self._receives(order, min(read, order.microbatch(order.forwards) + 1))
 
     def _receives(self, order: _StageOrder, end: int) -> Iterator[Action]:
         """Yield the receives of the microbatches before `end` that are not posted yet."""
-        while self.messages and order.stage and order.received < end:
-            yield Action(order.stage, Kind.RECEIVE_FORWARD, order.received)
+        while self.messages and order.stage and order.microbatch(order.received) < end:
+            yield Action(order.stage, Kind.RECEIVE_FORWARD, order.microbatch(order.received))
             order.received += 1
 
     def _backward(self, order: _StageOrder) -> Iterator[Action]:
-        microbatch, stage = order.backwards, order.stage
-        if self.messages and stage + 1 < self.size.ranks:
+        microbatch, stage = order.unfinished, order.stage
+        if self.messages and stage + 1 < self.size.stages:
             yield Action(stage, Kind.RECEIVE_BACKWARD, microbatch)
         if (stage, microbatch % self.size.microbatches) in self.recomputed:
             yield self._action(order, Kind.RECOMPUTE, microbatch)
@@ -153,7 +177,7 @@ class ContinuousOrder:
         order.backwards += 1
         if self.messages and stage:
             yield Action(stage, Kind.SEND_BACKWARD, microbatch)
-        if self.rule.update(self.size, microbatch + 1) > order.closed:
+        if self.rule.update(self.size, order.unfinished) > order.closed:
             for weights in order.weights:
                 yield Action(weights.owner, Kind.REDUCE, None, order.closed + 1)
             order.closed += 1
@@ -167,4 +191,5 @@ class ContinuousOrder:
 
     def _step(self, order: _StageOrder, weights: UpdatedWeights) -> Action:
         weights.steps += 1
-        return Action(weights.owner, Kind.STEP, order.backwards - 1, weights.steps)
+        last = order.microbatch(order.backwards - 1)
+        return Action(weights.owner, Kind.STEP, last, weights.steps)

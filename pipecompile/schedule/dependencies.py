@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 from pipecompile.errors import ScheduleError
-from pipecompile.ir.schedule import BACKWARDS, Action, Kind, Schedule
+from pipecompile.ir.schedule import BACKWARDS, COMPUTE, Action, Kind, Schedule
 from pipecompile.ir.stage_ranks import stage_ranks
 from pipecompile.schedule.problem import PlacedProblem
 
@@ -27,6 +27,7 @@ __all__ = [
     "dependency_order",
     "dependents",
     "message_of",
+    "waits_for_replicas",
 ]
 
 Dependencies = Callable[[Action], Sequence[Action]]
@@ -109,6 +110,40 @@ def message_of(
         send = Action(stage, Kind.SEND_BACKWARD, microbatch)
         return send, Action(stage - 1, Kind.RECEIVE_BACKWARD, microbatch)
     return None
+
+
+def waits_for_replicas(schedule: Schedule) -> dict[Action, list[Action]]:
+    """Return by action what else it waits for, the first one behind an optimizer step of a stage
+    with replicas: the last gradients of the update on the other ranks, which are summed before.
+    """
+    waits: dict[Action, list[Action]] = {}
+    for ranks in schedule.stage_ranks:
+        rows = [schedule.rows[rank] for rank in ranks] if len(ranks) > 1 else []
+        # Every replica has all steps of its stage.
+        for steps in zip(*map(_around_steps, rows), strict=False):
+            for after in (each.after for each in steps if each.after is not None):
+                waits[after] = [each.before for each in steps if each.after is not after]
+    return waits
+
+
+class _Step(NamedTuple):
+    """The compute actions around an optimizer step; none may follow it."""
+
+    before: Action
+    after: Action | None
+
+
+def _around_steps(row: Sequence[Action]) -> Iterator[_Step]:
+    """Yield for each optimizer step of a rank with one stage what surrounds it."""
+    before: Action | None = None
+    is_stepped = False
+    for action in (*row, None):
+        if action is None or action.kind in COMPUTE:
+            if is_stepped and before is not None:
+                yield _Step(before, action)
+            before, is_stepped = action, False
+        elif action.kind is Kind.STEP:
+            is_stepped = True
 
 
 def compute_dependencies(problem: PlacedProblem, schedule: Schedule) -> Dependencies:

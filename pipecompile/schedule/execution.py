@@ -6,8 +6,8 @@ A schedule of 64 ranks and 512 microbatches has 98,000 actions.
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterator, Sequence
+from collections import defaultdict, deque
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -18,6 +18,7 @@ from pipecompile.schedule.dependencies import (
     compute_dependencies,
     dependency_order,
     dependents,
+    waits_for_replicas,
 )
 from pipecompile.schedule.problem import PlacedProblem
 
@@ -56,12 +57,13 @@ class Execution:
 
 def execute(problem: PlacedProblem, schedule: Schedule) -> Execution:
     """Return what happens; at a deadlock ScheduleError says what every rank waits for."""
-    rows = schedule.compute
-    executor = _Executor(problem, rows)
+    rows, waits = schedule.compute, waits_for_replicas(schedule)
+    executor = _Executor(problem, rows, waits)
     rank_order = executor.run()
     if len(rank_order) < sum(map(len, rows)):
+        inputs = compute_dependencies(problem, schedule)
         # This is slower, but its error says who waits for what.
-        for _ in dependency_order(rows, compute_dependencies(problem, schedule)):
+        for _ in dependency_order(rows, lambda action: [*inputs(action), *waits.get(action, ())]):
             pass
         raise AssertionError("actions that have an order can be executed")
     events = []
@@ -84,14 +86,17 @@ class _Executor:
     the last missing one, so that the time is linear in the number of actions.
     """
 
-    def __init__(self, problem: PlacedProblem, rows: Sequence[Sequence[Action]]) -> None:
+    def __init__(
+        self,
+        problem: PlacedProblem,
+        rows: Sequence[Sequence[Action]],
+        waits: Mapping[Action, Sequence[Action]],
+    ) -> None:
+        self.stages = problem.stages
         self.microbatches = problem.microbatches
         self.network = problem.network
         self.dependents = dependents(problem)
-        self.tasks = [
-            [TASK_KINDS[action.kind] * problem.stages + action.stage for action in row]
-            for row in rows
-        ]
+        self.tasks = [[self._task(action) for action in row] for row in rows]
         self.durations = [list(_durations(problem, row)) for row in rows]
         self.numbers = [[action.microbatch or 0 for action in row] for row in rows]
         # These three are by code: missing inputs, when the last input arrives, when it is computed.
@@ -105,6 +110,18 @@ class _Executor:
         self.starts: list[list[int]] = [[] for _ in ranks]
         self.waits: list[list[Wait]] = [[] for _ in ranks]
         self.waiting: dict[int, int] = {}
+        # What waits for a code beside its dependents: none has a message for that.
+        self.followers: dict[int, list[int]] = defaultdict(list)
+        for action, before in waits.items():
+            self.pending[self._code(action)] += len(before)
+            for each in before:
+                self.followers[self._code(each)].append(self._code(action))
+
+    def _task(self, action: Action) -> int:
+        return TASK_KINDS[action.kind] * self.stages + action.stage
+
+    def _code(self, action: Action) -> int:
+        return self._task(action) * self.microbatches + (action.microbatch or 0)
 
     def _pending(self) -> list[int]:
         """Return by code how many inputs are missing.
@@ -168,13 +185,19 @@ class _Executor:
                 continue  # the schedule does not have this action
             peer = first + number % replicas
             arrival = end if peer == rank else self.send(rank, peer, end, transfer_ns)
-            if arrival > self.arrivals[code]:
-                self.arrivals[code] = arrival
-            if end > self.produced[code]:
-                self.produced[code] = end
-            pending[code] -= 1
-            if not pending[code] and code in self.waiting:
-                woken.append(self.waiting.pop(code))
+            self.arrive(code, end, arrival, woken)
+        for code in self.followers.get(task * self.microbatches + number, ()):
+            self.arrive(code, end, end, woken)
+
+    def arrive(self, code: int, produced: int, arrival: int, woken: list[int]) -> None:
+        """Note that one of the missing inputs of an action is there."""
+        if arrival > self.arrivals[code]:
+            self.arrivals[code] = arrival
+        if produced > self.produced[code]:
+            self.produced[code] = produced
+        self.pending[code] -= 1
+        if not self.pending[code] and code in self.waiting:
+            woken.append(self.waiting.pop(code))
 
     def send(self, rank: int, peer: int, produced_ns: int, transfer_ns: int) -> int:
         """Return when a message arrives."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain
+from math import lcm
 from typing import NamedTuple
 
 from pipecompile.errors import InputError
@@ -23,6 +24,7 @@ from pipecompile.schedule.asynchronous_versions import (
     DOUBLE_BUFFERED,
     STASHED,
     VERTICAL_SYNC,
+    PipelineSize,
     VersionRule,
     with_versions,
 )
@@ -65,7 +67,7 @@ class _NamedSchedule:
     """A schedule and what it needs.
 
     These are the shape of its placement, the number of stages on each rank, None for any, and the
-    fewest microbatches on a number of ranks. `split` says that it splits some or all of its
+    fewest microbatches on a placement. `split` says that it splits some or all of its
     backwards, `replicates` that stages may have replicas. `version_rule` is that of an asynchronous
     schedule.
     """
@@ -73,7 +75,7 @@ class _NamedSchedule:
     generator: Generator
     shape: str = "linear"
     stages_per_rank: int | None = 1
-    least_microbatches: Callable[[int], int] = lambda ranks: 1
+    least_microbatches: Callable[[Sequence[int]], int] = lambda placement: 1
     split: bool = False
     replicates: bool = False
     version_rule: VersionRule | None = None
@@ -89,13 +91,18 @@ _NAMED = {
     "zb-v": _NamedSchedule(zb_v, "v", 2, split=True),
     "v-half": _NamedSchedule(v_half, "v", 2, split=True),
     "v-min": _NamedSchedule(v_min, "v", 2, split=True),
-    "dualpipe-v": _NamedSchedule(_by_rank(dualpipe_v), "v", 2, lambda ranks: 2 * ranks, split=True),
-    "pipedream": _NamedSchedule(_by_rank(one_f_one_b), version_rule=STASHED),
-    "pipedream-vertical-sync": _NamedSchedule(_by_rank(one_f_one_b), version_rule=VERTICAL_SYNC),
+    "dualpipe-v": _NamedSchedule(
+        _by_rank(dualpipe_v), "v", 2, lambda placement: 2 * len(set(placement)), split=True
+    ),
+    "pipedream": _NamedSchedule(_by_rank(one_f_one_b), replicates=True, version_rule=STASHED),
+    "pipedream-vertical-sync": _NamedSchedule(
+        _by_rank(one_f_one_b), replicates=True, version_rule=VERTICAL_SYNC
+    ),
     # With fewer the first rank would begin a minibatch before its version has been made.
     "pipedream-2bw": _NamedSchedule(
         _by_rank(one_f_one_b),
-        least_microbatches=lambda ranks: max(1, ranks - 1),
+        least_microbatches=lambda placement: max(1, PipelineSize.of(placement, 1).ahead(0)),
+        replicates=True,
         version_rule=DOUBLE_BUFFERED,
     ),
     "forward-only": _NamedSchedule(_by_rank(forward_only), "any", None, replicates=True),
@@ -137,32 +144,40 @@ def fitting_names(placement: Sequence[int], microbatches: int) -> tuple[str, ...
     )
 
 
-def lasting_microbatches(name: str, ranks: int, microbatches: int) -> int:
+def lasting_microbatches(name: str, placement: Sequence[int], microbatches: int) -> int:
     """Return how many microbatches an order needs for its ranks to hold the most that they ever do.
 
     An asynchronous one goes on with the next minibatch, so each rank has as many in flight as ranks
-    follow it, itself included, however few a minibatch has.
+    follow it, itself included, however few a minibatch has; replicas share them.
     """
-    return max(microbatches, ranks) if name in ASYNCHRONOUS else microbatches
+    if name not in ASYNCHRONOUS:
+        return microbatches
+    size = PipelineSize.of(placement, microbatches)
+    most = max(size.ahead(stage) + size.replicas[stage] for stage in range(size.stages))
+    turns = lcm(*size.replicas)
+    return -(-max(microbatches, most) // turns) * turns
 
 
-def held_microbatches(name: str, ranks: int, microbatches: int) -> int:
+def held_microbatches(name: str, placement: Sequence[int], microbatches: int) -> int:
     """Return of how many microbatches the model's inputs are there at once: those of a minibatch,
     and under an asynchronous schedule of the ones that are read ahead.
     """
-    ahead = -(-(ranks - 1) // microbatches) if name in ASYNCHRONOUS else 0
-    return microbatches * (1 + ahead)
+    if name not in ASYNCHRONOUS:
+        return microbatches
+    return microbatches * (1 + PipelineSize.of(placement, microbatches).read_ahead)
 
 
-def weight_copies(name: str, placement: Sequence[int]) -> tuple[WeightCopies, ...]:
+def weight_copies(
+    name: str, placement: Sequence[int], microbatches: int
+) -> tuple[WeightCopies, ...]:
     """Return for each stage how many copies of its weights it holds at most."""
     rule = _NAMED[name].version_rule if name in ASYNCHRONOUS else None
     if rule is None:
         return (SINGLE,) * len(placement)
-    ranks = max(placement) + 1
+    size = PipelineSize.of(placement, microbatches)
     # A parameter of an earlier stage has the versions of that one: at most those of the first.
-    first = rule.copies(0, ranks)
-    return tuple(WeightCopies(rule.copies(stage, ranks), first) for stage in range(len(placement)))
+    first = rule.copies(size, 0)
+    return tuple(WeightCopies(rule.copies(size, stage), first) for stage in range(size.stages))
 
 
 def generate(
@@ -268,7 +283,8 @@ def _rows(name: str, placement: Sequence[int], microbatches: int) -> list[tuple[
     rule = named.version_rule
     if rule is None:
         return rows
-    return [tuple(with_versions(row, rule, len(layout), microbatches)) for row in rows]
+    size = PipelineSize.of(placement, microbatches)
+    return [tuple(with_versions(row, rule, size)) for row in rows]
 
 
 def _named(name: str) -> _NamedSchedule:
@@ -287,7 +303,7 @@ def _has_shape(name: str, placement: Sequence[int]) -> bool:
 
 
 def _least_microbatches(name: str, placement: Sequence[int]) -> int:
-    least = _named(name).least_microbatches(len(set(placement)))
+    least = _named(name).least_microbatches(placement)
     if name == "forward-only":
         return least
     # Each replica of a stage trains on one at least.
@@ -312,6 +328,13 @@ def _refuse_misfit(name: str, placement: Sequence[int], microbatches: int) -> No
         raise InputError(
             f"schedule {name!r} needs at least {least} microbatches on {ranks} ranks, "
             f"but there are {microbatches}; use more, or {alternatives}"
+        )
+    turns = lcm(*map(len, stage_ranks(placement)))
+    if name in ASYNCHRONOUS and microbatches % turns:
+        raise InputError(
+            f"under schedule {name!r} all ranks of a stage take equally many microbatches of a "
+            f"minibatch, but there are {microbatches}; use a multiple of {turns}, or "
+            f"{alternatives}"
         )
 
 

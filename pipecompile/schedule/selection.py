@@ -118,14 +118,14 @@ def representative_schedule(options: Options, placement: Sequence[int]) -> str:
 def in_flight_counts(options: Options, placement: Sequence[int]) -> tuple[int, ...]:
     """Return for each stage how many microbatches it holds between forward and backward."""
     name = representative_schedule(options, placement)
-    lasting = lasting_microbatches(name, max(placement) + 1, options.microbatches)
+    lasting = lasting_microbatches(name, placement, options.microbatches)
     return peak_in_flight(name, placement, lasting)
 
 
 def fullest_moment_of(options: Options, placement: Sequence[int]) -> FullestMoment:
     """Return what stages hold at once when their ranks hold the most microbatches."""
     name = representative_schedule(options, placement)
-    lasting = lasting_microbatches(name, max(placement) + 1, options.microbatches)
+    lasting = lasting_microbatches(name, placement, options.microbatches)
     return fullest_moment(name, placement, lasting)
 
 
@@ -142,7 +142,7 @@ def snapshots_of(
     `recompute` says that its stages recompute, `except_last` that the step's last microbatch is not
     recomputed.
     """
-    lasting = lasting_microbatches(name, max(placement) + 1, microbatches)
+    lasting = lasting_microbatches(name, placement, microbatches)
     schedule = generate(name, placement, lasting, recompute, except_last=except_last)
     # No times are known yet: messages count as received as early as they may be.
     return tuple(map(peak_snapshots, add_earliest_receives(schedule).rows))

@@ -15,8 +15,9 @@ Further rules:
 - If `reduce_ns` is not zero, a stage's sum over its replicas starts when its last full backward or
   weight backward ends. The sums of one rank follow each other in that order, beside its compute.
   A step may end with a sum, but not with any other message.
-- An optimizer step takes no time, and no action waits for a weight version: the order of each rank
-  ensures that it is there.
+- An optimizer step takes no time. No action waits for a weight version, since the order of each
+  rank ensures that it is there; behind a step of a stage with replicas, a rank waits until all of
+  them have the gradients that are summed in it.
 """
 
 from __future__ import annotations

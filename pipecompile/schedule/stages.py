@@ -278,7 +278,7 @@ def _lasting(stages: Sequence[Stage], schedule: Schedule) -> Schedule:
     """Return an order in which ranks hold the most that they do while minibatches follow each
     other: the schedule itself, unless that has fewer microbatches than are then in flight.
     """
-    lasting = lasting_microbatches(schedule.name, schedule.ranks, schedule.microbatches)
+    lasting = lasting_microbatches(schedule.name, schedule.placement, schedule.microbatches)
     if lasting == schedule.microbatches:
         return schedule
     recompute = [stage.recomputes for stage in stages]
@@ -299,7 +299,7 @@ def _memory_of(
     allocator: AllocatorName,
 ) -> tuple[RankMemory, ...]:
     """Return the peaks of ranks whose rows have these snapshots."""
-    held = held_microbatches(schedule.name, schedule.ranks, schedule.microbatches)
+    held = held_microbatches(schedule.name, schedule.placement, schedule.microbatches)
     return tuple(
         rank_memory(
             footprints_on(stages, schedule.placement, rank),

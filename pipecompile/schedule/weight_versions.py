@@ -17,6 +17,7 @@ from pipecompile.ir.schedule import (
     Kind,
     Schedule,
 )
+from pipecompile.ir.stage_ranks import has_stage_replicas
 
 __all__ = ["version_violations", "without_versions"]
 
@@ -50,19 +51,19 @@ def version_violations(schedule: Schedule) -> Iterator[str]:
 
 def _versions_before_their_step(schedule: Schedule) -> Iterator[str]:
     """A version may be used once a step of its stage has produced it, and steps count up."""
-    newest: dict[int, int] = defaultdict(int)
+    newest: dict[tuple[int, int], int] = defaultdict(int)  # replicas of a stage make all versions
     for rank, action in schedule:
         stage, kind, _, version = action
         if kind is Kind.STEP:
-            newest[stage] += 1
-            if version not in (None, newest[stage]):
+            newest[rank, stage] += 1
+            if version not in (None, newest[rank, stage]):
                 yield (
                     f"rank {rank}: {action} makes version {version}, "
-                    f"but the next one is {newest[stage]}"
+                    f"but the next one is {newest[rank, stage]}"
                 )
         elif kind in COMPUTE and version is None:
             yield f"rank {rank}: {action} names no version of the weights, such as {action}@0"
-        elif kind is Kind.FORWARD and version is not None and version > newest[stage]:
+        elif kind is Kind.FORWARD and version is not None and version > newest[rank, stage]:
             yield (
                 f"rank {rank}: {action} uses version {version} "
                 f"before a step of stage {stage} has made it"
@@ -86,18 +87,15 @@ def _stale_versions(schedule: Schedule) -> Iterator[str]:
     """
     if schedule.weight_versions == "double-buffered":
         return
-    newest: dict[int, int] = defaultdict(int)
+    made: dict[tuple[int, int], int] = defaultdict(int)
     for rank, action in schedule:
-        stage = action.stage
-        newest[stage] += action.kind is Kind.STEP
+        made[rank, action.stage] += action.kind is Kind.STEP
+        newest = made[rank, action.stage]
         # Forwards that name no version are reported by another rule.
-        version = newest[stage] if action.version is None else action.version
-        must_be_newest = schedule.weight_versions == "stashed" or stage == 0
-        if must_be_newest and action.kind is Kind.FORWARD and version < newest[stage]:
-            yield (
-                f"rank {rank}: {action} does not use version {newest[stage]}, "
-                "the newest of its stage"
-            )
+        version = newest if action.version is None else action.version
+        must_be_newest = schedule.weight_versions == "stashed" or action.stage == 0
+        if must_be_newest and action.kind is Kind.FORWARD and version < newest:
+            yield f"rank {rank}: {action} does not use version {newest}, the newest of its stage"
 
 
 def _wrong_buffers(schedule: Schedule) -> Iterator[str]:
@@ -123,8 +121,11 @@ def _wrong_buffers(schedule: Schedule) -> Iterator[str]:
 
 
 def _unused_gradients(schedule: Schedule) -> Iterator[str]:
-    """A step must follow every gradient; unless weights are double-buffered, one of its own."""
+    """A step must follow every gradient; unless weights are double-buffered or stages have
+    replicas, one of its own.
+    """
     may_share_a_step = schedule.weight_versions == "double-buffered"
+    may_share_a_step |= has_stage_replicas(schedule.placement)
     for rank, row in enumerate(schedule.rows):
         unused: dict[int, list[Action]] = defaultdict(list)  # by stage, since its last step
         for action in row:

@@ -11,6 +11,7 @@ from pipecompile.schedule.asynchronous_versions import (
     DOUBLE_BUFFERED,
     STASHED,
     VERTICAL_SYNC,
+    PipelineSize,
     with_versions,
 )
 from pipecompile.schedule.named_orders import ASYNCHRONOUS, generate
@@ -60,7 +61,7 @@ def _walk(
     compute = generate("1f1b", range(ranks), microbatches)
     weight_versions = generate(name, range(ranks), ranks).weight_versions
     for stage, plain in enumerate(compute.rows):
-        row = with_versions(plain, rule[weight_versions], ranks, ranks)
+        row = with_versions(plain, rule[weight_versions], PipelineSize((1,) * ranks, ranks))
         newest, seen = 0, []
         for action in row:
             seen.append((action, newest))

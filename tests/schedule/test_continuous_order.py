@@ -32,7 +32,7 @@ def row_of(rule: VersionRule, size: PipelineSize, stage: int, ends: list[int]) -
     """
     weights = [UpdatedWeights(stage, deferred=False)]
     order = ContinuousOrder(size, rule, {stage: weights}, messages=True)
-    ahead, each, row, drained = -(-(size.ranks - 1) // size.microbatches), size.microbatches, [], 0
+    ahead, each, row, drained = size.read_ahead, size.microbatches, [], 0
     for minibatch in range(MINIBATCHES):
         read = min(MINIBATCHES, max(minibatch + 1 + ahead, drained))
         row += order.until((minibatch + 1) * each, read * each)
@@ -49,7 +49,7 @@ def test_ranks_never_wait_for_each_other_in_vain(
 ) -> None:
     if rule is DOUBLE_BUFFERED:
         microbatches = max(microbatches, ranks - 1)
-    size = PipelineSize(ranks, microbatches)
+    size = PipelineSize((1,) * ranks, microbatches)
     rows = [row_of(rule, size, stage, sorted(ends)) for stage in range(ranks)]
     count = microbatches * MINIBATCHES
     schedule = Schedule.of("continuous", count, range(ranks), rows, rule.weight_versions)
@@ -68,7 +68,7 @@ def test_ranks_never_wait_for_each_other_in_vain(
     ],
 )
 def test_one_minibatch_is_the_named_schedule(name: str, rule: VersionRule) -> None:
-    size = PipelineSize(3, 7)
+    size = PipelineSize((1,) * 3, 7)
     for stage, row in enumerate(generate(name, range(3), 7).rows):
         order = ContinuousOrder(size, rule, {stage: [UpdatedWeights(stage, deferred=False)]})
         assert tuple(a for a in order.until(7, 7) if a.kind is not Kind.REDUCE) == row

@@ -40,7 +40,7 @@ def problems(draw: st.DrawFn) -> PlacedProblem:
 
 def simulated_ns(problem: PlacedProblem, count: int) -> int:
     """What so many microbatches take from the empty pipeline to the empty one."""
-    size = PipelineSize(problem.ranks, 1)
+    size = PipelineSize((1,) * problem.ranks, 1)
     recomputed = [(stage, 0) for stage, recomputes in enumerate(problem.recompute) if recomputes]
     rows = [
         ContinuousOrder(size, DOUBLE_BUFFERED, {stage: ()}, recomputed).until(count, count)

@@ -28,10 +28,11 @@ from pipecompile.ir.plan import Options
 from pipecompile.ir.serialization import read
 from pipecompile.ir.share import parse_share
 from pipecompile.ir.size import parse_caps
+from pipecompile.ir.stage_ranks import placement_of
 from pipecompile.layouts.layout import Layout
 from pipecompile.layouts.reading import layout_text, read_layout
 from pipecompile.planner.option_conflicts import check_together
-from pipecompile.schedule.named_orders import required_placement
+from pipecompile.schedule.named_orders import lasting_microbatches, required_placement
 
 __all__ = [
     "Choices",
@@ -109,12 +110,21 @@ def plan_options(given: dict[str, Any]) -> Options:
     # The two that others decide: k may come from ranks, and microbatches are k.
     given["k"] = _stages(given) if layout is None else _stages_of_layout(given, layout)
     if given["microbatches"] is None:
-        # One for each rank: a replica of a stage has only a part of them.
-        given["microbatches"] = sum(given["stage_replicas"] or [given["k"]])
+        given["microbatches"] = _default_microbatches(given)
     given["replicas"] = given["replicas"] or 1
     return Options(
         **{option.field: given[option.name] for option in OPTIONS if option.field is not None}
     )
+
+
+def _default_microbatches(given: Mapping[str, Any]) -> int:
+    """Return one microbatch for each rank, or so many more that those of a stage may have equally
+    many where the schedule asks for that: a replica of a stage has only a part of them.
+    """
+    replicas = given["stage_replicas"]
+    if replicas is None:
+        return int(given["k"])
+    return lasting_microbatches(given["schedule"], placement_of(replicas), sum(replicas))
 
 
 def _choose_for_inference(given: dict[str, Any]) -> None:

@@ -32,7 +32,8 @@ class MinibatchesInFlight:
 
     Each minibatch has `microbatches`, of which stages recompute those in `recomputed`. `owners` are
     the stages to which the weights of each stage belong. `update(microbatch)` is the number of the
-    update that its gradients are part of. `observers` are told of the actions of a minibatch;
+    update that its gradients are part of. So many processes take `turns`: this one has every
+    `turns`-th microbatch. `observers` are told of the actions of a minibatch;
     `recorders` of those of all, updates too, with microbatches numbered from `first_recorded` on.
     """
 
@@ -46,6 +47,7 @@ class MinibatchesInFlight:
         owners: Mapping[int, Sequence[int]],
         update: Callable[[int], int],
         *,
+        turns: int = 1,
         messages: Messages | None = None,
         observers: Sequence[ActionObserver] = (),
         recorders: Sequence[ActionObserver] = (),
@@ -57,6 +59,7 @@ class MinibatchesInFlight:
         self._updates = updates
         self._owners = owners
         self._update = update
+        self._turns = turns
         self._messages = messages
         self._observers = observers
         self._recorders = recorders
@@ -105,7 +108,7 @@ class MinibatchesInFlight:
             self._updates.close(stage, version)
         else:
             assert microbatch is not None
-            self._updates.step(stage, version, unfinished=microbatch + 1)
+            self._updates.step(stage, version, unfinished=microbatch + self._turns)
 
     @contextmanager
     def _recorded(self, action: Action) -> Iterator[None]:

@@ -38,13 +38,15 @@ class GradientExchange:
     """With whom this process sums gradients, and norms.
 
     `replicas` are the ranks with the same stages, `ties` the tied parameters with the ranks that
-    hold them, `pipeline` those of this pipeline; without them there are none. `is_distributed` says
-    whether other ranks have other stages.
+    hold them, `pipeline` those of this pipeline; without them there are none. The ranks of a tie
+    are those of one pipeline: if replicas are among them, `ties_have_replicas`. `is_distributed`
+    says whether other ranks have other stages.
     """
 
     deadline: Callable[[], Deadline] = Deadline
     replicas: dist.ProcessGroup | None = None
     ties: Ties = ()
+    ties_have_replicas: bool = False
     pipeline: dist.ProcessGroup | None = None
     is_distributed: bool = False
 
@@ -53,14 +55,15 @@ class GradientExchange:
 class OwnedWeights:
     """The parameters that belong to one stage, in all versions, with what updates them.
 
-    `counts` says whether their gradients count here in the norm of all: a copy of an earlier
-    stage's parameter counts there. `closed` are updates by the version that each will make.
+    `norm_share` is how much of the square of their norm counts here in the norm of all: one r-th if
+    r ranks have the same gradients, and nothing of a copy of an earlier stage's parameter, which
+    counts there. `closed` are updates by the version that each will make.
     """
 
     versions: WeightVersions
     optimizer: torch.optim.Optimizer | None
     scheduler: LRScheduler | None = None
-    counts: bool = True
+    norm_share: float = 1.0
     closed: dict[int, _ClosedUpdate] = field(default_factory=dict)
 
     def update(self) -> None:
@@ -151,18 +154,14 @@ class WeightUpdates:
         weights = self.weights[owner]
         parameters = weights.versions.parameters
         self._put_on(parameters, version)
-        if self._exchange.replicas is not None:
-            deadline = self._exchange.deadline()
-            sums = ReplicaSums({owner: parameters}, (), self._exchange.replicas, deadline)
-            sums.start(owner)
-            sums.finish()
+        self._sum_over_replicas(owner, parameters)
         divide_gradients(parameters, self._divisor)
         closed = _ClosedUpdate([self._sum_tied(p) for p in parameters if p in self._groups])
         weights.closed[version] = closed
-        if self._max_norm is not None and weights.counts:
+        if self._max_norm is not None and weights.norm_share:
             # The owner closes after all who have copies, so what it waits for is on its way.
             closed.wait(self._exchange.deadline())
-            self._begin_norm(parameters, version)
+            self._begin_norm(weights, version)
         closed.gradients = _taken(parameters)
 
     def step(self, owner: int, version: int, unfinished: int) -> None:
@@ -187,6 +186,17 @@ class WeightUpdates:
         if not any(by_stage):
             del self._sums[version]
 
+    def _sum_over_replicas(self, owner: int, parameters: Sequence[nn.Parameter]) -> None:
+        """Sum gradients over the replicas of a stage; what a tie sums over them is left out."""
+        exchange = self._exchange
+        if exchange.replicas is None:
+            return
+        ties = self._groups if exchange.ties_have_replicas else ()
+        summed = {owner: [parameter for parameter in parameters if parameter not in ties]}
+        sums = ReplicaSums(summed, (), exchange.replicas, exchange.deadline())
+        sums.start(owner)
+        sums.finish()
+
     def _sum_tied(self, parameter: nn.Parameter) -> _GradientOnItsWay:
         """Begin to sum the gradient of a parameter over the ranks that hold it."""
         missing = torch.tensor(float(parameter.grad is None), device=parameter.device)
@@ -196,11 +206,11 @@ class WeightUpdates:
         works = [deadline.start_all_reduce(each, group) for each in (parameter.grad, missing)]
         return _GradientOnItsWay(parameter, missing, dist.get_world_size(group), works)
 
-    def _begin_norm(self, parameters: Sequence[nn.Parameter], version: int) -> None:
+    def _begin_norm(self, weights: OwnedWeights, version: int) -> None:
         """Add the gradients of a stage to the norm of all, and begin to sum it over ranks."""
-        gradients = [p.grad for p in parameters if p.grad is not None]
+        gradients = [p.grad for p in weights.versions.parameters if p.grad is not None]
         norm = self._norms[version]
-        own = torch.nn.utils.get_total_norm(gradients).double() ** 2
+        own = torch.nn.utils.get_total_norm(gradients).double() ** 2 * weights.norm_share
         norm.power = own if norm.power is None else norm.power + own
         if self._exchange.is_distributed:
             work = self._exchange.deadline().start_all_reduce(norm.power, self._exchange.pipeline)

@@ -10,6 +10,9 @@ stage did a few microbatches before:
 All circuits of waiting have that form: up from a stage s to a stage t, and down again. In the end
 the slowest circuit sets the pace of all stages. For t = s it is the work of one rank; with messages
 that take no time, none of the others is slower.
+
+Replicas of a stage share its microbatches, so other circuits are possible, also through the sums of
+their gradients. `replica_waits.py` lists what waits in them, and the heaviest is searched.
 """
 
 from __future__ import annotations
@@ -20,9 +23,12 @@ from fractions import Fraction
 
 from pipecompile.ir.plan import Plan
 from pipecompile.ir.schedule import COMPUTE, Action, Kind, Schedule, Timeline
+from pipecompile.ir.stage_ranks import has_stage_replicas
 from pipecompile.schedule.asynchronous_versions import PipelineSize, rule_of
-from pipecompile.schedule.continuous_order import ContinuousOrder
+from pipecompile.schedule.continuous_order import ContinuousOrder, UpdatedWeights
+from pipecompile.schedule.heaviest_circuit import heaviest_circuit
 from pipecompile.schedule.problem import PlacedProblem
+from pipecompile.schedule.replica_waits import waits_of_minibatch
 from pipecompile.schedule.simulator import simulate
 from pipecompile.schedule.stages import problem_of_plan
 
@@ -34,10 +40,14 @@ def full_pipeline_ns(problem: PlacedProblem) -> Fraction:
     limit of many microbatches.
 
     It is the mean weight of the heaviest circuit (see Baccelli et al., Synchronization and
-    Linearity, 1992, theorem 3.28). Each stage must have a rank of its own. Steps of optimizers and
-    sums over replicas are not in it. Where one microbatch in each minibatch is not recomputed, that
-    counts by its share.
+    Linearity, 1992, theorem 3.28). Each stage must have a rank of its own, or several. Steps of
+    optimizers and what sums over replicas take are not in it. Where one microbatch in each
+    minibatch is not recomputed, that counts by its share.
     """
+    if has_stage_replicas(problem.placement):
+        edges = list(waits_of_minibatch(problem))
+        nodes = 2 * problem.stages * problem.microbatches
+        return heaviest_circuit(edges, nodes) / problem.microbatches
     stages = range(problem.stages)
     return max(_pace(problem, s, t) for s in stages for t in stages[s:])
 
@@ -72,14 +82,18 @@ def _minibatches(plan: Plan, count: int) -> Schedule:
     rule = rule_of(planned.weight_versions)
     assert rule is not None, "other schedules empty the pipeline after each minibatch"
     recomputed = {(a.stage, a.microbatch) for _, a in planned if a.kind is Kind.RECOMPUTE}
-    size, through = PipelineSize(plan.ranks, plan.microbatches), count * plan.microbatches
-    order = ContinuousOrder(size, rule, dict.fromkeys(range(plan.k), ()), recomputed)
+    size = PipelineSize.of(planned.placement, plan.microbatches)
+    through = count * plan.microbatches
     rows: list[list[Action]] = [[] for _ in range(plan.ranks)]
-    for action in _compute(order.until(through, through)):
-        rows[planned.placement[action.stage]].append(action)
+    for stage, ranks in enumerate(planned.stage_ranks):
+        for replica, rank in enumerate(ranks):
+            weights = [UpdatedWeights(stage, deferred=False)]
+            order = ContinuousOrder(size, rule, {stage: weights}, recomputed, replica)
+            rows[rank] += _without_versions(order.until(through, through))
     return Schedule.of(planned.name, through, planned.placement, rows)
 
 
-def _compute(actions: Iterator[Action]) -> Iterator[Action]:
-    """Yield the compute actions, without their versions, which take no time."""
-    return (action._replace(version=None) for action in actions if action.kind in COMPUTE)
+def _without_versions(actions: Iterator[Action]) -> Iterator[Action]:
+    """Yield compute actions and the steps of optimizers, without versions, which take no time."""
+    kinds = {*COMPUTE, Kind.STEP}
+    return (action._replace(version=None) for action in actions if action.kind in kinds)

@@ -83,7 +83,7 @@ class ContinuousTraining(Iterator[Any]):
         self._run = run
         self._batches = iter(batches)
         self._rule = rule
-        self._size = PipelineSize(parts.plan.ranks, parts.plan.microbatches)
+        self._size = PipelineSize.of(parts.plan.schedule.placement, parts.plan.microbatches)
         self._program = parts.programs.current(0)
         self._max_norm = max_norm
         owned = owned_parameters(self._program, parts.target.model_with_loss, parts.share)
@@ -135,11 +135,13 @@ class ContinuousTraining(Iterator[Any]):
         return self._done
 
     @property
-    def rule(self) -> tuple[str, int, int]:
-        """The schedule, the number of stages and that of microbatches, which decide the versions
-        of weights.
+    def rule(self) -> tuple[Any, ...]:
+        """The schedule, the number of stages, that of microbatches, and the ranks of each stage if
+        some have several, which decide the versions of weights.
         """
-        return self._parts.plan.schedule.name, self._size.ranks, self._size.microbatches
+        replicas = self._size.replicas if self._size.has_replicas else ()
+        name = self._parts.plan.schedule.name
+        return name, self._size.stages, self._size.microbatches, *replicas
 
     def older_versions(self, owner: int, done: int) -> range:
         """Return by how many updates the versions lie before the newest that the weights of a stage
@@ -182,8 +184,7 @@ class ContinuousTraining(Iterator[Any]):
 
     def _read_ahead(self) -> None:
         """Read as many minibatches as the first stage begins before the next one has gone back."""
-        ahead = -(-(self._size.ranks - 1) // self._size.microbatches)
-        while self._read < self._done + 1 + ahead:
+        while self._read < self._done + 1 + self._size.read_ahead:
             try:
                 batch, target = input_and_target(next(self._batches))
             except StopIteration:
@@ -299,12 +300,13 @@ class ContinuousTraining(Iterator[Any]):
         )
         minibatches = MinibatchesInFlight(
             stages,
-            self._size.ranks,
+            self._size.stages,
             each,
             recomputed,
             updates,
             {index: self._owners(stage.module) for index, stage in stages.items()},
             update,
+            turns=self._turns,
             messages=messages,
             observers=[] if parts.runner.watch is None else [parts.runner.watch],
             recorders=parts.recorders,
@@ -314,10 +316,25 @@ class ContinuousTraining(Iterator[Any]):
             self._rule,
             {stage: self._updated_by(stage) for stage in stages},
             recomputed,
+            self._replica,
             messages=messages is not None,
             first=self._done * each,
         )
         return _MinibatchFlow(order, minibatches, messages, {})
+
+    @property
+    def _replica(self) -> int | None:
+        """Which of the ranks of its stage this is; None in one process, which has all stages."""
+        share = self._parts.share
+        if not share.is_distributed:
+            return None
+        return share.place.rank - self._parts.plan.schedule.placement[share.stages[0]]
+
+    @property
+    def _turns(self) -> int:
+        """How many processes take the microbatches of the stages here in turns."""
+        share = self._parts.share
+        return self._size.replicas[share.stages[0]] if share.is_distributed else 1
 
     def _weights(self, owner: int, parameters: Sequence[nn.Parameter]) -> OwnedWeights:
         version = partial(self._rule.version, self._size, owner)
@@ -325,7 +342,7 @@ class ContinuousTraining(Iterator[Any]):
             WeightVersions(parameters, version),
             self.optimizers.optimizers.get(owner),
             self.optimizers.schedulers.get(owner),
-            counts=owner in self._parts.share.stages,
+            norm_share=1 / self._turns if owner in self._parts.share.stages else 0,
         )
 
     def _owners(self, module: nn.Module) -> list[int]:

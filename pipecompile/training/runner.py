@@ -292,8 +292,9 @@ class Runner:
             return GradientExchange()
         return GradientExchange(
             lambda: self.deadline,
-            place.replica_group,
+            place.replica_group or self._stage_replicas,
             self._ties,
+            self._stage_replicas is not None,
             place.pipeline_group,
             is_distributed=len(place.global_ranks) > 1,
         )

@@ -71,9 +71,10 @@ class SavedVersions:
             return  # the newest weights are all that it has
         *rule, done = state.get("versions", (*self._training.rule, 0))
         if tuple(rule) != self._training.rule:
-            schedule, stages, microbatches = rule
+            schedule, stages, microbatches, *replicas = rule
+            on = f" on {','.join(map(str, replicas))} ranks" if replicas else ""
             raise InputError(
-                f"the checkpoint has the weight versions of {schedule!r} with k={stages} and "
+                f"the checkpoint has the weight versions of {schedule!r} with k={stages}{on} and "
                 f"microbatches={microbatches}, but this run is {self._training.rule}; go on under "
                 "the same, or load it before train(batches, factory) to begin with its newest "
                 "weights"

@@ -29,8 +29,15 @@ OPTIMIZERS: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {
 }
 
 
-def version(schedule: str, stages: int, stage: int, microbatch: int, each: int) -> int:
-    """Which version a microbatch reads of a parameter, of which `each` make a minibatch."""
+def version(schedule: str, replicas: Sequence[int], stage: int, microbatch: int, each: int) -> int:
+    """Which version a microbatch reads of a parameter, of which `each` make a minibatch, in a
+    pipeline with so many ranks for each stage.
+    """
+    stages = len(replicas)
+    if max(replicas) > 1 and schedule in ("pipedream", "pipedream-vertical-sync"):
+        return _version_of_round(
+            replicas, stage if schedule == "pipedream" else 0, microbatch, each
+        )
     if schedule == "pipedream":
         return max(0, microbatch - (stages - 1 - stage))
     if schedule == "pipedream-vertical-sync":
@@ -38,6 +45,16 @@ def version(schedule: str, stages: int, stage: int, microbatch: int, each: int) 
     if schedule == "pipedream-2bw":
         return max(0, microbatch // each - 1)
     return microbatch // each
+
+
+def _version_of_round(replicas: Sequence[int], stage: int, microbatch: int, each: int) -> int:
+    """The minibatches that are back as a round begins, of one microbatch for each rank: all but
+    the last ones in flight, which are as many as keep all ranks from the stage on busy.
+    """
+    ranks, own = sum(replicas[stage:]), replicas[stage]
+    in_flight = next(rounds for rounds in range(1, ranks + 1) if rounds * own >= ranks)
+    rounds_back = microbatch // own + 1 - in_flight
+    return max(0, rounds_back * own // each)
 
 
 class DelayedGradients:
@@ -76,7 +93,9 @@ class DelayedGradients:
         versions = {name: [master.detach().clone()] for name, master in masters.items()}
         stepped = optimizer(list(masters.values()))
         initial = [group["lr"] for group in stepped.param_groups]
-        per_update = 1 if schedule in ("pipedream", "pipedream-vertical-sync") else each
+        on = list(map(len, plan.schedule.stage_ranks))
+        is_soon = schedule in ("pipedream", "pipedream-vertical-sync") and max(on) == 1
+        per_update = 1 if is_soon else each
         sums = {name: torch.zeros_like(master) for name, master in masters.items()}
         losses = []
         for number, (inputs, wanted) in enumerate(batches):
@@ -87,7 +106,7 @@ class DelayedGradients:
                 microbatch = number * each + index
                 for row in range(index, each * replicas, each):
                     for name, parameter in model.named_parameters():
-                        read = version(schedule, plan.k, owner[name], microbatch, each)
+                        read = version(schedule, on, owner[name], microbatch, each)
                         parameter.data.copy_(versions[name][read])
                         parameter.grad = None
                     x, y = rows[row]

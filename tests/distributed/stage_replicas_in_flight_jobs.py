@@ -1,0 +1,40 @@
+"""What workers do in tests of weights in flight where stages have several ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from tests.delayed_gradients import OPTIMIZERS, DelayedGradients
+from tests.distributed.continuous_jobs import _is_same, _loss_distance, _own_distance
+from tests.distributed.stage_replica_jobs import replicated
+from tests.distributed.training_jobs import MICROBATCH, mixture
+from tests.training.test_continuous_training import batches_of
+
+
+def trained(
+    replicas: tuple[int, ...], schedule: str, microbatches: int, **options: Any
+) -> dict[str, tuple[float, float, float]]:
+    """How far losses and weights are from those of the recurrence, by optimizer, and how far the
+    weights are from those of synchronous steps.
+    """
+    run = replicated(replicas, microbatches, schedule=schedule)
+    samples = MICROBATCH * microbatches
+    batches = batches_of(samples)
+    oracle = DelayedGradients(mixture(samples), run.pipeline.plan)
+    initial = {name: value.clone() for name, value in run.pipeline.state_dict().items()}
+    found = {}
+    for name, optimizer in OPTIMIZERS.items():
+        run.pipeline.load_state_dict({**mixture(samples).model.state_dict(), **initial})
+        run.pipeline.steps = 0
+        losses = list(run.pipeline.train(iter(batches), optimizer, **options))
+        plan = run.pipeline.plan
+        wanted, state = oracle.train(plan, batches, optimizer, **options)
+        _, steps = oracle.train(plan, batches, optimizer, schedule="1f1b", **options)
+        found[name] = (
+            _loss_distance(losses, wanted),
+            _own_distance(run.pipeline, state),
+            _own_distance(run.pipeline, steps),
+        )
+    return found

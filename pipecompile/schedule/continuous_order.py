@@ -17,9 +17,7 @@ A stage closes an update behind the last backward of it (REDUCE: its gradients a
 steps at once; or it defers the step until a forward needs the version that the step makes.
 
 Replicas of a stage take its microbatches in turns. Each goes on by the same rule with its own ones,
-of which it keeps `PipelineSize.depth` in flight, and closes an update when all of its ranks do. A
-rank that waits there holds up nobody whom the others wait for: what one of its backwards waits for
-are the backward of the same microbatch in the next stage, and others of earlier microbatches.
+of which it keeps `PipelineSize.depth` in flight (replicated_order.py).
 """
 
 from __future__ import annotations
@@ -48,29 +46,23 @@ class UpdatedWeights:
 class _StageOrder:
     """How far one stage is: counts of its forwards, backwards, posted receives, closed updates.
 
-    They count the microbatches that this process has of the stage: all of them, `per_round` in a
-    round, or every `stride`-th from `turn` on. It keeps those of `depth` rounds in flight.
+    They count the microbatches that this process has of the stage: every `stride`-th from `turn`
+    on, of which it keeps `depth` in flight.
     """
 
     stage: int
     weights: Sequence[UpdatedWeights]
     depth: int
-    turn: int = 0
-    stride: int = 1
-    per_round: int = 1
-    forwards: int = 0
-    backwards: int = 0
-    received: int = 0
-    closed: int = 0
+    turn: int
+    stride: int
+    forwards: int
+    backwards: int
+    received: int
+    closed: int
 
     def microbatch(self, index: int) -> int:
         """Return the number of the index-th microbatch of the stage here."""
         return self.turn + index * self.stride
-
-    @property
-    def is_full(self) -> bool:
-        """Whether as many are in flight as may be."""
-        return self.forwards // self.per_round >= self.backwards // self.per_round + self.depth
 
     @property
     def unfinished(self) -> int:
@@ -83,19 +75,19 @@ class ContinuousOrder:
     """The order of the `stages` of this process, by index with the weights that each updates.
 
     `recomputed` are pairs of a stage and a microbatch, numbered in its minibatch, whose forward is
-    recomputed. With a `replica` this is that one of the ranks of its only stage, and all others are
-    elsewhere; else this process has all microbatches of all stages. With `messages` it exchanges
-    these. The order begins at `first`, up to which all microbatches have gone back, in whole
-    minibatches.
+    recomputed. With `messages` all other stages are on other ranks, and this one has one stage;
+    else this process has all. A stage with replicas is alone too, and this is the one with the
+    number `replica`. The order begins at `first`, up to which all microbatches have gone back, in
+    whole minibatches.
     """
 
     size: PipelineSize
     rule: VersionRule
     stages: Mapping[int, Sequence[UpdatedWeights]]
     recomputed: Collection[tuple[int, int | None]] = ()
-    replica: int | None = None
     messages: bool = False
     first: int = 0
+    replica: int = 0
     _orders: dict[int, _StageOrder] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -105,12 +97,15 @@ class ContinuousOrder:
         self._orders = {stage: self._order(stage, updates) for stage in self.stages}
 
     def _order(self, stage: int, updates: int) -> _StageOrder:
-        replicas, depth = self.size.replicas[stage], self.size.depth(stage)
-        order = _StageOrder(stage, self.stages[stage], depth, per_round=replicas, closed=updates)
-        if self.replica is not None:
-            order.turn, order.stride, order.per_round = self.replica, replicas, 1
-        order.forwards = order.backwards = order.received = self.first // order.stride
-        return order
+        weights, depth = self.stages[stage], self.size.depth(stage)
+        stride = self.size.replicas[stage]
+        begun = [self.first // stride] * 3
+        return _StageOrder(stage, weights, depth, self.replica, stride, *begun, closed=updates)
+
+    @property
+    def unfinished(self) -> int:
+        """The first microbatch of this process that has not gone back through all stages here."""
+        return min(order.unfinished for order in self._orders.values())
 
     def until(self, done: int, read: int) -> Iterator[Action]:
         """Yield actions until `done` microbatches have gone back, of the `read` ones that may
@@ -119,13 +114,12 @@ class ContinuousOrder:
         Each action is to be performed before the next one is asked for. `1STEP4@5` is the step
         that makes version 5, after microbatch 4 was the last one to go back through the stage.
         """
-        while any(order.unfinished < done for order in self._orders.values()):
+        while self.unfinished < done:
             moved = False
             for order in self._orders.values():
-                actions = self._next(order, read)
-                if actions is not None:
+                if self._is_ready(order, read):
                     moved = True
-                    yield from actions
+                    yield from self._next(order, read)
             assert moved, "no stage can go on, although microbatches are left"
 
     def deferred_steps(self) -> Iterator[Action]:
@@ -135,19 +129,25 @@ class ContinuousOrder:
                 while weights.steps < order.closed:
                     yield self._step(order, weights)
 
-    def _next(self, order: _StageOrder, read: int) -> Iterator[Action] | None:
-        """Return the next actions of a stage; None if they need what a stage beside it in this
-        process has not done yet. A message is waited for.
+    def _is_forward(self, order: _StageOrder, read: int) -> bool:
+        in_flight = order.forwards - order.backwards
+        return order.microbatch(order.forwards) < read and in_flight < order.depth
+
+    def _is_ready(self, order: _StageOrder, read: int) -> bool:
+        """Return whether a stage has a next action and what that needs of a stage beside it, if
+        that is in this process; a message is waited for.
         """
-        before, behind = self._orders.get(order.stage - 1), self._orders.get(order.stage + 1)
-        if order.microbatch(order.forwards) < read and not order.is_full:
-            if before is None or before.forwards > order.forwards:
-                return self._forward(order, read)
-            if order.per_round == 1:
-                return None
-            # A round may be longer than the stage before has begun: some of its ranks go on.
+        if self._is_forward(order, read):
+            before = self._orders.get(order.stage - 1)
+            return before is None or before.forwards > order.forwards
+        behind = self._orders.get(order.stage + 1)
         is_there = behind is None or behind.backwards > order.backwards
-        return self._backward(order) if order.backwards < order.forwards and is_there else None
+        return order.backwards < order.forwards and is_there
+
+    def _next(self, order: _StageOrder, read: int) -> Iterator[Action]:
+        if self._is_forward(order, read):
+            return self._forward(order, read)
+        return self._backward(order)
 
     def _forward(self, order: _StageOrder, read: int) -> Iterator[Action]:
         microbatch = order.microbatch(order.forwards)

@@ -88,7 +88,7 @@ def _minibatches(plan: Plan, count: int) -> Schedule:
     for stage, ranks in enumerate(planned.stage_ranks):
         for replica, rank in enumerate(ranks):
             weights = [UpdatedWeights(stage, deferred=False)]
-            order = ContinuousOrder(size, rule, {stage: weights}, recomputed, replica)
+            order = ContinuousOrder(size, rule, {stage: weights}, recomputed, replica=replica)
             rows[rank] += _without_versions(order.until(through, through))
     return Schedule.of(planned.name, through, planned.placement, rows)
 

@@ -13,7 +13,7 @@ the pipeline would be emptied.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -36,6 +36,7 @@ from pipecompile.runtime.weight_updates import OwnedWeights, WeightUpdates
 from pipecompile.runtime.weight_versions import WeightVersions
 from pipecompile.schedule.asynchronous_versions import PipelineSize, rule_of
 from pipecompile.schedule.continuous_order import ContinuousOrder, UpdatedWeights
+from pipecompile.schedule.replicated_order import ReplicatedOrder
 from pipecompile.training.batch_reader import BatchReader, input_and_target
 from pipecompile.training.programs import Programs
 from pipecompile.training.runner import Runner
@@ -311,24 +312,20 @@ class ContinuousTraining(Iterator[Any]):
             observers=[] if parts.runner.watch is None else [parts.runner.watch],
             recorders=parts.recorders,
         )
-        order = ContinuousOrder(
-            self._size,
-            self._rule,
-            {stage: self._updated_by(stage) for stage in stages},
-            recomputed,
-            self._replica,
-            messages=messages is not None,
-            first=self._done * each,
-        )
+        order = self._order(recomputed, has_messages=messages is not None)
         return _MinibatchFlow(order, minibatches, messages, {})
 
-    @property
-    def _replica(self) -> int | None:
-        """Which of the ranks of its stage this is; None in one process, which has all stages."""
-        share = self._parts.share
-        if not share.is_distributed:
-            return None
-        return share.place.rank - self._parts.plan.schedule.placement[share.stages[0]]
+    def _order(
+        self, recomputed: Collection[tuple[int, int | None]], *, has_messages: bool
+    ) -> ContinuousOrder | ReplicatedOrder:
+        share, first = self._parts.share, self._done * self._size.microbatches
+        weights = {stage: self._updated_by(stage) for stage in share.stages}
+        if self._size.has_replicas:
+            rank = share.place.rank if share.is_distributed else None
+            return ReplicatedOrder(self._size, self._rule, weights, recomputed, rank, first)
+        return ContinuousOrder(
+            self._size, self._rule, weights, recomputed, messages=has_messages, first=first
+        )
 
     @property
     def _turns(self) -> int:
@@ -371,7 +368,7 @@ class _MinibatchFlow:
     `sizes` are those of the microbatches of each minibatch.
     """
 
-    order: ContinuousOrder
+    order: ContinuousOrder | ReplicatedOrder
     minibatches: MinibatchesInFlight
     messages: Messages | None
     sizes: dict[int, MicrobatchSizes]

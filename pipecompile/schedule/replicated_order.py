@@ -1,0 +1,192 @@
+"""1F1B-RR without end: stages whose replicas take microbatches in turns, as minibatches follow each
+other.
+
+Each rank goes on by continuous_order.py. Where its messages and sums stand is another question: a
+rank meets several others, which have no common order by themselves. So every process follows all
+ranks, one action of each after the other, and all have one global order of these:
+
+    rank 0 of stage 0   F0 SEND          F2 SEND               RECV B0 …
+    rank 1 of stage 0           F1 SEND          F3 SEND
+    rank 2 of stage 1   RECV F0 B0 SEND RECV F1 …
+
+A receive stands where the message is sent, and a rank that closes an update (REDUCE) goes on when
+all replicas of its stage have. So the order of all actions is a linear extension of what each waits
+for, and cannot deadlock, even if every send blocks until it is received (as in transfers.py).
+
+There is always a rank that can go on. A backward waits for that of its microbatch in the next
+stage, and else for earlier microbatches only: of the forwards before it on its rank the last one is
+of a microbatch that the stages before begin while earlier ones than this one go back, since the
+ranks from a stage on, divided by its replicas and rounded up, are in flight (`PipelineSize.depth`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from pipecompile.ir.schedule import COMPUTE, Action, Kind
+from pipecompile.schedule.asynchronous_versions import PipelineSize, VersionRule
+from pipecompile.schedule.continuous_order import ContinuousOrder, UpdatedWeights
+from pipecompile.schedule.dependencies import message_of
+
+__all__ = ["ReplicatedOrder"]
+
+_INPUTS = {Kind.FORWARD: -1, Kind.BACKWARD: 1}
+"""By kind how many stages further the action is, of the same kind, that it waits for."""
+
+
+@dataclass
+class _Rank:
+    """A rank of `stage`: its order, of which `head` is the next action, and what it has done.
+
+    `last` has by kind the last microbatch that is done, and `closed` is the last closed update.
+    """
+
+    stage: int
+    order: ContinuousOrder
+    last: dict[Kind, int]
+    closed: int
+    head: Action | None = None
+    _actions: Iterator[Action] = field(default_factory=lambda: iter(()), repr=False)
+
+    def begin(self, done: int, read: int) -> None:
+        """Go on until microbatches up to `done` have gone back, of `read`."""
+        self._actions = self.order.until(done, read)
+        self.head = next(self._actions, None)
+
+    def advance(self) -> None:
+        """Note that the next action is done."""
+        assert self.head is not None, "a rank at its end is not asked to go on"
+        stage, kind, microbatch, version = self.head
+        if microbatch is not None:
+            self.last[kind] = microbatch
+        elif stage == self.stage and version is not None:
+            self.closed = version
+        self.head = next(self._actions, None)
+
+
+@dataclass
+class ReplicatedOrder:
+    """The order of one rank, with its messages, or without a `rank` that of a process which has all
+    stages.
+
+    `weights` are those that each stage of this process updates; in one process once, when all
+    replicas have closed the update. `recomputed` and `first` are those of `ContinuousOrder`.
+    """
+
+    size: PipelineSize
+    rule: VersionRule
+    weights: Mapping[int, Sequence[UpdatedWeights]]
+    recomputed: Collection[tuple[int, int | None]] = ()
+    rank: int | None = None
+    first: int = 0
+    _ranks: list[_Rank] = field(init=False, repr=False)
+    _updated: dict[tuple[int, Kind], int] = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        self._ranks = [
+            self._at(stage, replica)
+            for stage, replicas in enumerate(self.size.replicas)
+            for replica in range(replicas)
+        ]
+        # In one process, by owner and kind the last version that was closed or made.
+        self._updated = {}
+
+    def _at(self, stage: int, replica: int) -> _Rank:
+        # A rank updates what it has of earlier stages too; of others it does not matter here.
+        updated = [replace(each) for each in self.weights.get(stage, [UpdatedWeights(stage, False)])]
+        order = ContinuousOrder(
+            self.size,
+            self.rule,
+            {stage: updated},
+            self.recomputed,
+            first=self.first,
+            replica=replica,
+        )
+        before = self.first - 1
+        last = {Kind.FORWARD: before, Kind.BACKWARD: before}
+        return _Rank(stage, order, last, self.rule.update(self.size, self.first))
+
+    def until(self, done: int, read: int) -> Iterator[Action]:
+        """Yield actions until `done` microbatches have gone back, of the `read` ones that may
+        begin. Each is to be performed before the next one is asked for.
+        """
+        for rank in self._ranks:
+            rank.begin(done, read)
+        while any(rank.head is not None for rank in self._ranks):
+            heads = [rank.head for rank in self._ranks]
+            for rank in self._ranks:
+                yield from self._turn(rank)
+            assert heads != [rank.head for rank in self._ranks], "ranks wait for each other"
+
+    def deferred_steps(self) -> Iterator[Action]:
+        """Yield the steps that wait for a forward that needs them; the pipeline must be empty."""
+        for rank in self._ranks if self.rank is None else [self._ranks[self.rank]]:
+            for action in rank.order.deferred_steps():
+                yield from self._own(rank, action)
+
+    def _turn(self, rank: _Rank) -> Iterator[Action]:
+        """Yield what this process does while a rank performs one compute action, if it can, and the
+        updates before it.
+        """
+        while rank.head is not None and self._is_possible(rank, rank.head):
+            action = rank.head
+            yield from self._own(rank, action)
+            rank.advance()
+            if action.kind in COMPUTE:
+                return
+
+    def _is_possible(self, rank: _Rank, action: Action) -> bool:
+        """Return whether all that an action waits for is done on other ranks."""
+        if action.kind is Kind.REDUCE:
+            # A rank sums what it has of earlier stages beside its next actions.
+            replicas = self._replicas(action.stage) if action.stage == rank.stage else []
+            return all(each.head == action or each.closed >= rank.closed + 1 for each in replicas)
+        source = rank.stage + _INPUTS.get(action.kind, 0)
+        if source in (rank.stage, -1, self.size.stages):
+            return True
+        assert action.microbatch is not None, "compute actions name their microbatch"
+        return self._having(source, action.microbatch).last[action.kind] >= action.microbatch
+
+    def _own(self, rank: _Rank, action: Action) -> Iterator[Action]:
+        """Yield what this process does of an action of some rank, and of its message."""
+        if self.rank is None:
+            yield from self._of_all(rank, action)
+            return
+        own = self._ranks[self.rank]
+        if rank is own:
+            yield action
+        message = message_of(action, self.size.stages, (True,) * self.size.stages)
+        if message is not None:
+            send, receive = message
+            assert receive.microbatch is not None, "messages are of one microbatch"
+            if rank is own:
+                yield send
+            elif self._having(receive.stage, receive.microbatch) is own:
+                yield receive
+
+    def _of_all(self, rank: _Rank, action: Action) -> Iterator[Action]:
+        """Yield an action of a process that has all stages, which updates the weights of each once:
+        as soon as a replica does.
+        """
+        if action.kind in COMPUTE:
+            yield action
+            return
+        key, version = (action.stage, action.kind), action.version or 0
+        if self._updated.get(key, 0) >= version:
+            return
+        self._updated[key] = version
+        if action.kind is Kind.STEP:
+            unfinished = min(each.order.unfinished for each in self._replicas(rank.stage))
+            action = action._replace(microbatch=unfinished - 1)
+        yield action
+
+    def _replicas(self, stage: int) -> list[_Rank]:
+        start = sum(self.size.replicas[:stage])
+        return self._ranks[start : start + self.size.replicas[stage]]
+
+    def _having(self, stage: int, microbatch: int) -> _Rank:
+        """Return the rank of a stage that has a microbatch."""
+        return self._ranks[
+            sum(self.size.replicas[:stage]) + microbatch % self.size.replicas[stage]
+        ]

@@ -34,17 +34,21 @@ def trained(
     return found
 
 
-def resumed(schedule: str, microbatches: int, folder: str) -> tuple[int, bool, bool]:
-    """Train with a drain, an evaluation and a checkpoint on the way, and from that checkpoint.
+def resumed(
+    schedule: str, microbatches: int, folder: str, on: tuple[int, ...] = (1, 1)
+) -> tuple[int, bool, bool]:
+    """Train with a drain, an evaluation and a checkpoint on the way, and from that checkpoint, with
+    the stages `on` so many ranks each.
 
     Returns how many minibatches the checkpoint has, and whether either ends bit for bit where an
     undisturbed run does.
     """
     batches = batches_of(MICROBATCH * microbatches, 8)
     optimizer = OPTIMIZERS["momentum"]
-    through, disturbed, again = (
-        run_of(2, 1, schedule=schedule, microbatches=microbatches).pipeline for _ in range(3)
-    )
+    options: Any = {"schedule": schedule, "microbatches": microbatches}
+    if max(on) > 1:
+        options["stage_replicas"] = on
+    through, disturbed, again = (run_of(sum(on), 1, **options).pipeline for _ in range(3))
     list(through.train(batches, optimizer))
     losses = disturbed.train(batches, optimizer)
     for _ in range(3):

@@ -7,11 +7,13 @@ from pathlib import Path
 import pytest
 
 from tests.distributed import stage_replicas_in_flight_jobs as jobs
+from tests.distributed.continuous_jobs import resumed
 from tests.distributed.workers import Workers
 
 EXACT = 1e-12
 
 
+@pytest.mark.one_case_in(4)
 @pytest.mark.parametrize(
     ("replicas", "schedule", "microbatches"),
     [
@@ -33,3 +35,21 @@ def test_replicas_follow_the_recurrence(
         for losses, weights, from_synchronous in found.values():
             assert max(losses, weights) <= EXACT, found
             assert from_synchronous > 1e-3
+
+
+def test_the_norm_counts_the_gradients_of_replicas_once(workers: Workers, tmp_path: Path) -> None:
+    args = (2, 1), "pipedream-2bw", 2
+    for found in workers.run(3, jobs.trained, *args, max_norm=0.1, folder=str(tmp_path)):
+        for losses, weights, _ in found.values():
+            assert max(losses, weights) <= EXACT, found
+
+
+@pytest.mark.one_case_in(2)
+@pytest.mark.parametrize("schedule", ["pipedream", "pipedream-2bw"])
+def test_a_run_that_is_saved_on_the_way_goes_on_as_it_would_have(
+    workers: Workers, tmp_path: Path, schedule: str
+) -> None:
+    args = schedule, 2, str(tmp_path / "checkpoint"), (2, 1)
+    for done, *are_same in workers.run(3, resumed, *args, folder=str(tmp_path)):
+        assert 3 <= done < 8
+        assert all(are_same)

@@ -79,6 +79,20 @@ def test_every_rule_is_its_recurrence(schedule: str, k: int) -> None:
     assert distance(pipeline, synchronous) > 1e-3
 
 
+@pytest.mark.parametrize("schedule", RULES)
+def test_replicas_of_stages_in_one_process_follow_their_recurrence(schedule: str) -> None:
+    """Stage 0 has two ranks, whose microbatches one process takes."""
+    target, oracle = oracle_of(4)
+    batches = batches_of(8, 10)
+    pipeline = pipeline_of(target, 3, schedule, 4, stage_replicas=(2, 1, 1))
+    adamw = OPTIMIZERS["adamw"]
+    pipeline.load_state_dict(target.model.state_dict())
+    losses = [loss.item() for loss in pipeline.train(batches, adamw)]
+    wanted, state = oracle.train(pipeline.plan, batches, adamw)
+    assert losses == pytest.approx(wanted, rel=EXACT)
+    assert distance(pipeline, state) <= EXACT
+
+
 WIDTHS = (8, 20, 28, 36, 8)
 
 
@@ -124,13 +138,13 @@ def assert_same(left: dict[str, Tensor], right: dict[str, Tensor]) -> None:
     assert all(torch.equal(left[name], right[name]) for name in left)
 
 
-def weight_changes(pipeline: Pipeline) -> list[list[int]]:
+def weight_changes(pipeline: Pipeline, samples: int = 8) -> list[list[int]]:
     """For each parameter the storages of its size that a run makes (1) and frees (-1), in order."""
 
     def run() -> None:
         for parameter in pipeline.parameters():
             parameter.data = parameter.data.clone()  # else what was there before is not counted
-        list(pipeline.train(chain_batches(), sgd))
+        list(pipeline.train(chain_batches(samples=samples), sgd))
 
     allocated, sizes = allocations(run), [p.nbytes for p in pipeline.parameters()]
     return [[each // size for each in allocated if abs(each) == size] for size in sizes]
@@ -161,6 +175,26 @@ def test_copies_of_weights_are_those_of_the_papers(
     made = next(each for each in tries if [sum(changes) for changes in each] == left)
     # Gradients are as large as weights.
     assert [highest(changes) - gradients for changes in made] == copies
+
+
+@pytest.mark.parametrize(
+    ("schedule", "copies"),
+    [("pipedream", [3, 2, 2, 1]), ("pipedream-vertical-sync", [3, 3, 3, 3])],
+)
+def test_copies_of_weights_where_updates_are_those_of_minibatches(
+    schedule: str, copies: list[int]
+) -> None:
+    """Two ranks of stage 0 begin 4 microbatches ahead, the others 2, 1 and 0: with 2 in an update
+    that is 2, 1, 1 and 0 older versions.
+    """
+    options: Any = {"stage_replicas": (2, 1, 1, 1), "microbatches": 2}
+    pipeline = chain_of(schedule, **options)
+    sizes = [p.nbytes for p in pipeline.parameters()]
+    planned = [rank.parameters.expected for rank in pipeline.plan.prediction.memory]
+    assert planned == [size * n for size, n in zip(sizes[:1] + sizes, copies[:1] + copies)]
+    tries = (weight_changes(chain_of(schedule, **options), 4) for _ in range(4))
+    made = next(each for each in tries if all(sum(changes) == 1 for changes in each))
+    assert [highest(changes) - 2 for changes in made] == copies  # 2 gradients
 
 
 @pytest.mark.parametrize("schedule", RULES)

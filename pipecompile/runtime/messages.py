@@ -14,6 +14,7 @@ kept until the step ends.
 
 from __future__ import annotations
 
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain
 from typing import NamedTuple
@@ -92,10 +93,11 @@ class Messages:
         self._device = device
         self._group = group
         self._remainder: tuple[int, Boundaries] | None = None
-        self._buffers: dict[Action, _Buffers] = {}
+        # Minibatches in flight number their microbatches alike: what was posted first comes first.
+        self._buffers: dict[Action, deque[_Buffers]] = defaultdict(deque)
         self._trains = True
         self._missing = MissingGradients()
-        self._receiving: dict[Action, list[dist.Work]] = {}
+        self._receiving: dict[Action, deque[list[dist.Work]]] = defaultdict(deque)
         self._sending: list[dist.Work] = []
         self._sent_before: list[dist.Work] = []
         self._deadline = Deadline()
@@ -113,15 +115,15 @@ class Messages:
             source = action.stage + 1
             buffers = self._gradient_buffers(self._key(action, source), boundaries[source])
         # The table holds the buffers while something may be written to them.
-        self._buffers[action] = buffers
+        self._buffers[action].append(buffers)
         peer = peer_of(self._peers, source, action.microbatch)
-        self._receiving[action] = self._start(dist.irecv, buffers.written, peer)
+        self._receiving[action].append(self._start(dist.irecv, buffers.written, peer))
 
     def wait(self, action: Action) -> Values:
         """Return what the receive of `action` has brought, once it is there."""
-        for work in self._receiving.pop(action):
+        for work in self._receiving[action].popleft():
             self._deadline.wait(work)
-        values, told = self._buffers.pop(action)
+        values, told = self._buffers[action].popleft()
         if told is None:
             return values
         flags = tuple(told.tolist())

@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -39,14 +40,17 @@ def recorded(ranks: int, replicas: int, schedule: str, folder: str) -> Recorded:
     return run.pipeline.plan, recording.run
 
 
-def recorded_in_flight(schedule: str, microbatches: int) -> tuple[Plan, RecordedRun | None, bool]:
+def recorded_in_flight(
+    schedule: str, microbatches: int, on: tuple[int, ...]
+) -> tuple[Plan, RecordedRun | None, bool]:
     """A block amid a run without end, with a drain in it, and whether the run ended as one does
-    that nobody records.
+    that nobody records; the stages are `on` so many ranks each.
     """
     batches = batches_of(MICROBATCH * microbatches, 12)
-    plain, recorded = (
-        run_of(2, 1, schedule=schedule, microbatches=microbatches).pipeline for _ in range(2)
-    )
+    options: Any = {"schedule": schedule, "microbatches": microbatches}
+    if max(on) > 1:
+        options["stage_replicas"] = on
+    plain, recorded = (run_of(sum(on), 1, **options).pipeline for _ in range(2))
     wanted = list(plain.train(batches, OPTIMIZERS["momentum"]))
     run = recorded.train(batches, OPTIMIZERS["momentum"])
     losses = [next(run)]

@@ -89,13 +89,19 @@ def test_a_run_is_compared_with_its_plan(workers: Workers, tmp_path: Path) -> No
 
 @pytest.mark.one_case_in(3)
 @pytest.mark.parametrize(
-    ("schedule", "microbatches"),
-    [("pipedream-2bw", 2), ("pipedream", 1), ("pipedream-vertical-sync", 1)],
+    ("schedule", "microbatches", "on"),
+    [
+        ("pipedream-2bw", 2, (1, 1)),
+        ("pipedream", 1, (1, 1)),
+        ("pipedream-vertical-sync", 1, (1, 1)),
+        ("pipedream", 2, (2, 1)),
+    ],
 )
 def test_minibatches_in_flight_are_recorded_from_the_empty_pipeline_to_the_empty_one(
-    workers: Workers, tmp_path: Path, schedule: str, microbatches: int
+    workers: Workers, tmp_path: Path, schedule: str, microbatches: int, on: tuple[int, ...]
 ) -> None:
-    results = workers.run(2, jobs.recorded_in_flight, schedule, microbatches, folder=str(tmp_path))
+    args = schedule, microbatches, on
+    results = workers.run(sum(on), jobs.recorded_in_flight, *args, folder=str(tmp_path))
     assert all(is_same for _, _, is_same in results)
     plan, run, _ = results[0]
     assert run is not None and results[1][1] is None

@@ -122,7 +122,10 @@ def _full_pipeline(plan: Plan) -> Iterator[str]:
     busy = sum(loads) * plan.microbatches / max(len(loads) * minibatch_ns, 1)
     # Loads are rounded down, each by less than one.
     is_held_up = minibatch_ns > (max(loads) + 1) * plan.microbatches
-    why = "messages are waited for" if is_held_up else "its slowest rank never waits"
+    waits = "messages are waited for"
+    if has_stage_replicas(plan.schedule.placement):
+        waits = "ranks wait for messages, or for other ranks of their stage"
+    why = waits if is_held_up else "its slowest rank never waits"
     yield f"             in a full pipeline one takes {minibatch}, bubble {1 - busy:.1%}: {why}"
 
 

@@ -181,9 +181,7 @@ def rule_of(weight_versions: WeightVersions) -> VersionRule | None:
     return _RULES.get(weight_versions)
 
 
-def with_versions(
-    row: Iterable[Action], rule: VersionRule, size: PipelineSize
-) -> Iterator[Action]:
+def with_versions(row: Iterable[Action], rule: VersionRule, size: PipelineSize) -> Iterator[Action]:
     """Yield the actions of a rank with their versions, and the optimizer steps.
 
     A step follows the last backward of each update on the rank.

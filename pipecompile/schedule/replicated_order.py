@@ -13,10 +13,10 @@ A receive stands where the message is sent, and a rank that closes an update (RE
 all replicas of its stage have. So the order of all actions is a linear extension of what each waits
 for, and cannot deadlock, even if every send blocks until it is received (as in transfers.py).
 
-There is always a rank that can go on. A backward waits for that of its microbatch in the next
-stage, and else for earlier microbatches only: of the forwards before it on its rank the last one is
-of a microbatch that the stages before begin while earlier ones than this one go back, since the
-ranks from a stage on, divided by its replicas and rounded up, are in flight (`PipelineSize.depth`).
+There is always a rank that can go on, as a backward waits for that of its microbatch in the next
+stage, and else for earlier microbatches only. On its rank the forward of the one that is
+(depth − 1) × replicas further comes before it, which is less than the ranks from the stage on
+(`PipelineSize.depth`): the stages before begin that one when earlier ones than this have gone back.
 """
 
 from __future__ import annotations
@@ -93,8 +93,9 @@ class ReplicatedOrder:
         self._updated = {}
 
     def _at(self, stage: int, replica: int) -> _Rank:
-        # A rank updates what it has of earlier stages too; of others it does not matter here.
-        updated = [replace(each) for each in self.weights.get(stage, [UpdatedWeights(stage, False)])]
+        # What ranks elsewhere update besides their own weights does not matter here.
+        weights = self.weights.get(stage, [UpdatedWeights(stage, deferred=False)])
+        updated = [replace(each) for each in weights]
         order = ContinuousOrder(
             self.size,
             self.rule,
@@ -138,10 +139,11 @@ class ReplicatedOrder:
 
     def _is_possible(self, rank: _Rank, action: Action) -> bool:
         """Return whether all that an action waits for is done on other ranks."""
-        if action.kind is Kind.REDUCE:
-            # A rank sums what it has of earlier stages beside its next actions.
-            replicas = self._replicas(action.stage) if action.stage == rank.stage else []
-            return all(each.head == action or each.closed >= rank.closed + 1 for each in replicas)
+        if action.kind is Kind.REDUCE and action.stage == rank.stage:
+            # Those that have gone on by now have closed it.
+            waiting = [each for each in self._replicas(rank.stage) if each.closed == rank.closed]
+            return all(each.head == action for each in waiting)
+        # What a rank has of earlier stages is summed beside its next actions.
         source = rank.stage + _INPUTS.get(action.kind, 0)
         if source in (rank.stage, -1, self.size.stages):
             return True
@@ -187,6 +189,4 @@ class ReplicatedOrder:
 
     def _having(self, stage: int, microbatch: int) -> _Rank:
         """Return the rank of a stage that has a microbatch."""
-        return self._ranks[
-            sum(self.size.replicas[:stage]) + microbatch % self.size.replicas[stage]
-        ]
+        return self._ranks[sum(self.size.replicas[:stage]) + microbatch % self.size.replicas[stage]]

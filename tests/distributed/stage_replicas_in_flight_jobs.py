@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-
 from tests.delayed_gradients import OPTIMIZERS, DelayedGradients
-from tests.distributed.continuous_jobs import _is_same, _loss_distance, _own_distance
+from tests.distributed.continuous_jobs import _loss_distance, _own_distance
 from tests.distributed.stage_replica_jobs import replicated
 from tests.distributed.training_jobs import MICROBATCH, mixture
 from tests.training.test_continuous_training import batches_of

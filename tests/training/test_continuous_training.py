@@ -191,7 +191,8 @@ def test_copies_of_weights_where_updates_are_those_of_minibatches(
     pipeline = chain_of(schedule, **options)
     sizes = [p.nbytes for p in pipeline.parameters()]
     planned = [rank.parameters.expected for rank in pipeline.plan.prediction.memory]
-    assert planned == [size * n for size, n in zip(sizes[:1] + sizes, copies[:1] + copies)]
+    pairs = zip(sizes[:1] + sizes, copies[:1] + copies, strict=True)
+    assert planned == [size * count for size, count in pairs]
     tries = (weight_changes(chain_of(schedule, **options), 4) for _ in range(4))
     made = next(each for each in tries if all(sum(changes) == 1 for changes in each))
     assert [highest(changes) - 2 for changes in made] == copies  # 2 gradients

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from random import Random
+from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -40,12 +41,15 @@ def delayed_steps(ranks: int, schedule: str, steps: int) -> float:
     return worst
 
 
-def delayed_minibatches(ranks: int, schedule: str, microbatches: int, count: int) -> bool:
-    """Whether a run without end leaves the same weights, bit for bit, if every action is late."""
+def delayed_minibatches(on: tuple[int, ...], schedule: str, microbatches: int, count: int) -> bool:
+    """Whether a run without end leaves the same weights, bit for bit, if every action is late; the
+    stages are `on` so many ranks each.
+    """
     batches = batches_of(MICROBATCH * microbatches, count)
-    punctual, late = (
-        run_of(ranks, 1, schedule=schedule, microbatches=microbatches).pipeline for _ in range(2)
-    )
+    options: Any = {"schedule": schedule, "microbatches": microbatches}
+    if max(on) > 1:
+        options["stage_replicas"] = on
+    punctual, late = (run_of(sum(on), 1, **options).pipeline for _ in range(2))
     random = Random(dist.get_rank())
     losses = list(punctual.train(batches, OPTIMIZERS["momentum"]))
     with patch.object(RankStep, "_perform", _late(RankStep._perform, random)):

@@ -13,9 +13,9 @@ from tests.training.test_continuous_training import batches_of
 
 def trained(
     replicas: tuple[int, ...], schedule: str, microbatches: int, **options: Any
-) -> dict[str, tuple[float, float, float]]:
-    """How far losses and weights are from those of the recurrence, by optimizer, and how far the
-    weights are from those of synchronous steps.
+) -> dict[str, tuple[float, float, float, int]]:
+    """How far losses and weights are from those of the recurrence, by optimizer, how far the
+    weights are from those of synchronous steps, and how many copies of them the rank had at most.
     """
     run = replicated(replicas, microbatches, schedule=schedule)
     samples = MICROBATCH * microbatches
@@ -26,7 +26,11 @@ def trained(
     for name, optimizer in OPTIMIZERS.items():
         run.pipeline.load_state_dict({**mixture(samples).model.state_dict(), **initial})
         run.pipeline.steps = 0
-        losses = list(run.pipeline.train(iter(batches), optimizer, **options))
+        training: Any = run.pipeline.train(iter(batches), optimizer, **options)
+        own, losses, copies = training.weights[run.pipeline._share.stages[0]], [], 0
+        for loss in training:
+            losses.append(loss)
+            copies = max(copies, len(own.versions.live))
         plan = run.pipeline.plan
         wanted, state = oracle.train(plan, batches, optimizer, **options)
         _, steps = oracle.train(plan, batches, optimizer, schedule="1f1b", **options)
@@ -34,5 +38,6 @@ def trained(
             _loss_distance(losses, wanted),
             _own_distance(run.pipeline, state),
             _own_distance(run.pipeline, steps),
+            copies,
         )
     return found

@@ -20,16 +20,24 @@ def test_two_hundred_steps_under_random_delays(
 
 
 @pytest.mark.parametrize(
-    ("schedule", "microbatches", "count"),
+    ("on", "schedule", "microbatches", "count"),
     [
-        ("pipedream", 1, 50),
-        sweep("pipedream", 1, 200),
-        sweep("pipedream-vertical-sync", 1, 200),
-        sweep("pipedream-2bw", 2, 200),
+        ((1, 1, 1), "pipedream", 1, 50),
+        ((2, 1), "pipedream", 2, 40),
+        sweep((1, 1, 1), "pipedream", 1, 200),
+        sweep((1, 1, 1), "pipedream-vertical-sync", 1, 200),
+        sweep((1, 1, 1), "pipedream-2bw", 2, 200),
+        sweep((2, 3, 1), "pipedream", 6, 100),
+        sweep((3, 1, 1), "pipedream-2bw", 3, 100),
     ],
 )
 def test_minibatches_in_flight_under_random_delays(
-    workers: Workers, tmp_path: Path, schedule: str, microbatches: int, count: int
+    workers: Workers,
+    tmp_path: Path,
+    on: tuple[int, ...],
+    schedule: str,
+    microbatches: int,
+    count: int,
 ) -> None:
-    args = 3, schedule, microbatches, count
-    assert all(workers.run(3, jobs.delayed_minibatches, *args, folder=str(tmp_path)))
+    args = on, schedule, microbatches, count
+    assert all(workers.run(sum(on), jobs.delayed_minibatches, *args, folder=str(tmp_path)))

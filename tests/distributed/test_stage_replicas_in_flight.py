@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from pipecompile.ir.stage_ranks import placement_of
+from pipecompile.schedule.named_orders import weight_copies
 from tests.distributed import stage_replicas_in_flight_jobs as jobs
 from tests.distributed.continuous_jobs import resumed
 from tests.distributed.workers import Workers
@@ -13,7 +15,7 @@ from tests.distributed.workers import Workers
 EXACT = 1e-12
 
 
-@pytest.mark.one_case_in(4)
+@pytest.mark.one_case_in(8)
 @pytest.mark.parametrize(
     ("replicas", "schedule", "microbatches"),
     [
@@ -31,16 +33,22 @@ def test_replicas_follow_the_recurrence(
     workers: Workers, tmp_path: Path, replicas: tuple[int, ...], schedule: str, microbatches: int
 ) -> None:
     args = replicas, schedule, microbatches
-    for found in workers.run(sum(replicas), jobs.trained, *args, folder=str(tmp_path)):
-        for losses, weights, from_synchronous in found.values():
+    of_stages = weight_copies(schedule, placement_of(replicas), microbatches)
+    planned = [
+        copies.own for copies, count in zip(of_stages, replicas, strict=True) for _ in range(count)
+    ]
+    ranks = workers.run(sum(replicas), jobs.trained, *args, folder=str(tmp_path))
+    for found, most in zip(ranks, planned, strict=True):
+        for losses, weights, from_synchronous, copies in found.values():
             assert max(losses, weights) <= EXACT, found
             assert from_synchronous > 1e-3
+            assert copies == most
 
 
 def test_the_norm_counts_the_gradients_of_replicas_once(workers: Workers, tmp_path: Path) -> None:
     args = (2, 1), "pipedream-2bw", 2
     for found in workers.run(3, jobs.trained, *args, max_norm=0.1, folder=str(tmp_path)):
-        for losses, weights, _ in found.values():
+        for losses, weights, *_ in found.values():
             assert max(losses, weights) <= EXACT, found
 
 

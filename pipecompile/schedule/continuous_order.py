@@ -99,8 +99,10 @@ class ContinuousOrder:
     def _order(self, stage: int, updates: int) -> _StageOrder:
         weights, depth = self.stages[stage], self.size.depth(stage)
         stride = self.size.replicas[stage]
-        begun = [self.first // stride] * 3
-        return _StageOrder(stage, weights, depth, self.replica, stride, *begun, closed=updates)
+        begun = self.first // stride
+        return _StageOrder(
+            stage, weights, depth, self.replica, stride, begun, begun, begun, closed=updates
+        )
 
     @property
     def unfinished(self) -> int:

@@ -126,21 +126,21 @@ def waits_for_replicas(schedule: Schedule) -> dict[Action, list[Action]]:
     return waits
 
 
-class _Step(NamedTuple):
+class _AroundStep(NamedTuple):
     """The compute actions around an optimizer step; none may follow it."""
 
     before: Action
     after: Action | None
 
 
-def _around_steps(row: Sequence[Action]) -> Iterator[_Step]:
+def _around_steps(row: Sequence[Action]) -> Iterator[_AroundStep]:
     """Yield for each optimizer step of a rank with one stage what surrounds it."""
     before: Action | None = None
     is_stepped = False
     for action in (*row, None):
         if action is None or action.kind in COMPUTE:
             if is_stepped and before is not None:
-                yield _Step(before, action)
+                yield _AroundStep(before, action)
             before, is_stepped = action, False
         elif action.kind is Kind.STEP:
             is_stepped = True

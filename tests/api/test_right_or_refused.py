@@ -216,9 +216,10 @@ def test_a_loss_that_begins_later_to_train_something_else_is_refused(
 ) -> None:
     loss_fn = LaterLoss(begin)
     pipeline = pipecompile(MODEL, X, k=2, microbatches=2, costs="flops", loss_fn=loss_fn)
+    pipeline.step(X, X)
+    pipeline.step(X, X)
     with pytest.raises(InputError, match=r"loss_fn trains a tensor of shape .* that is no output"):
-        for _ in range(4):
-            pipeline.step(X, X)
+        pipeline.step(X, X)
     assert loss_fn.calls == 6
     assert all(parameter.grad is None for parameter in HEAD.parameters())
 

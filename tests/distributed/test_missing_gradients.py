@@ -242,6 +242,64 @@ def test_constants_of_one_memory_may_lie_on_several_ranks(workers: Workers, tmp_
     assert workers.run(3, steps_with, *arguments, folder=str(tmp_path)) == [[], [], []]
 
 
+class Drawn(Layers):
+    """Both ranks read a buffer, a transposed one and a plain tensor, drawn on each by itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(dist.get_rank())
+        self.register_buffer("scale", torch.rand(WIDTH))
+        self.register_buffer("mixture", torch.rand(WIDTH, WIDTH).mT)
+        self.shift = torch.rand(WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """A tensor of shape (N, WIDTH) to one like it."""
+        first = self.second(self.first(self._mixed(x)).tanh())
+        return self.last(self._mixed(self.third(first).tanh()))
+
+    def _mixed(self, x: Tensor) -> Tensor:
+        return (x * self.scale + self.shift) @ self.mixture
+
+
+def drawn_values() -> tuple[list[list[float]], bool]:
+    """What this rank holds after it was compiled, and whether a step had a loss."""
+    options: dict[str, Any] = {"k": 2, "microbatches": 2, "costs": "flops", "self_check": False}
+    model = Drawn()
+    pipeline = pipecompile(model, BATCHES[0], loss_fn=lambda out, _: out.square().mean(), **options)
+    values = [value.flatten().tolist() for value in (model.scale, model.mixture, model.shift)]
+    return values, torch.isfinite(pipeline.step(BATCHES[0], everywhere=True)).item()
+
+
+def test_what_several_ranks_read_is_the_same_on_all(workers: Workers, tmp_path: Path) -> None:
+    (first, is_finite), last = workers.run(2, drawn_values, folder=str(tmp_path))
+    assert (first, is_finite) == last and is_finite
+
+
+class ViewedElsewhere(Layers):
+    """A plain tensor of one rank is a view of a parameter of another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.view = self.first.weight.detach()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """A tensor of shape (N, WIDTH) to one like it."""
+        return self.last(self.third(self.second(self.first(x)))) @ self.view
+
+
+def viewed_elsewhere() -> str:
+    """What a rank says of that."""
+    options: dict[str, Any] = {"k": 2, "microbatches": 2, "costs": "flops", "self_check": False}
+    with pytest.raises(InputError) as caught:
+        pipecompile(ViewedElsewhere(), BATCHES[0], **options)
+    return str(caught.value)
+
+
+def test_a_plain_tensor_that_shares_memory_is_refused(workers: Workers, tmp_path: Path) -> None:
+    for text in workers.run(2, viewed_elsewhere, folder=str(tmp_path)):
+        assert "_constant_0 and first.weight are tensors in the same memory" in text
+
+
 class Sized(Layers):
     """Small microbatches send one tensor less to the next stage."""
 

@@ -80,6 +80,27 @@ class Negative(Layers):
         return (self.last(self.third(part) * part),)
 
 
+class Turned(nn.Module):
+    """Its result lies in memory in rows or in columns, as data says."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """A tensor of shape (N, WIDTH) to one like it."""
+        return x.tanh() if x[0, 0] > 0 else x.mT.contiguous().mT.tanh()
+
+
+class LaidOutByData(Layers):
+    """Data says how a tensor that crosses boundaries lies in memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.turned = Turned()
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        """A tensor of shape (N, WIDTH) to one like it."""
+        turned = self.turned(self.first(x))
+        return (self.last(self.third(self.second(turned).tanh()).tanh() + turned),)
+
+
 def first_of(output: tuple[Tensor, ...], _: object) -> Tensor:
     return output[0].square().mean()
 
@@ -193,6 +214,26 @@ def test_a_gradient_that_is_missing_later_is_refused(workers: Workers, tmp_path:
     text = "before stage 1 was there in the first step, and is missing now"
     assert first.startswith("RankFaultError: rank 1 failed in 1SEND_B0") and text in first
     assert last.startswith("InputError: the gradient of tensor ") and text in last
+
+
+def laid_out_by_data() -> list[float]:
+    """The losses of steps of which data says how a tensor lies that crosses a boundary."""
+    options: dict[str, Any] = {"k": 2, "microbatches": 2, "costs": "flops", "self_check": False}
+    pipeline = pipecompile(
+        LaidOutByData(), BATCHES[0], loss_fn=first_of, step_timeout=10, **options
+    )
+    return [float(pipeline.step(batch, everywhere=True)) for batch in BATCHES]
+
+
+def test_data_may_say_how_a_tensor_lies_in_memory(workers: Workers, tmp_path: Path) -> None:
+    unsplit = LaidOutByData()
+    turned = unsplit.first.register_forward_hook(lambda _, __, out: seen.append(out[0, 0] > 0))
+    seen: list[Tensor] = []
+    expected = [first_of(unsplit(batch), None).item() for batch in BATCHES]
+    turned.remove()
+    assert len({bool(each) for each in seen}) == 2, "both layouts occur"
+    for losses in workers.run(2, laid_out_by_data, folder=str(tmp_path)):
+        assert losses == pytest.approx(expected)
 
 
 class Shared(Layers):

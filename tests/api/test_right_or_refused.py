@@ -108,6 +108,33 @@ def test_a_step_that_trains_nothing_is_refused(what: str) -> None:
     assert message in str(caught.value)
 
 
+@torch.inference_mode()
+def inference() -> Tensor:
+    return X.clone()
+
+
+INPUTS: dict[str, tuple[Callable[[], Any], str]] = {
+    "sparse": (X.to_sparse, "input is sparse_coo, of which no microbatches can be cut"),
+    "CSR": (X.to_sparse_csr, "input is sparse_csr, of which no microbatches can be cut"),
+    "nested": (lambda: NESTED, "input is nested, of which no microbatches can be cut"),
+    "without values": (lambda: X.to("meta"), "input is on the meta device"),
+    "a leaf with a gradient": (X.clone().requires_grad_, "input requires a gradient"),
+    "of another layer": (lambda: nn.Linear(WIDTH, WIDTH)(X), "input requires a gradient"),
+    "made in inference mode": (inference, "input was made under torch.inference_mode"),
+}
+
+
+@pytest.mark.parametrize("what", INPUTS)
+def test_an_input_that_no_step_can_take_is_refused_in_one_line(what: str) -> None:
+    make, message = INPUTS[what]
+    pipeline = pipecompile(
+        between(nn.Tanh()), X, k=2, costs="flops", loss_fn=square, microbatches=2
+    )
+    with pytest.raises(InputError) as caught:
+        pipeline.step(make(), X)
+    assert message in str(caught.value) and "\n" not in str(caught.value)
+
+
 @pytest.mark.parametrize("without", [torch.no_grad, torch.inference_mode])
 def test_so_is_one_without_gradients_around_it(without: Callable[[], Any]) -> None:
     pipeline = pipecompile(

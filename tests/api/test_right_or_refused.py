@@ -63,6 +63,29 @@ class Sparse(nn.Module):
         return (self.rows @ value.T).T
 
 
+class Calling(nn.Module):
+    """A function as a module."""
+
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, value: Tensor) -> Tensor:
+        return self.function(value)
+
+
+def cubed_slope(value: Tensor) -> Tensor:
+    return torch.func.grad(lambda v: (v**3).sum())(value)
+
+
+def sparse_product(value: Tensor) -> Tensor:
+    return (torch.eye(WIDTH).to_sparse() @ value.T).T
+
+
+def csr_product(value: Tensor) -> Tensor:
+    return (torch.eye(WIDTH).to_sparse_csr() @ value.T).T
+
+
 NESTED = torch.nested.nested_tensor([torch.randn(3, WIDTH), torch.randn(4, WIDTH)])
 COMPILES: dict[str, tuple[Any, Any, str]] = {
     "a function": (torch.sin, X, "the model is a builtin_function_or_method, but must be"),
@@ -72,6 +95,9 @@ COMPILES: dict[str, tuple[Any, Any, str]] = {
     "a sparse buffer": (between(Sparse(torch.sparse_coo)), X, "2.rows is sparse_coo"),
     "a CSR buffer": (between(Sparse(torch.sparse_csr)), X, "2.rows is sparse_csr"),
     "a gradient": (between(Sloped()), X, "the forward calls torch.autograd.grad"),
+    "torch.func.grad": (between(Calling(cubed_slope)), X, "torch.func, or a tensor kept"),
+    "a sparse product": (between(Calling(sparse_product)), X, "is sparse_coo, whose bytes no plan"),
+    "a CSR product": (between(Calling(csr_product)), X, "is sparse_csr, whose bytes no plan"),
 }
 
 
@@ -83,6 +109,15 @@ def test_what_cannot_be_compiled_is_refused_in_one_line(what: str) -> None:
             model, batch, k=2, costs="flops", loss_fn=nn.functional.mse_loss, microbatches=2
         )
     assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("function", [sparse_product, csr_product, cubed_slope])
+def test_so_is_a_module_of_one_node_that_costs_cannot_run(
+    function: Callable[[Tensor], Tensor],
+) -> None:
+    with pytest.raises(CaptureError, match="cannot be run by itself, which costs") as caught:
+        pipecompile(between(Calling(function)), X, k=2, costs="flops", leaf=("2",), microbatches=2)
     assert "\n" not in str(caught.value)
 
 

@@ -89,6 +89,7 @@ def csr_product(value: Tensor) -> Tensor:
 NESTED = torch.nested.nested_tensor([torch.randn(3, WIDTH), torch.randn(4, WIDTH)])
 COMPILES: dict[str, tuple[Any, Any, str]] = {
     "a function": (torch.sin, X, "the model is a builtin_function_or_method, but must be"),
+    "no samples": (between(nn.Tanh()), X[:0], "the inputs have no samples"),
     "a sparse input": (between(nn.Tanh()), torch.eye(8).to_sparse(), "an input is sparse_coo"),
     "a CSR input": (between(nn.Tanh()), torch.eye(8).to_sparse_csr(), "an input is sparse_csr"),
     "a nested input": (between(nn.Tanh()), NESTED, "an input is nested"),
@@ -110,6 +111,12 @@ def test_what_cannot_be_compiled_is_refused_in_one_line(what: str) -> None:
         )
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("loss_fn", ["mse", 3, [nn.functional.mse_loss]])
+def test_so_is_a_loss_that_is_no_function(loss_fn: Any) -> None:
+    with pytest.raises(InputError, match=r"must be a function of \(output, target\)"):
+        pipecompile(between(nn.Tanh()), X, k=2, costs="flops", loss_fn=loss_fn, microbatches=2)
 
 
 @pytest.mark.parametrize("function", [sparse_product, csr_product, cubed_slope])

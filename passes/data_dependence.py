@@ -23,6 +23,7 @@ __all__ = ["GuardDataDependence", "check_still_alike", "check_still_pure", "tens
 
 WITH_GRADIENT = " with a gradient"
 
+
 @dataclass(frozen=True)
 class GuardDataDependence:
     """Puts checks behind each data-dependent module: that its result is like that on the sample,

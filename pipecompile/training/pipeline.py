@@ -106,7 +106,8 @@ class Pipeline(HeldModel):
         if self._share.is_distributed:
             planned = self._programs.planned
             written = [buffer for stage in planned.stages for buffer in stage.buffers]
-            refuse_shared_memory(plan, self._model, planned.ties, written)
+            constants = planned.captured.constants
+            refuse_shared_memory(plan, self._model, constants, planned.ties, written)
         was_on_meta = lacks_values(self._model)
         if was_on_meta:
             self._allocate()

@@ -63,15 +63,42 @@ class Sparse(nn.Module):
         return (self.rows @ value.T).T
 
 
+class Calling(nn.Module):
+    """A function as a module."""
+
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, value: Tensor) -> Tensor:
+        return self.function(value)
+
+
+def cubed_slope(value: Tensor) -> Tensor:
+    return torch.func.grad(lambda v: (v**3).sum())(value)
+
+
+def sparse_product(value: Tensor) -> Tensor:
+    return (torch.eye(WIDTH).to_sparse() @ value.T).T
+
+
+def csr_product(value: Tensor) -> Tensor:
+    return (torch.eye(WIDTH).to_sparse_csr() @ value.T).T
+
+
 NESTED = torch.nested.nested_tensor([torch.randn(3, WIDTH), torch.randn(4, WIDTH)])
 COMPILES: dict[str, tuple[Any, Any, str]] = {
     "a function": (torch.sin, X, "the model is a builtin_function_or_method, but must be"),
+    "no samples": (between(nn.Tanh()), X[:0], "the inputs have no samples"),
     "a sparse input": (between(nn.Tanh()), torch.eye(8).to_sparse(), "an input is sparse_coo"),
     "a CSR input": (between(nn.Tanh()), torch.eye(8).to_sparse_csr(), "an input is sparse_csr"),
     "a nested input": (between(nn.Tanh()), NESTED, "an input is nested"),
     "a sparse buffer": (between(Sparse(torch.sparse_coo)), X, "2.rows is sparse_coo"),
     "a CSR buffer": (between(Sparse(torch.sparse_csr)), X, "2.rows is sparse_csr"),
     "a gradient": (between(Sloped()), X, "the forward calls torch.autograd.grad"),
+    "torch.func.grad": (between(Calling(cubed_slope)), X, "torch.func, or a tensor kept"),
+    "a sparse product": (between(Calling(sparse_product)), X, "is sparse_coo, whose bytes no plan"),
+    "a CSR product": (between(Calling(csr_product)), X, "is sparse_csr, whose bytes no plan"),
 }
 
 
@@ -83,6 +110,21 @@ def test_what_cannot_be_compiled_is_refused_in_one_line(what: str) -> None:
             model, batch, k=2, costs="flops", loss_fn=nn.functional.mse_loss, microbatches=2
         )
     assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("loss_fn", ["mse", 3, [nn.functional.mse_loss]])
+def test_so_is_a_loss_that_is_no_function(loss_fn: Any) -> None:
+    with pytest.raises(InputError, match=r"must be a function of \(output, target\)"):
+        pipecompile(between(nn.Tanh()), X, k=2, costs="flops", loss_fn=loss_fn, microbatches=2)
+
+
+@pytest.mark.parametrize("function", [sparse_product, csr_product, cubed_slope])
+def test_so_is_a_module_of_one_node_that_costs_cannot_run(
+    function: Callable[[Tensor], Tensor],
+) -> None:
+    with pytest.raises(CaptureError, match="cannot be run by itself, which costs") as caught:
+        pipecompile(between(Calling(function)), X, k=2, costs="flops", leaf=("2",), microbatches=2)
     assert "\n" not in str(caught.value)
 
 
@@ -106,6 +148,33 @@ def test_a_step_that_trains_nothing_is_refused(what: str) -> None:
     with pytest.raises(InputError) as caught:
         pipeline.step(X, target)
     assert message in str(caught.value)
+
+
+@torch.inference_mode()
+def inference() -> Tensor:
+    return X.clone()
+
+
+INPUTS: dict[str, tuple[Callable[[], Any], str]] = {
+    "sparse": (X.to_sparse, "input is sparse_coo, of which no microbatches can be cut"),
+    "CSR": (X.to_sparse_csr, "input is sparse_csr, of which no microbatches can be cut"),
+    "nested": (lambda: NESTED, "input is nested, of which no microbatches can be cut"),
+    "without values": (lambda: X.to("meta"), "input is on the meta device"),
+    "a leaf with a gradient": (X.clone().requires_grad_, "input requires a gradient"),
+    "of another layer": (lambda: nn.Linear(WIDTH, WIDTH)(X), "input requires a gradient"),
+    "made in inference mode": (inference, "input was made under torch.inference_mode"),
+}
+
+
+@pytest.mark.parametrize("what", INPUTS)
+def test_an_input_that_no_step_can_take_is_refused_in_one_line(what: str) -> None:
+    make, message = INPUTS[what]
+    pipeline = pipecompile(
+        between(nn.Tanh()), X, k=2, costs="flops", loss_fn=square, microbatches=2
+    )
+    with pytest.raises(InputError) as caught:
+        pipeline.step(make(), X)
+    assert message in str(caught.value) and "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("without", [torch.no_grad, torch.inference_mode])

@@ -253,3 +253,14 @@ def different_batches() -> str:
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return ""
+
+
+def different_models() -> str:
+    """What a rank says if another model is compiled on the last rank than on the others."""
+    is_last = dist.get_rank() == dist.get_world_size() - 1
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)), nn.Tanh() if is_last else nn.ReLU())
+    try:
+        pipecompile(model, torch.rand(8, 4), k=2, costs="flops", microbatches=2)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""

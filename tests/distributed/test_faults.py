@@ -214,6 +214,12 @@ def test_ranks_that_begin_different_steps_are_told(workers: Workers, tmp_path: P
         assert text.startswith("InputError: ranks must step alike, but the number of samples is ")
 
 
+def test_ranks_that_compile_different_models_are_told(workers: Workers, tmp_path: Path) -> None:
+    first, last = workers.run(2, jobs.different_models, folder=str(tmp_path))
+    assert first.startswith("InputError: rank 1: the plan was made for another graph")
+    assert last.startswith("StalePlanError: the plan was made for another graph")
+
+
 @pytest.mark.one_case_in(2)
 @pytest.mark.parametrize(
     ("what", "words"),

@@ -23,6 +23,7 @@ from pipecompile.runtime.gradients import spread_overflow
 from pipecompile.runtime.leading_forwards import LeadingForwards
 from pipecompile.runtime.local_share import LocalShare
 from pipecompile.runtime.messages import Messages
+from pipecompile.runtime.model_state import set_to_that_of
 from pipecompile.runtime.norm import NormOnItsWay, begin_norm
 from pipecompile.runtime.peers import group_of_own_stage, peers_at
 from pipecompile.runtime.place import device_of_this_rank
@@ -384,7 +385,7 @@ class Runner:
             if self._share.holds(name):
                 rank = self._plan.schedule.placement[self._planned.ties[name].owner]
                 owner = self._share.place.global_ranks[rank]
-                dist.broadcast(self._tied[name].data, src=owner, group=group)
+                set_to_that_of(owner, self._tied[name], group)
 
     def _equalise_replicas(self) -> None:
         """Set all parameters and buffers to those of the first replica, of the pipeline or of the
@@ -396,7 +397,7 @@ class Runner:
             if self._stage_replicas is not None:
                 source = dist.get_global_rank(group, 0)
             for _, value in self._share.named_state(self._target.model_with_loss):
-                dist.broadcast(value.data, src=source, group=group)
+                set_to_that_of(source, value, group)
 
     @contextmanager
     def _sharded(self, *, all_stages: bool = False) -> Iterator[Sequence[ActionObserver]]:

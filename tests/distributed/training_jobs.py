@@ -401,3 +401,33 @@ def metrics_of_replicas() -> tuple[float, float]:
     )
     _, metric = pipeline.step(own, targets)
     return metric.item(), target.targets.double().mean().item()
+
+
+class OddlyHeld(nn.Module):
+    """A parameter with gaps in its memory, one that is transposed, and a buffer of a type that gloo
+    does not sum.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gaps = nn.Parameter(torch.randn(8, 16, dtype=torch.float64)[:, ::2])
+        self.transposed = nn.Parameter(torch.randn(6, 8, dtype=torch.float64).T)
+        self.register_buffer("short", torch.arange(6, dtype=torch.int16))
+
+    def forward(self, rows: Tensor) -> Tensor:
+        """Rows of shape (N, 8) to a tensor of shape (N, 6)."""
+        output: Tensor = (rows @ self.gaps).tanh() @ self.transposed * self.short
+        return output
+
+
+def values_of_replicas() -> float:
+    """How far the state of a replica is from the first one's, whatever its memory is like."""
+    torch.manual_seed(dist.get_rank())
+    pipeline = pipecompile(
+        OddlyHeld(), torch.ones(2, 8).double(), ranks=1, costs="flops", self_check=False
+    )
+    torch.manual_seed(0)
+    first = OddlyHeld().state_dict()
+    return max(
+        (first[name] - value).abs().max().item() for name, value in pipeline.state_dict().items()
+    )

@@ -381,12 +381,16 @@ def one_rank_each() -> str:
     return ""
 
 
-def metrics_of_replicas() -> tuple[float, float]:
-    """A metric that came with the loss, and the mean of it over all replicas."""
+def metrics_of_replicas() -> tuple[dict[str, float], dict[str, float]]:
+    """Metrics that came with the loss, and those of all replicas."""
     target = mixture(32)
 
-    def loss_and_metric(logits: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        return token_loss(logits, tokens), tokens.double().mean()
+    def metrics(tokens: Tensor) -> dict[str, Any]:
+        mean = tokens.double().mean()
+        return {"mean": mean, "count": tokens.sum(), "number": mean.item(), "of": len(tokens)}
+
+    def loss_and_metrics(logits: Tensor, tokens: Tensor) -> tuple[Tensor, dict[str, Any]]:
+        return token_loss(logits, tokens), metrics(tokens)
 
     own = target.call.args[0].chunk(2)[dist.get_rank()]
     targets = target.targets.chunk(2)[dist.get_rank()]
@@ -396,11 +400,11 @@ def metrics_of_replicas() -> tuple[float, float]:
         ranks=1,
         costs="flops",
         self_check=False,
-        loss_fn=loss_and_metric,
-        microbatches=1,
+        loss_fn=loss_and_metrics,
+        microbatches=2,
     )
-    _, metric = pipeline.step(own, targets)
-    return metric.item(), target.targets.double().mean().item()
+    _, joined = pipeline.step(own, targets)
+    return tree_map_only(Tensor, Tensor.item, (joined, metrics(target.targets)))
 
 
 class OddlyHeld(nn.Module):

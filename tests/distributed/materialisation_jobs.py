@@ -19,13 +19,35 @@ from pipecompile.training.pipeline import Pipeline
 from tests.distributed.training_jobs import Mixture, mixture, token_loss
 
 
+class Residual(nn.Module):
+    """A module that sets something of its own, and changes what a part of it has set."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.empty(16))
+        self.first, self.last = nn.Linear(16, 16), nn.Linear(16, 16)
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Begin small."""
+        self.scale.fill_(2.0)
+        self.last.weight.div_(100)
+        self.last.bias.zero_()
+
+    def forward(self, value: Tensor) -> Tensor:
+        """From and to a tensor of shape (N, 6, 16)."""
+        output: Tensor = self.last(torch.tanh(self.first(value * self.scale)))
+        return output
+
+
 class Tied(nn.Module):
     """Layers that can all set themselves, with a table that is read twice."""
 
     def __init__(self) -> None:
         super().__init__()
         self.table = nn.Embedding(11, 16)
-        self.layers = nn.ModuleList([nn.Linear(16, 16) for _ in range(4)])
+        self.layers = nn.ModuleList([nn.Linear(16, 16), *(Residual() for _ in range(3))])
+        self.attention = nn.MultiheadAttention(16, 2, batch_first=True)
         self.norm = nn.BatchNorm1d(6)
         self.head = nn.Linear(16, 11, bias=False)
         self.head.weight = self.table.weight
@@ -35,6 +57,7 @@ class Tied(nn.Module):
         value = self.table(tokens)
         for layer in self.layers:
             value = torch.tanh(layer(value)) + value
+        value = self.attention(value, value, value, need_weights=False)[0]
         return self.head(self.norm(value))
 
 

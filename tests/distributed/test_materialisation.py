@@ -36,6 +36,11 @@ def test_any_cut_begins_with_the_same_weights(workers: Workers, tmp_path: Path) 
             for name, value in state.items():
                 assert "running" in name or torch.equal(whole.setdefault(name, value), value)
     assert whole["layers.0.weight"].std() > 0.1
+    for layer in ("layers.1", "layers.2", "layers.3"):
+        assert whole[f"{layer}.scale"].eq(2).all()
+        assert not whole[f"{layer}.last.bias"].any()
+        assert 0 < whole[f"{layer}.last.weight"].std() < 0.01
+    assert not whole["attention.out_proj.bias"].any()  # attention sets what its part has
 
 
 def test_weights_come_from_a_file(workers: Workers, tmp_path: Path) -> None:

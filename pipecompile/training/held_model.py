@@ -103,11 +103,12 @@ class HeldModel:
     def load_safetensors(self, path: str | Path) -> None:
         """Load weights from a safetensors file, from the index of several, or from their folder.
 
-        Each rank reads only what it holds.
+        Each rank reads only what it holds. Call it on all ranks: if one lacks something, all raise.
         """
         check_installed()
         names = self._model.state_dict()
-        self.load_state_dict(SafetensorsWeights(path, names, self._share.first_names))
+        with world.failing_together():
+            self.load_state_dict(SafetensorsWeights(path, names, self._share.first_names))
 
 
 def _shape_of(value: Any) -> Any:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -121,7 +122,14 @@ WIDTH, LAYERS = 4096, 8
 LAYER_BYTES = 4 * (WIDTH + 1) * WIDTH
 
 
-def peak_growth() -> tuple[int, int]:
+def write_layers(file: Path) -> None:
+    """Write weights for the model of `peak_growth`."""
+    shapes = {"weight": (WIDTH, WIDTH), "bias": (WIDTH,)}
+    layers = range(LAYERS)
+    save_file({f"{i}.{n}": torch.zeros(s) for i in layers for n, s in shapes.items()}, file)
+
+
+def peak_growth(weights: str | None = None) -> tuple[int, int]:
     """By how many bytes this process grew at most, and the bytes of its stage."""
     on_meta(Tied)  # the first pipeline of a process imports what takes memory too
     with torch.device("meta"):
@@ -138,6 +146,7 @@ def peak_growth() -> tuple[int, int]:
         loss_fn=functional.mse_loss,
         sample_target=batch,
         microbatches=dist.get_world_size(),
+        weights=weights,
     )
     grown = _peak_bytes() - before
     return grown, sum(parameter.nbytes for parameter in pipeline.parameters())

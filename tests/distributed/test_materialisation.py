@@ -14,10 +14,23 @@ from tests.distributed import materialisation_jobs as jobs
 from tests.distributed.training_jobs import mixture
 from tests.distributed.workers import Workers
 
-
-@pytest.mark.skipif(
+needs_peaks = pytest.mark.skipif(
     not Path("/proc/self/clear_refs").exists(), reason="the peak of a process is read from /proc"
 )
+
+
+@needs_peaks
+def test_a_rank_that_reads_a_file_has_no_memory_for_its_stage_twice(
+    workers: Workers, tmp_path: Path
+) -> None:
+    file, layer, slack = tmp_path / "model.safetensors", jobs.LAYER_BYTES, 40 << 20
+    jobs.write_layers(file)
+    for grown, own in workers.run(2, jobs.peak_growth, str(file), folder=str(tmp_path)):
+        assert own == jobs.LAYERS // 2 * layer
+        assert own - slack < grown < own + layer + slack
+
+
+@needs_peaks
 def test_a_rank_has_memory_for_its_stages_only(workers: Workers, tmp_path: Path) -> None:
     layer = jobs.LAYER_BYTES
     # A module draws before its values are copied, and a byte for each says whether it was set.

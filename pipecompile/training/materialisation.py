@@ -12,7 +12,7 @@ NaN (a count of the smallest number), which tells what nothing has set.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -85,9 +85,15 @@ def initialise(model: nn.Module, share: LocalShare, seed: int) -> None:
             _reset(path, module, held, seed)
 
 
-def check_all_set(model: nn.Module, share: LocalShare) -> None:
-    """InputError, on every rank, if a parameter or buffer that one holds has no value yet."""
-    own = [name for name, tensor in named_state(model) if share.holds(name) and _is_unset(tensor)]
+def check_all_set(model: nn.Module, share: LocalShare, read: Container[str] = ()) -> None:
+    """InputError, on every rank, if a parameter or buffer that one holds has no value yet; those
+    that were `read` from a file have one, whatever it is.
+    """
+    own = [
+        name
+        for name, tensor in named_state(model)
+        if share.holds(name) and name not in read and _is_unset(tensor)
+    ]
     # Other ranks would wait for one that raises alone.
     left = sorted({name for names in world.gather(own) for name in names})
     if left:

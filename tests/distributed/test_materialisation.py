@@ -64,6 +64,15 @@ def test_weights_come_from_a_file(workers: Workers, tmp_path: Path) -> None:
         assert distance <= 1e-12
 
 
+def test_a_file_may_have_any_values(workers: Workers, tmp_path: Path) -> None:
+    wanted, file = jobs.Masked().double().state_dict(), str(tmp_path / "model.safetensors")
+    wanted["last.bias"][3] = torch.nan
+    save_file(wanted, file)
+    for state in workers.run(2, jobs.values_from_file, file, folder=str(tmp_path)):
+        for name, value in state.items():
+            assert torch.equal(value.nan_to_num(), wanted[name].nan_to_num()), name
+
+
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 @pytest.mark.parametrize("by_torch", [False, True], ids=["Checkpoint", "dcp.save"])
 @pytest.mark.parametrize("ranks", [2, 4])

@@ -471,7 +471,8 @@ class Pipeline(HeldModel):
             self.checkpoint().load(weights)
         else:
             self.load_safetensors(weights)
-        check_all_set(self._model, self._share)
+        read = () if weights is None else self._model.state_dict()
+        check_all_set(self._model, self._share, read)
         if self._share.is_distributed:
             self._runner.equalise()
 

@@ -24,6 +24,7 @@ from pipecompile.runtime.gradients import spread_overflow
 from pipecompile.runtime.leading_forwards import LeadingForwards
 from pipecompile.runtime.local_share import LocalShare
 from pipecompile.runtime.messages import Messages
+from pipecompile.runtime.model_state import set_to_that_of
 from pipecompile.runtime.norm import NormOnItsWay, begin_norm
 from pipecompile.runtime.peers import group_of_own_stage, peers_at
 from pipecompile.runtime.place import device_of_this_rank
@@ -392,11 +393,7 @@ class Runner:
             if not set(stages).isdisjoint(self._share.stages):
                 rank = self._plan.schedule.placement[stages[0]]
                 owner = self._share.place.global_ranks[rank]
-                value = copies[name].data
-                told = value.contiguous()
-                dist.broadcast(told, src=owner, group=group)
-                if told is not value and not torch.equal(told, value):
-                    value.copy_(told)
+                set_to_that_of(owner, copies[name], group)
 
     def _equalise_replicas(self) -> None:
         """Set all parameters and buffers to those of the first replica, of the pipeline or of the
@@ -408,7 +405,7 @@ class Runner:
             if self._stage_replicas is not None:
                 source = dist.get_global_rank(group, 0)
             for _, value in self._share.named_state(self._target.model_with_loss):
-                dist.broadcast(value.data, src=source, group=group)
+                set_to_that_of(source, value, group)
 
     @contextmanager
     def _sharded(self, *, all_stages: bool = False) -> Iterator[Sequence[ActionObserver]]:

@@ -118,6 +118,8 @@ def late_for_exchange(what: str) -> Seen:
     pipeline, batch = small_pipeline("1f1b", 2, step_timeout=TIMEOUT)
     if what != "the first agreement":
         pipeline.step(batch)
+    if what == "another pipeline's":  # which has not begun as often
+        pipeline, _ = small_pipeline("1f1b", 2, step_timeout=TIMEOUT)
 
     def exchange() -> None:
         if dist.get_rank():

@@ -191,7 +191,11 @@ def test_a_rank_that_hangs_in_an_evaluation_is_named(workers: Workers, tmp_path:
 @pytest.mark.one_case_in(2)
 @pytest.mark.parametrize(
     ("what", "name"),
-    [("the first agreement", "step 0"), ("the clipping", "the clipping after 1 steps")],
+    [
+        ("another pipeline's", "step 0"),
+        ("the first agreement", "step 0"),
+        ("the clipping", "the clipping after 1 steps"),
+    ],
 )
 def test_a_rank_that_does_not_come_to_an_exchange(
     workers: Workers, tmp_path: Path, what: str, name: str

@@ -228,9 +228,75 @@ TRAINING_LOSSES: dict[str, Callable[[Any, Any], Tensor]] = {
 
 @pytest.mark.parametrize("name", TRAINING_LOSSES)
 def test_a_loss_that_trains_something_else_is_refused(name: str) -> None:
-    with pytest.raises(InputError, match=r"loss_fn trains a tensor of shape .* that is no output"):
+    seen = (
+        "reads .* of the model" if "the model" in name else "trains a tensor of shape .* no output"
+    )
+    with pytest.raises(InputError, match=f"loss_fn {seen}"):
         run_with(MODEL, TRAINING_LOSSES[name])
     assert all(parameter.grad is None for parameter in (*HEAD.parameters(), TEMPERATURE))
+
+
+class Decaying(nn.Module):
+    """A model with a buffer that its forward writes to, and a frozen layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.frozen = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
+        self.register_buffer("level", torch.ones(WIDTH))
+
+    def forward(self, value: Tensor) -> Tensor:
+        """A value of shape (N, WIDTH) to the same shape."""
+        self.level.mul_(0.9)
+        return self.last(torch.tanh(self.frozen(self.first(value))))
+
+
+def _without_gradient(model: Decaying) -> Tensor:
+    with torch.no_grad():
+        return model.first.weight.norm()
+
+
+def _gradient_norm(model: Decaying) -> Tensor | float:
+    # A step begins without gradients, and puts those of an earlier one aside.
+    gradient = model.last.bias.grad
+    return 0.0 if gradient is None else gradient.norm()
+
+
+READS: dict[str, tuple[Callable[[Decaying], Any], str]] = {
+    "detach": (lambda model: model.first.weight.detach().norm(), "first.weight"),
+    "no_grad": (_without_gradient, "last.weight|first.weight"),
+    "item": (lambda model: model.last.bias[0].item(), "last.bias"),
+    "data": (lambda model: model.last.bias.data.sum(), "last.bias"),
+    "a buffer": (lambda model: model.level.mean(), "level"),
+    "a gradient": (_gradient_norm, "last.bias.grad"),
+    "a frozen layer": (lambda model: model.frozen(X).mean(), "frozen.weight"),
+    "numpy": (lambda model: float(model.frozen.weight.numpy().sum()), "frozen.weight"),
+}
+
+
+@pytest.mark.parametrize("name", READS)
+def test_a_loss_that_reads_state_of_the_model_is_refused(name: str) -> None:
+    read, seen = READS[name]
+    model, calls = Decaying(), []
+
+    def loss_fn(output: Tensor, target: Tensor) -> Tensor:
+        calls.append(name)
+        extra = read(model) if len(calls) > 2 else 0.0
+        return (output - target).square().mean() + extra
+
+    pipeline = pipecompile(model, X, k=2, microbatches=2, costs="flops", loss_fn=loss_fn)
+    pipeline.step(X, X)
+    with pytest.raises(InputError, match=f"loss_fn reads ({seen}) of the model"):
+        pipeline.step(X, X)
+
+
+def test_a_loss_may_read_what_is_its_own_and_shapes_of_the_model() -> None:
+    model, weight = Decaying(), torch.rand(WIDTH)
+    steps_alike(
+        between(nn.Tanh()),
+        BATCHES,
+        loss_fn=lambda output, _: (output * weight).abs().mean() / len(model.first.weight),
+    )
 
 
 def _raise(output: Tensor, target: Tensor) -> Tensor:
@@ -276,9 +342,7 @@ def _unfreeze_and_apply(output: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    "begin",
-    [lambda _: MODEL[0].weight.square().sum(), _unfreeze_and_apply],
-    ids=["penalty", "layer"],
+    "begin", [lambda _: TEMPERATURE.square(), _unfreeze_and_apply], ids=["penalty", "layer"]
 )
 def test_a_loss_that_begins_later_to_train_something_else_is_refused(
     begin: Callable[[Tensor], Tensor],

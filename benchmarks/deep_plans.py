@@ -19,7 +19,7 @@ from pipecompile.ir.links import FREE
 from pipecompile.ir.module_paths import block_of
 from pipecompile.ir.plan import Options, Prediction
 from pipecompile.ir.stage import Stage
-from pipecompile.partition.problem import StageCandidate
+from pipecompile.partition.memory_constraint import StageCandidate
 from pipecompile.planner.partition_problem import problem_of
 from pipecompile.planner.recompute import recompute_planner
 from pipecompile.planner.scheduled_stages import scheduled

@@ -38,8 +38,9 @@ from pipecompile.errors import InfeasibleError
 from pipecompile.ir.graph import CostGraph
 from pipecompile.ir.links import Link, Links
 from pipecompile.ir.serialization import read
+from pipecompile.partition.memory_constraint import MemoryConstraint
 from pipecompile.partition.objective import objective_value, rank_loads, stage_loads
-from pipecompile.partition.problem import MemoryConstraint, PartitionProblem
+from pipecompile.partition.problem import PartitionProblem
 from pipecompile.partition.result import Partition
 from pipecompile.partition.solver import solve
 from pipecompile.partition.violations import violations

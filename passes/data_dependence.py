@@ -6,57 +6,105 @@ wrong, it becomes an error.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Any
 
-from torch import fx
+import torch.utils._pytree as pytree
+from torch import Tensor, fx
 
 from pipecompile.errors import InputError
+from pipecompile.graph.attributes import PLAIN
 from pipecompile.graph.pytrees import tensor_leaves
 from pipecompile.graph.storages import storage_key
 
-__all__ = ["GuardDataDependence", "check_still_pure", "tensor_versions"]
+__all__ = ["GuardDataDependence", "check_still_alike", "check_still_pure", "tensor_versions"]
+
+WITH_GRADIENT = " with a gradient"
 
 
 @dataclass(frozen=True)
 class GuardDataDependence:
-    """Puts a check around each data-dependent module that was pure on the sample.
+    """Puts checks behind each data-dependent module: that its result is like that on the sample,
+    and that it is pure if it was so there.
 
-    Pure means that it neither wrote to its arguments nor returned one of them; the cut relies on
-    that. Requires `meta["data_answers"]` on data-dependent nodes, `meta["val"]` and
-    `meta["mutates"]`. Ensures that a check follows each of these nodes:
+    Alike are results with the same numbers, and tensors of the same shape and type, none of which
+    has a gradient that it had not on the sample: the nodes behind it, and the ranks that receive
+    it, rely on that. Pure means that it neither wrote to its arguments nor returned one of them;
+    the cut relies on that. Requires `meta["data_answers"]` on data-dependent nodes, `meta["val"]`
+    and `meta["mutates"]`. Ensures that the checks follow each of these nodes:
 
         before = tensor_versions([x])
         y = self.router(x)
         check = check_still_pure("router", before, y, [x])
+        check_1 = check_still_alike("router", y, ["a tensor (8, 6) of torch.float32"])
     """
 
     def requires(self, graph: fx.Graph) -> None:
         """The checks are not there yet."""
-        assert all(node.target is not check_still_pure for node in graph.nodes)
+        assert all(node.target is not check_still_alike for node in graph.nodes)
 
     def __call__(self, graph: fx.Graph) -> None:
         """Insert the checks."""
         for node in list(graph.nodes):
-            if node.meta.get("data_answers") is not None and _is_pure(node):
-                _insert_check(graph, node)
+            # What orders the result of such a module for a message has notes like its own.
+            if node.op != "call_module" or node.meta.get("data_answers") is None:
+                continue
+            _insert_check_of_result(graph, node)
+            if _is_pure(node):
+                _insert_check_of_purity(graph, node)
 
     def ensures(self, graph: fx.Graph) -> None:
-        """Each check has the versions that it compares with."""
+        """Each check has what it compares with."""
         for node in graph.nodes:
             if node.target is check_still_pure:
                 assert node.args[1].target is tensor_versions, f"{node} has nothing to compare"
 
 
-def _insert_check(graph: fx.Graph, node: fx.Node) -> None:
+def _insert_check_of_purity(graph: fx.Graph, node: fx.Node) -> None:
     arguments = list(node.all_input_nodes)
     with graph.inserting_before(node):
         before = graph.call_function(tensor_versions, (arguments,))
     with graph.inserting_after(node):
         check = graph.call_function(check_still_pure, (str(node.target), before, node, arguments))
-    # Both run where the node runs, and under its context; only the node itself draws.
     for call in (before, check):
-        call.meta.update(node.meta, data_answers=None, random=False, mutates=(), val=None)
+        _mark_as_check(call, node)
+
+
+def _insert_check_of_result(graph: fx.Graph, node: fx.Node) -> None:
+    arguments = (str(node.target), node, _described(node.meta["val"]))
+    with graph.inserting_after(node):
+        _mark_as_check(graph.call_function(check_still_alike, arguments), node)
+
+
+def _mark_as_check(call: fx.Node, node: fx.Node) -> None:
+    """Let a check run where `node` runs, and under its context; only the node itself draws."""
+    call.meta.update(node.meta, data_answers=None, random=False, mutates=(), val=None)
+
+
+def _described(result: Any) -> list[str]:
+    """Return each leaf of a result in words: what a tensor is but for its values, or a number."""
+    return [_leaf_text(leaf) for leaf in pytree.tree_leaves(result)]
+
+
+def _leaf_text(leaf: Any) -> str:
+    if isinstance(leaf, Tensor):
+        gradient = WITH_GRADIENT if leaf.requires_grad else ""
+        return f"a tensor {tuple(leaf.shape)} of {leaf.dtype}{gradient}"
+    return repr(leaf) if isinstance(leaf, PLAIN) else f"a {type(leaf).__name__}"
+
+
+def check_still_alike(path: str, result: Any, expected: Sequence[str]) -> None:
+    """Raise InputError unless what the module at `path` returned is as `expected`, in words."""
+    for own, wanted in zip_longest(_described(result), expected, fillvalue="nothing"):
+        # A branch may do without a gradient: then none is sent back.
+        if own not in (wanted, wanted.removesuffix(WITH_GRADIENT)):
+            raise InputError(
+                f"{path} branches on data: on this input it returned {own}, and on the sample that "
+                f"the model was cut by {wanted}; let all its branches return the same numbers, and "
+                "tensors alike, or compile with a sample that is like this input"
+            )
 
 
 def _is_pure(node: fx.Node) -> bool:

@@ -11,14 +11,9 @@ from hypothesis import strategies as st
 
 from pipecompile.ir.graph import CostGraph, Node, Tensor
 from pipecompile.ir.links import FREE, Links
+from pipecompile.partition.memory_constraint import MemoryConstraint, Price, StageCandidate
 from pipecompile.partition.objective import measures, rank_loads, stage_loads
-from pipecompile.partition.problem import (
-    COMMUNICATIONS,
-    MemoryConstraint,
-    PartitionProblem,
-    Price,
-    StageCandidate,
-)
+from pipecompile.partition.problem import COMMUNICATIONS, PartitionProblem
 from pipecompile.partition.violations import violations
 
 Score = tuple[int, int]

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from pipecompile.errors import InfeasibleError
 from pipecompile.ir.graph import CostGraph, Tensor
 from pipecompile.ir.links import FREE, Links
-from pipecompile.partition.problem import MemoryConstraint, PartitionProblem
+from pipecompile.partition.memory_constraint import MemoryConstraint
+from pipecompile.partition.problem import PartitionProblem
 from pipecompile.partition.result import Partition
 from pipecompile.partition.solver import solve
 

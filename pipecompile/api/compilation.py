@@ -158,9 +158,10 @@ def pipecompile(
             target = planned_target(target, committed)
             captured = _captured(target, committed.options, self_check=self_check)
             _check_sound(committed)
-        # Both ways: a plan that was just made is checked as one from a file is.
-        check_current(committed, captured)
-        check_world(committed)
+        with world.failing_together():  # a rank may have built another model
+            # Both ways: a plan that was just made is checked as one from a file is.
+            check_current(committed, captured)
+            check_world(committed)
         capture = partial(_captured, options=committed.options, self_check=self_check)
         declared = declared_shapes(target, captured, committed, shapes, capture)
     # Not within `on_meta`: the pipeline gives values to its stages.
@@ -293,7 +294,8 @@ def _captured(target: Target, options: Options, *, self_check: bool) -> Captured
     method = world.share_from_first(
         lambda: captured.capture.method.encode() if captured else b""
     ).decode()
-    return captured or capture_target(target, options, verify=False, method=method)
+    with world.failing_together():
+        return captured or capture_target(target, options, verify=False, method=method)
 
 
 def _check_sound(plan: Plan) -> None:

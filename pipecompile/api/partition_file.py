@@ -24,7 +24,8 @@ from pipecompile.ir.links import FREE, Links
 from pipecompile.ir.pipedream_profile import cost_graph_in
 from pipecompile.ir.plan import Options
 from pipecompile.ir.size import parse_bytes
-from pipecompile.partition.problem import MemoryConstraint, PartitionProblem
+from pipecompile.partition.memory_constraint import MemoryConstraint
+from pipecompile.partition.problem import PartitionProblem
 from pipecompile.partition.result import Partition
 from pipecompile.partition.solver import solve
 from pipecompile.planner.partition_problem import simulated_step_ns

@@ -68,7 +68,10 @@ def batch_size(names: Sequence[str], tensors: Sequence[Tensor], dims: BatchDims)
             f"the inputs have no common number of samples: with the batch in dimensions {given} "
             f"they are {shapes}; say with batch_dim= where each has the batch"
         )
-    return sizes.pop()
+    size = sizes.pop()
+    if not size:
+        raise InputError("the inputs have no samples; give a batch of some, or leave it out")
+    return size
 
 
 def part_of(tensor: Tensor, dim: int | None, begin: int, size: int) -> Tensor:

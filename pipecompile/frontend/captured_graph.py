@@ -21,7 +21,8 @@ from pipecompile.frontend.refusals import UnsupportedError
 from pipecompile.frontend.signature import Arguments, InputStructure, OutputStructure
 from pipecompile.graph.model_state import named_state
 from pipecompile.graph.propagation import propagate
-from pipecompile.graph.storages import storage_key
+from pipecompile.graph.pytrees import tensor_leaves
+from pipecompile.graph.storages import is_irregular, layout_name, storage_key
 from pipecompile.passes.buffer_versions import KeepVersions
 from pipecompile.passes.contract import apply_passes
 
@@ -97,6 +98,7 @@ class Capture:
         # The mode of this module itself; the modules in it are the model's, each in its own mode.
         module.training = self.model.training
         _propagate(module, tensors)
+        _refuse_irregular_values(module.graph)
         self._refuse_foreign_writes(module)
         nodes = len(module.graph.nodes)
         apply_passes(module.graph, [KeepVersions()])
@@ -209,6 +211,17 @@ def _propagate(module: fx.GraphModule, inputs: Sequence[Tensor]) -> None:
         raise UnsupportedError(
             f"the graph cannot run on fake tensors: {type(error).__name__}: {reason}"
         ) from error
+
+
+def _refuse_irregular_values(graph: fx.Graph) -> None:
+    """Raise UnsupportedError if a node gives a sparse or nested tensor."""
+    for node in graph.nodes:
+        for value in filter(is_irregular, tensor_leaves(node.meta["val"])):
+            where = f"{node.meta['module'] or 'the forward'} ({node.meta['source']})"
+            raise UnsupportedError(
+                f"{where}: {node.name} is {layout_name(value)}, whose bytes no plan counts and no "
+                "stage sends; compute with dense tensors (to_dense, to_padded_tensor)"
+            )
 
 
 def aliases_of(model: nn.Module) -> dict[str, tuple[str, ...]]:

@@ -47,7 +47,9 @@ def export_capture(
     inputs = InputStructure.of(model, call)
     tensors = inputs.flatten(call)
     program = _exported_program(model, inputs.unflatten(list(distinct_tensors(tensors))))
-    module, batch = _flat_module(program), inputs.batch_size(tensors)
+    with _failing_as_unsupported():
+        module = _flat_module(program)
+    batch = inputs.batch_size(tensors)
     graph = _annotated_graph(module, inputs)
     return Capture(
         model=model,
@@ -73,16 +75,23 @@ def export_capture(
 
 def _exported_program(model: nn.Module, sample: Arguments) -> torch.export.ExportedProgram:
     """Export `model`, with all that torch.export would drop or freeze refused."""
+    with (
+        _failing_as_unsupported(),
+        silence_torch(),
+        _refuse_assignments(model),
+        require_torch_randomness(),
+        refuse_own_saving_hooks(),
+        redirect_autograd_functions(_refuse_autograd_function),
+        _refuse_tensor_hooks(),
+    ):
+        return torch.export.export(model, sample.args, sample.kwargs, strict=False)
+
+
+@contextmanager
+def _failing_as_unsupported() -> Iterator[None]:
+    """Raise UnsupportedError in one line for what torch raises in the block."""
     try:
-        with (
-            silence_torch(),
-            _refuse_assignments(model),
-            require_torch_randomness(),
-            refuse_own_saving_hooks(),
-            redirect_autograd_functions(_refuse_autograd_function),
-            _refuse_tensor_hooks(),
-        ):
-            return torch.export.export(model, sample.args, sample.kwargs, strict=False)
+        yield
     except CaptureError:
         raise
     except Exception as error:

@@ -5,8 +5,9 @@ are given beside the rows of a microbatch, whose outputs must stay as they are:
 
     model([a, b])      ┌ a's outputs ┐ b's outputs ┐
     model([a, a])      └ the same    │             │
-    model([b, b])                    └ the same    ┘
+    model([b, b])        the same    └ the same    ┘
 
+The first half for (b, b) shows whether rows know where in the batch they are.
 It is asked in eval mode, where BatchNorm and dropout do not mix or change samples.
 """
 
@@ -102,10 +103,11 @@ def _remedy(inputs: InputStructure, tensors: Sequence[Tensor]) -> str:
 
 def _shares_changed(dim: int, both: Tensor, firsts: Tensor, seconds: Tensor) -> Iterator[float]:
     """Yield by how much of its largest value an output for (first, second) differs in its first
-    half from that for (first, first), and in its second half from that for (second, second).
+    half from that for (first, first), and in its second half from both halves of that for (second,
+    second).
     """
-    (begin, end), (first, _), (_, second) = (each.chunk(2, dim) for each in (both, firsts, seconds))
-    for own, other in ((begin, first), (end, second)):
+    (begin, end), (first, _) = both.chunk(2, dim), firsts.chunk(2, dim)
+    for own, other in ((begin, first), *((end, second) for second in seconds.chunk(2, dim))):
         largest = torch.maximum(own.abs().max(), other.abs().max())
         yield float((own - other).abs().max() / largest) if largest > 0 else 0.0
 

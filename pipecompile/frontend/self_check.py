@@ -57,13 +57,15 @@ class ModelFailsError(CaptureError):
 class _TrainingStep:
     """All that a training step leaves, by name; `buffers` hold written parameters too.
 
-    `draws_in_backward` says whether its backward drew random numbers.
+    `draws_in_backward` says whether its backward drew random numbers, and `writes_in_backward`
+    whether it wrote to buffers.
     """
 
     outputs: dict[str, Tensor]
     gradients: dict[str, Tensor]
     buffers: dict[str, Tensor]
     draws_in_backward: bool
+    writes_in_backward: bool
 
 
 @dataclass(frozen=True)
@@ -94,11 +96,10 @@ def proven_capture(
                 continue
             seen.add(digest(module))
             start = time.perf_counter()
-            batches = (
-                _check_at(candidate, module, call),
-                *_check_another_batch(candidate, call),
-            )
-            _check_in_flight(candidate, module, call)
+            writes_in_backward = check_capture(candidate, module, call)
+            batches = (_batch_of(candidate, call), *_check_another_batch(candidate, call))
+            if writes_in_backward or any(_may_disturb(module, each) for each in module.graph.nodes):
+                _check_in_flight(candidate, module, call)
             return candidate, module, Proof(batches, time.perf_counter() - start)
         except StopIteration:
             # The failure of the best way says best what stands in the way.
@@ -112,9 +113,8 @@ def proven_capture(
             raise
 
 
-def _check_at(capture: Capture, module: fx.GraphModule, call: Arguments) -> int:
-    """Check the graph for `call`; return the batch size."""
-    check_capture(capture, module, call)
+def _batch_of(capture: Capture, call: Arguments) -> int:
+    """Return the batch size of `call`."""
     return capture.inputs.batch_size(capture.inputs.flatten(call))
 
 
@@ -134,7 +134,8 @@ def _check_another_batch(capture: Capture, call: Arguments) -> Iterator[int]:
         other = inputs.unflatten(list(resized))
         # A model that is for some sizes only may fail at this one; then it will not run there.
         with suppress(ModelFailsError):
-            yield _check_at(capture, capture.instantiate(other), other)
+            check_capture(capture, capture.instantiate(other), other)
+            yield _batch_of(capture, other)
 
 
 def _resized(tensor: Tensor, dim: int | None, size: int) -> Tensor:
@@ -144,8 +145,9 @@ def _resized(tensor: Tensor, dim: int | None, size: int) -> Tensor:
     return tensor[(slice(None),) * dim + (torch.arange(size) % tensor.shape[dim],)]
 
 
-def check_capture(capture: Capture, module: fx.GraphModule, call: Arguments) -> None:
+def check_capture(capture: Capture, module: fx.GraphModule, call: Arguments) -> bool:
     """Raise CaptureError, with what differs, unless `module` does exactly what the model does.
+    Return whether the model's backward writes to buffers.
 
     The loss of the step is the sum of squares of all outputs that have gradients. Parameters,
     buffers, gradients and the random state are restored.
@@ -168,6 +170,7 @@ def check_capture(capture: Capture, module: fx.GraphModule, call: Arguments) -> 
                 "recorded: keep state in buffers, write to them first, or make that module one "
                 "node (leaf)"
             )
+    return original.writes_in_backward
 
 
 def _check_in_flight(capture: Capture, module: fx.GraphModule, call: Arguments) -> None:
@@ -176,10 +179,8 @@ def _check_in_flight(capture: Capture, module: fx.GraphModule, call: Arguments) 
         the model     F0 B0 F1 B1
         the graph     F0 F1 B0 B1
 
-    Only a forward that writes to something can: the write of F1 comes before B0.
+    Only a model that writes to something can: a write of F1 comes before B0, one of B0 after F1.
     """
-    if not any(_may_disturb(module, node) for node in module.graph.nodes):
-        return
     model, runnable = capture.model, with_autograd_contexts(module)
     inputs = capture.inputs.flatten(call)
     original = _training_steps(model, lambda: model(*call.args, **call.kwargs), 2)
@@ -196,10 +197,18 @@ def _check_in_flight(capture: Capture, module: fx.GraphModule, call: Arguments) 
         # Autograd notices some of these writes.
         difference = str(error).split("\n")[0]
     if difference is not None:
+        reason = (
+            "the backward of the first writes to a buffer that the forward of the second reads; "
+            "write to it between steps"
+        )
+        if writers := ", ".join(_writers(module)):
+            reason = (
+                "the forward of the second writes to what the backward of the first needs, in "
+                f"{writers}; compute with a copy of what is written to (clone)"
+            )
         raise CaptureError(
-            f"with two microbatches in flight the model would train otherwise ({difference}): the "
-            "forward of the second writes to what the backward of the first needs, in "
-            f"{', '.join(_writers(module))}; compute with a copy of what is written to (clone)"
+            f"with two microbatches in flight the model would train otherwise ({difference}): "
+            f"{reason}"
         )
 
 
@@ -336,6 +345,7 @@ def _training_steps(
             while waiting and (not in_flight or index == count - 1):
                 outputs = waiting.pop(0)
                 before_backward = _random_state(model)
+                buffers = [buffer.clone() for buffer in model.buffers()]
                 gradients = _gradients(outputs, [parameter for _, parameter in trainable])
                 named = zip(trainable, gradients, strict=True)
                 steps.append(
@@ -344,6 +354,7 @@ def _training_steps(
                         gradients={name: g for (name, _), g in named if g is not None},
                         buffers={},
                         draws_in_backward=not torch.equal(_random_state(model), before_backward),
+                        writes_in_backward=not all(map(_is_same, buffers, model.buffers())),
                     )
                 )
         written = (

@@ -65,6 +65,11 @@ class Target:
     loss_reduction: LossReduction = "mean"
 
     def __post_init__(self) -> None:
+        if self.loss_fn is not None and not callable(self.loss_fn):
+            raise InputError(
+                f"loss_fn is {self.loss_fn!r}, but must be a function of (output, target), such as "
+                "torch.nn.functional.mse_loss; leave it out if the model returns its loss"
+            )
         known, given = get_args(LossReduction), self.loss_reduction
         if given not in known:
             raise InputError(f"loss_reduction={given!r}, but it is one of {', '.join(known)}")

@@ -34,7 +34,13 @@ from pipecompile.ir.amount import ZERO, Amount
 from pipecompile.ir.footprint import Footprint
 from pipecompile.ir.plan import Plan
 from pipecompile.ir.rank_memory import RankMemory
-from pipecompile.ir.schedule import COMPUTE, WEIGHT_GRADIENT_KINDS, Action, Kind
+from pipecompile.ir.schedule import Action, Kind
+from pipecompile.memory_model.action_workspace import (
+    between_halves,
+    most_in_actions,
+    optimizer_workspace,
+    workspace_of_action,
+)
 from pipecompile.memory_model.allocator import ALLOCATORS, Allocator
 from pipecompile.memory_model.handover import most_handed_over
 from pipecompile.memory_model.messages import held_messages
@@ -135,7 +141,7 @@ def stage_memory(
             buffers=stage.inputs * microbatches
             + held_messages(stages, index, peak.states[index])
             + stage.gradient_copies * peak.states[index].has_all_gradients,
-            workspace=_workspace(stages, peak, allocator) if index == peak.stage else ZERO,
+            workspace=workspace_of_action(stages, peak, allocator) if index == peak.stage else ZERO,
             kv_cache=stage.kv_cache,
         )
         for index, stage in sorted(stages.items())
@@ -235,7 +241,7 @@ def available_for_activations(
     keep only outputs of a forward, and copies of buffers. The result is negative if no order fits.
     """
     always = _always(stages, microbatches, "parameters", "gradients", "optimizer")
-    step = always + _optimizer_workspace(stages, allocator)
+    step = always + optimizer_workspace(stages, allocator)
     if any(stage.is_validated_later for stage in stages.values()):
         copies = _sum(_counted_once(stages.values(), kind) for kind in ("gradients", "optimizer"))
         always += copies
@@ -256,7 +262,7 @@ def available_for_activations(
         if index + 1 in stages:
             always += most_handed_over(stage, stages[index + 1]) * microbatches
     free = allocator.unpadded(memory_bytes, neighbour_ranks(stages))
-    workspace = max(_most_above(stages, index, index in recomputed) for index in stages)
+    workspace = max(most_in_actions(stages, index, index in recomputed) for index in stages)
     left = free - always.bound - workspace
     # The optimizer's step comes after all backwards: nothing is in flight, but its workspace is.
     return left if step.bound <= free else min(left, free - step.bound)
@@ -292,7 +298,7 @@ def _held(
         optimizer=_counted_once(stages.values(), "optimizer") * (1 + is_copied),
         activations=_sum(_activations(stage, state) for stage, state in pairs),
         buffers=_minibatch(stages, microbatches) + _sum(messages) + _sum(copies),
-        workspace=_workspace(stages, snapshot, allocator),
+        workspace=workspace_of_action(stages, snapshot, allocator),
         kv_cache=_kv_cache(stages),
     )
 
@@ -340,17 +346,13 @@ def _always(stages: Mapping[int, Footprint], microbatches: int, *kinds: str) -> 
     return held + _minibatch(stages, microbatches) + _kv_cache(stages)
 
 
-def _between_halves(stage: Footprint) -> Amount:
-    return stage.activations - stage.freed_by_input_backward + stage.added_by_input_backward
-
-
 def _activations(stage: Footprint, state: StageState) -> Amount:
     """Return what a stage's microbatches in flight keep.
 
     Between input and weight backward a microbatch keeps what the first of them left: with
     activations of 41, of which it frees 5 and to which it adds 7, that is 43.
     """
-    between = _between_halves(stage)
+    between = between_halves(stage)
     without_outputs = between - stage.outputs_freed_by_input_backward
     return (
         stage.activations * state.with_activations
@@ -370,59 +372,6 @@ def _kv_cache(stages: Mapping[int, Footprint]) -> Amount:
     return _sum(stage.kv_cache for stage in stages.values())
 
 
-def _workspace(stages: Mapping[int, Footprint], snapshot: Snapshot, allocator: Allocator) -> Amount:
-    """Return the most that lives in the snapshot's action, above what is held."""
-    if snapshot.kind is Kind.REDUCE:
-        return stages[snapshot.stage].replica_sum_peak
-    if snapshot.kind not in COMPUTE:
-        return _optimizer_workspace(stages, allocator)
-    stage, peak = stages[snapshot.stage], _peak_of_action(stages, snapshot)
-    # A gather has all parameters twice, and is done before the action begins.
-    peak = stage.gathered + _larger(peak, stage.gathered)
-    if snapshot.kind in WEIGHT_GRADIENT_KINDS and stage.sums_in_backwards:
-        # When gradients are summed, what the microbatch has kept is gone but for what was sent.
-        is_whole = snapshot.kind is Kind.BACKWARD
-        freed = (stage.activations if is_whole else _between_halves(stage)) - stage.outputs
-        return _larger(peak, stage.gathered + stage.backward_sum_peak - freed)
-    return peak
-
-
-def _larger(one: Amount, other: Amount) -> Amount:
-    """Return the larger of both figures."""
-    return Amount(expected=max(one.expected, other.expected), bound=max(one.bound, other.bound))
-
-
-def _peak_of_action(stages: Mapping[int, Footprint], snapshot: Snapshot) -> Amount:
-    """Return the most that lives in a compute action with its parameters there."""
-    stage = stages[snapshot.stage]
-    # What an earlier backward left is no whole gradient that this one could add to.
-    has_gradients = snapshot.states[snapshot.stage].has_gradients and not stage.sums_in_backwards
-    match snapshot.kind:
-        case Kind.FORWARD | Kind.RECOMPUTE:
-            return stage.forward_peak
-        case Kind.BACKWARD:
-            return stage.backward_peak if has_gradients else stage.first_backward_peak
-        case Kind.BACKWARD_INPUT:
-            return stage.input_backward_peak
-        case Kind.BACKWARD_WEIGHT if snapshot.frees_outputs:
-            if has_gradients:
-                return stage.weight_backward_peak_freeing_outputs
-            return stage.first_weight_backward_peak_freeing_outputs
-        case Kind.BACKWARD_WEIGHT:
-            if has_gradients:
-                return stage.weight_backward_peak
-            return stage.first_weight_backward_peak
-    raise AssertionError(f"{snapshot.kind} computes nothing")
-
-
-def _optimizer_workspace(stages: Mapping[int, Footprint], allocator: Allocator) -> Amount:
-    """Return the workspace of the optimizer's step: of all stages at once, or of one at a time."""
-    workspace = [stage.optimizer_workspace for stage in stages.values()]
-    if allocator.steps_over_lists:
-        return _sum(workspace)
-    return max(workspace, key=lambda amount: amount.bound)
-
-
 def neighbour_ranks(stages: Mapping[int, Footprint]) -> int:
     """Return with how many other ranks these stages exchange tensors: a rank for each neighbouring
     stage, and replicas.
@@ -430,38 +379,3 @@ def neighbour_ranks(stages: Mapping[int, Footprint]) -> int:
     before = {index - 1 for index in stages if index} - set(stages)
     behind = {index + 1 for index, stage in stages.items() if stage.outputs.bound} - set(stages)
     return len(before | behind) + max(stage.replica_peers for stage in stages.values())
-
-
-def _most_above(stages: Mapping[int, Footprint], index: int, is_recomputed: bool) -> int:
-    """Return the most that lives in an action of a stage, above the activations.
-
-    A forward's own activations count as kept from its beginning, so they are subtracted.
-    """
-    stage = stages[index]
-    kept = stage.outputs if is_recomputed else stage.activations
-    in_actions = max(
-        stage.gathered.bound,  # a second time, while it is gathered
-        stage.forward_peak.bound - kept.bound,
-        stage.backward_peak.bound,
-        stage.input_backward_peak.bound,
-        stage.weight_backward_peak.bound,
-        stage.backward_sum_peak.bound,
-        _first_backward_above(stages, index),
-    )
-    return max(stage.gathered.bound + in_actions, stage.replica_sum_peak.bound)
-
-
-def _first_backward_above(stages: Mapping[int, Footprint], index: int) -> int:
-    """Return the most that lives while a stage makes its gradients, above these.
-
-    Gradients that another stage of the rank shares may exist already; then there are two of them.
-    """
-    stage = stages[index]
-    others = [other for number, other in stages.items() if number != index]
-    names = {share.name for other in others for share in other.shared}
-    own_gradients = stage.gradients.bound - sum(
-        share.gradients.bound for share in stage.shared if share.name in names
-    )
-    peaks = stage.first_backward_peak.bound, stage.first_weight_backward_peak.bound
-    # Where each backward sums its gradients, it makes all of them above what is left of others.
-    return max(peaks) - (0 if stage.sums_in_backwards else own_gradients)

@@ -19,10 +19,12 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import pairwise
-from operator import ge
+from itertools import chain, pairwise
 from types import MappingProxyType
 from typing import Literal, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
 
 from pipecompile.ir.schedule import BACKWARDS, COMPUTE, Action, Kind
 
@@ -186,17 +188,45 @@ def peak_snapshots(row: Sequence[Action]) -> tuple[Snapshot, ...]:
     begins, which is never too late. Of two snapshots that need the same workspace, the one that
     holds nothing more is left out: planners price thousands of cuts by these snapshots.
     """
-    highest: dict[tuple[object, ...], list[Snapshot]] = {}
+    alike: dict[tuple[object, ...], list[Snapshot]] = defaultdict(list)
     for snapshot in all_snapshots(row):
         has_gradients = snapshot.states[snapshot.stage].has_gradients
         kind = snapshot.kind, snapshot.is_before_backwards
-        key = (kind, snapshot.stage, has_gradients, snapshot.frees_outputs)
         # The workspace depends on the key alone, and so does whether copies are held for a
         # rollback: within one key the states can be compared.
-        rivals = highest.setdefault(key, [])
-        if not any(_covers(rival, snapshot) for rival in rivals):
-            rivals[:] = [rival for rival in rivals if not _covers(snapshot, rival)] + [snapshot]
-    return tuple(snapshot for rivals in highest.values() for snapshot in rivals)
+        alike[kind, snapshot.stage, has_gradients, snapshot.frees_outputs].append(snapshot)
+    return tuple(chain.from_iterable(map(_not_covered, alike.values())))
+
+
+def _not_covered(snapshots: Sequence[Snapshot]) -> list[Snapshot]:
+    """Return the snapshots that hold more of something than each other one; of equals the first."""
+    counts = _counts(snapshots)
+    kept: list[int] = []
+    # What covers another one holds more in total, so it comes first. The sort is stable.
+    for index in np.argsort(-counts.sum(axis=1), kind="stable"):
+        if not (counts[kept] >= counts[index]).all(axis=1).any():
+            kept.append(int(index))
+    return [snapshots[index] for index in sorted(kept)]
+
+
+def _counts(snapshots: Sequence[Snapshot]) -> NDArray[np.int64]:
+    """Return (snapshots, kinds): how many of each kind of thing the rank holds."""
+    handovers = {
+        (stage, handover): None
+        for snapshot in snapshots
+        for stage, state in snapshot.states.items()
+        for handover in state.handovers
+    }
+    return np.array(
+        [
+            [
+                *chain.from_iterable(state[:-1] for state in snapshot.states.values()),
+                *(snapshot.states[stage].handovers.get(each, 0) for stage, each in handovers),
+            ]
+            for snapshot in snapshots
+        ],
+        dtype=np.int64,
+    )
 
 
 def _with_receives(row: Sequence[Action]) -> Sequence[Action]:
@@ -216,20 +246,6 @@ def _with_receives(row: Sequence[Action]) -> Sequence[Action]:
 
 def _trains(row: Sequence[Action]) -> bool:
     return any(action.kind in BACKWARDS for action in row)
-
-
-def _covers(left: Snapshot, right: Snapshot) -> bool:
-    pairs = zip(left.states.values(), right.states.values(), strict=True)
-    return all(_is_at_least(ours, theirs) for ours, theirs in pairs)
-
-
-def _is_at_least(left: StageState, right: StageState) -> bool:
-    """Return whether `left` has at least as many of every kind."""
-    *left_counts, left_handovers = left
-    *right_counts, right_handovers = right
-    if any(left_handovers.get(state, 0) < count for state, count in right_handovers.items()):
-        return False
-    return all(map(ge, left_counts, right_counts))
 
 
 def all_snapshots(row: Sequence[Action]) -> Iterator[Snapshot]:

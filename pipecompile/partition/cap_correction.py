@@ -15,7 +15,8 @@ from dataclasses import replace
 
 from pipecompile.errors import InfeasibleError
 from pipecompile.ir.size import size_text
-from pipecompile.partition.problem import MemoryConstraint, PartitionProblem
+from pipecompile.partition.memory_constraint import MemoryConstraint
+from pipecompile.partition.problem import PartitionProblem
 from pipecompile.partition.result import Partition
 from pipecompile.partition.solver import solve
 

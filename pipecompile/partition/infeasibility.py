@@ -13,12 +13,13 @@ from pipecompile.ir.links import FREE
 from pipecompile.ir.size import exact_size_text, size_text
 from pipecompile.partition.chains import Chain
 from pipecompile.partition.coarsening import coarse_groups
+from pipecompile.partition.memory_constraint import MemoryConstraint
 from pipecompile.partition.missing_memory import missing_bytes
 from pipecompile.partition.orders import topological_orders
 from pipecompile.partition.prefix_cuts import cut_order
 from pipecompile.partition.prefixes import Prefixes
 from pipecompile.partition.priced_search import PricedSearch
-from pipecompile.partition.problem import MemoryConstraint, PartitionProblem
+from pipecompile.partition.problem import PartitionProblem
 from pipecompile.partition.unit_graph import UnitGraph
 from pipecompile.partition.windows import Limit
 

@@ -11,7 +11,8 @@ from collections.abc import Mapping
 import numpy as np
 from numpy.typing import NDArray
 
-from pipecompile.partition.problem import MemoryConstraint, PartitionProblem
+from pipecompile.partition.memory_constraint import MemoryConstraint
+from pipecompile.partition.problem import PartitionProblem
 
 __all__ = ["missing_bytes"]
 

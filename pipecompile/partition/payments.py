@@ -24,7 +24,8 @@ from math import ceil
 import numpy as np
 
 from pipecompile.partition.boundaries import Boundaries, Rows
-from pipecompile.partition.problem import MemoryConstraint, PartitionProblem
+from pipecompile.partition.memory_constraint import MemoryConstraint
+from pipecompile.partition.problem import PartitionProblem
 from pipecompile.partition.unit_graph import Integers, Mask
 
 __all__ = ["Payments", "StageKey"]

@@ -22,8 +22,9 @@ from itertools import pairwise
 
 from pipecompile.partition.boundaries import Boundaries
 from pipecompile.partition.chains import Chain, Chains
+from pipecompile.partition.memory_constraint import Price, StageCandidate
 from pipecompile.partition.payments import StageKey
-from pipecompile.partition.problem import PartitionProblem, Price, StageCandidate
+from pipecompile.partition.problem import PartitionProblem
 from pipecompile.partition.windows import Limit
 
 __all__ = ["PricedSearch"]

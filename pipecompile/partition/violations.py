@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from pipecompile.ir.size import size_text
-from pipecompile.partition.problem import PartitionProblem, StageCandidate
+from pipecompile.partition.memory_constraint import StageCandidate
+from pipecompile.partition.problem import PartitionProblem
 
 __all__ = ["violations"]
 

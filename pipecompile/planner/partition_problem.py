@@ -34,13 +34,13 @@ from pipecompile.memory_model.lower_bounds import (
 )
 from pipecompile.memory_model.optimizer import optimizer_bytes
 from pipecompile.memory_model.rank import available_for_activations, rank_memory
-from pipecompile.partition.problem import (
+from pipecompile.partition.memory_constraint import (
     BoundaryBuffers,
     MemoryConstraint,
-    PartitionProblem,
     Price,
     StageCandidate,
 )
+from pipecompile.partition.problem import PartitionProblem
 from pipecompile.partition.summation import gradient_sum_order
 from pipecompile.planner.recompute import recompute_planner
 from pipecompile.planner.step_bound import recomputed_share

@@ -30,7 +30,7 @@ from pipecompile.ir.setting import Setting
 from pipecompile.ir.unequal_costs import UnequalCosts
 from pipecompile.memory_model.lower_bounds import bytes_lower_bounds
 from pipecompile.memory_model.optimizer import optimizer_bytes
-from pipecompile.partition.problem import MemoryConstraint
+from pipecompile.partition.memory_constraint import MemoryConstraint
 from pipecompile.planner.partition_problem import problem_of
 from pipecompile.schedule.named_orders import SPLIT, peak_in_flight
 from pipecompile.schedule.selection import placements

@@ -9,10 +9,12 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
+import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, fx
 
 from pipecompile.cost_models.protocol import NodeCall
+from pipecompile.errors import CaptureError, PipecompileError
 from pipecompile.graph.data_answers import node_conditions
 from pipecompile.graph.loss_module import called_path
 from pipecompile.profiling.operator_configuration import configuration, operator_name
@@ -30,6 +32,7 @@ class NodeCaller(fx.Interpreter):
     def __init__(self, workload: Workload) -> None:
         super().__init__(workload.module, graph=workload.graph)
         self.workload = workload
+        self.extra_traceback = False  # of torch, below each message
 
     def interpret(self) -> None:
         """Run the whole graph."""
@@ -40,8 +43,19 @@ class NodeCaller(fx.Interpreter):
         return call.bind(call.arguments)()
 
     def run_node(self, n: fx.Node) -> Any:
-        """Return the value of a node, from `perform`."""
-        return super().run_node(n) if n.op == "get_attr" else self.perform(self._call(n))
+        """Return the value of a node, from `perform`; CaptureError in one line if the node cannot
+        run by itself. What the loss raises is its own.
+        """
+        if n.op == "get_attr":
+            return super().run_node(n)
+        try:
+            return self.perform(self._call(n))
+        except PipecompileError:
+            raise
+        except Exception as error:
+            if n.op == "output":
+                raise
+            raise CaptureError(_why_not_alone(n, error)) from error
 
     def output(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return the loss, or the outputs if there is no loss."""
@@ -92,3 +106,20 @@ class NodeCaller(fx.Interpreter):
         if path is not None:
             module = self.workload.module.get_submodule(path)
             yield from (*module.parameters(), *module.buffers())
+
+
+def _why_not_alone(node: fx.Node, error: Exception) -> str:
+    """Return why a node that runs in the model cannot be run by itself."""
+    line = f" ({node.meta['source']})" if node.meta["source"] else ""
+    where = f"{node.meta['module'] or 'the forward'}{line}"
+    if node.target is torch.autograd.grad:
+        return (
+            f"{where}: the forward calls torch.autograd.grad, which goes back through other "
+            "operators, and costs run each of them by itself; compute what needs a gradient in "
+            "the loss function"
+        )
+    reason = str(error).strip().split("\n")[0]
+    return (
+        f"{where}: {node.name} cannot be run by itself, which costs and memory need "
+        f"({type(error).__name__}: {reason}); write it with dense tensors and without torch.func"
+    )

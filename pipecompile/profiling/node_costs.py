@@ -7,10 +7,8 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import fx
 
 from pipecompile.cost_models.protocol import FREE_CALL, CallCost, CostModel, NodeCall
-from pipecompile.errors import CaptureError
 from pipecompile.profiling.node_caller import NodeCaller
 from pipecompile.profiling.observation import StepObservation
 from pipecompile.profiling.progress import progress
@@ -31,18 +29,8 @@ def costs_of_nodes(
     own = replace(workload, inputs=tuple(value.clone() for value in workload.inputs))
     with progress(f"{cost_model.name} costs", len(observation.nodes)) as advance:
         collector = _CostCollector(own, observation, cost_model, advance)
-        try:
-            with torch.no_grad():
-                collector.interpret()
-        except RuntimeError as error:
-            node = collector.current
-            if node is None or node.target is not torch.autograd.grad:
-                raise
-            raise CaptureError(
-                f"{node.meta['module'] or 'the forward'} ({node.meta['source']}): the forward "
-                "calls torch.autograd.grad, which goes back through other operators, and costs run "
-                "each of them by itself; compute what needs a gradient in the loss function"
-            ) from error
+        with torch.no_grad():
+            collector.interpret()
     return collector.costs
 
 
@@ -61,10 +49,8 @@ class _CostCollector(NodeCaller):
         self.model = model
         self.advance = advance
         self.costs: dict[str, CallCost] = {}
-        self.current: fx.Node | None = None
 
     def perform(self, call: NodeCall) -> Any:
-        self.current = call.node
         # The model is asked before the node runs, which may write to its arguments.
         self.costs[call.node.name] = self._cost(call)
         self.advance()

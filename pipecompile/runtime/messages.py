@@ -137,8 +137,7 @@ class Messages:
         if action.kind is Kind.SEND_BACKWARD:
             target = action.stage - 1
             values = self._gradients_to_send(action, values)
-        # What is sent are bytes, without the bits that say "conjugate" and "negative".
-        plain = [None if each is None else each.resolve_conj().resolve_neg() for each in values]
+        plain = [None if each is None else _plain(each) for each in values]
         peer = peer_of(self._peers, target, action.microbatch)
         self._sending += self._start(dist.isend, plain, peer)
 
@@ -273,6 +272,13 @@ class Messages:
         sends = operation is dist.isend
         begin = self._group.send if sends else self._group.recv
         return [begin([_of_reals(tensor)], peer, 0) for tensor in there]
+
+
+def _plain(value: Tensor) -> Tensor:
+    """Return `value` as the bytes that are sent: in order, also where data decides how a tensor
+    lies in memory, and without the bits that say "conjugate" and "negative".
+    """
+    return value.resolve_conj().resolve_neg().contiguous()
 
 
 def _of_reals(tensor: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""The model's state over ranks: all of it on one rank, and whether tied copies are equal."""
+"""The model's state over ranks: all of it on one rank, the same on all, and whether it is."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pipecompile.runtime.local_share import LocalShare
 from pipecompile.runtime.place import device_of_this_rank
 from pipecompile.runtime.shards import Shard, local_part, shard_of, whole
 
-__all__ = ["different_copies", "full_state"]
+__all__ = ["different_copies", "full_state", "set_to_that_of"]
 
 
 def full_state(model: nn.Module, share: LocalShare) -> dict[str, Any] | None:
@@ -66,6 +66,18 @@ def _object_to_first(value: Any, owner: int) -> Any:
     else:
         dist.recv_object_list(values, src=owner)
     return values[0]
+
+
+@torch.no_grad()
+def set_to_that_of(source: int, value: Tensor, group: dist.ProcessGroup) -> None:
+    """Set `value` on all ranks of `group` to what it is on the global rank `source`."""
+    # Bytes in the order of elements, because gloo lacks some types, and sets nothing in a tensor
+    # that has gaps.
+    plain = value.detach().contiguous()
+    dist.broadcast(plain.flatten().view(torch.uint8), src=source, group=group)
+    # One that repeats elements cannot be written to, and needs it where ranks differ only.
+    if plain.data_ptr() != value.data_ptr() and not torch.equal(plain, value.detach()):
+        value.data.copy_(plain)
 
 
 def different_copies(own: Mapping[str, Tensor]) -> dict[str, tuple[int, int]]:

@@ -300,7 +300,9 @@ def _own_store() -> Store:
     """
     store = _get_default_store().clone()  # type: ignore[attr-defined]
     store.set_timeout(timedelta(seconds=ANSWER_SECONDS))
-    return PrefixStore("pipecompile-watch", store)
+    # What this rank said in the steps of an earlier pipeline is not what it does in this one's.
+    number = store.add(f"pipecompile-watches/{dist.get_rank()}", 1)
+    return PrefixStore(f"pipecompile-watch-{number}", store)
 
 
 class _Heartbeat:

@@ -15,6 +15,7 @@ from pipecompile.frontend.microbatch import MicrobatchSizes, shape_of
 from pipecompile.frontend.signature import arguments_of, call_of
 from pipecompile.frontend.target_cut import cut_targets
 from pipecompile.graph.pytrees import register_dataclasses
+from pipecompile.graph.storages import is_irregular, layout_name
 from pipecompile.ir.plan import Plan
 from pipecompile.training.program import Program
 from pipecompile.training.programs import Programs
@@ -70,6 +71,7 @@ class BatchReader:
         except InputError:
             arguments_of(captured.model, batch)  # says more of what the model does not take
             raise
+        refuse_without_rows(captured.inputs.tensor_names, tensors)
         # Most batches are like the one before.
         key = tuple([(tensor.shape, tensor.dtype) for tensor in tensors])
         if key not in self._read_before:
@@ -97,8 +99,12 @@ class BatchReader:
         return shape, sizes
 
     def read_planned(self, batch: Any) -> CutBatch:
-        """Return what `read` does; InputError if there are more microbatches than planned."""
+        """Return what `read` does; InputError if there are more microbatches than planned, or if
+        an input cannot be trained on.
+        """
         cut = self.read(batch)
+        names = self._declared[0].captured.inputs.tensor_names
+        refuse_untrainable_inputs(names, cut.given[0])
         if len(cut.rows) > self._plan.microbatches:
             raise InputError(
                 f"the batch holds {len(cut.rows)} microbatches, but the plan was made for "
@@ -114,6 +120,34 @@ class BatchReader:
         here = move(target) if isinstance(target, Tensor) else tree_map_only(Tensor, move, target)
         dims = self._declared[0].captured.inputs.batch_dims
         return cut_targets(here, sizes.sizes, self._target_batch_dims, dims)
+
+
+def refuse_without_rows(names: Sequence[str], tensors: Sequence[Tensor]) -> None:
+    """Raise InputError for an input of which no microbatches can be cut."""
+    for name, tensor in zip(names, tensors, strict=True):
+        if is_irregular(tensor):
+            raise InputError(
+                f"{name} is {layout_name(tensor)}, of which no microbatches can be cut; give a "
+                "dense tensor (to_dense, to_padded_tensor)"
+            )
+        if tensor.is_meta:
+            raise InputError(f"{name} is on the meta device, and so has no values; give some")
+
+
+def refuse_untrainable_inputs(names: Sequence[str], tensors: Sequence[Tensor]) -> None:
+    """Raise InputError for an input that a plain loop would give a gradient, or could not save."""
+    for name, tensor in zip(names, tensors, strict=True):
+        if tensor.requires_grad:
+            raise InputError(
+                f"{name} requires a gradient, but a pipeline computes gradients for parameters "
+                "only: what comes before it would not train; make that a part of the model, or "
+                "detach it"
+            )
+        if tensor.is_inference():
+            raise InputError(
+                f"{name} was made under torch.inference_mode, and cannot be saved for a backward; "
+                "clone it outside of that"
+            )
 
 
 def input_and_target(item: Any) -> tuple[Any, Any]:

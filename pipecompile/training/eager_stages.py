@@ -7,21 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
-from functools import partial
 from itertools import pairwise
-from typing import Any
 
-import torch
-from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
+from torch import nn
 
-from pipecompile.errors import InputError, PipecompileError
-from pipecompile.frontend.signature import OutputStructure
-from pipecompile.frontend.target import LossFunction, Target
+from pipecompile.frontend.target import Target
 from pipecompile.runtime.stage import EagerStage
 from pipecompile.training.program import Program
+from pipecompile.training.user_loss import UserLoss
 
-__all__ = ["local_stages", "loss_of", "rank_stages", "tied_parameters"]
+__all__ = ["local_stages", "rank_stages", "tied_parameters"]
 
 
 def local_stages(program: Program, target: Target) -> list[EagerStage]:
@@ -68,7 +63,7 @@ def _stage(
     return EagerStage(
         stage.module,
         gradient_inputs=stage.gradient_inputs,
-        loss=partial(loss_of, program.outputs, target.trained_by) if is_last else None,
+        loss=UserLoss(program.outputs, target) if is_last else None,
         loss_module=target.loss_module if is_last else None,
         buffers=stage.buffers,
         random=stage.random,
@@ -76,33 +71,3 @@ def _stage(
         tied_to_later=tied_to_later,
         precision=nullcontext if target.autocast is None else target.precision,
     )
-
-
-def loss_of(
-    structure: OutputStructure, loss: LossFunction, outputs: Sequence[Tensor], wanted: Any
-) -> Any:
-    """Return what the loss function makes of the output tensors of a microbatch; InputError with
-    what it raised as the cause.
-    """
-    output = structure.unflatten(outputs)
-    try:
-        return loss(output, wanted)
-    # Who catches these wants them as they are: less memory is asked for then.
-    except (PipecompileError, torch.OutOfMemoryError):
-        raise
-    except Exception as error:
-        raised = f"{type(error).__name__}: {error}"
-        if wanted is None:
-            raise InputError(
-                f"loss_fn cannot do without a target ({raised}); give the step one: "
-                "step(batch, target)"
-            ) from error
-        given = [tree_map_only(Tensor, _description, value) for value in (output, wanted)]
-        raise InputError(
-            f"loss_fn raised {raised}; for a microbatch it was given the output {given[0]} and the "
-            f"target {given[1]}"
-        ) from error
-
-
-def _description(tensor: Tensor) -> str:
-    return f"{tensor.dtype}{list(tensor.shape)}"

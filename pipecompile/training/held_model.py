@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from pipecompile.errors import InputError
+from pipecompile.memory_model.replicas import buckets
 from pipecompile.runtime import world
 from pipecompile.runtime.local_share import LocalShare
 from pipecompile.runtime.model_state import full_state
@@ -77,9 +78,15 @@ class HeldModel:
             "have another shape in",
             {n for n, value in own.items() if _shape_of(value) != _shape_of(state[n])},
         )
-        # Only what is held is read: `state` may be a file of all weights, which no rank could hold.
-        divided = {name: divided_like(state[name], value) for name, value in own.items()}
-        model.load_state_dict(divided, strict=False)
+        # Only what is held is read, a part at a time: `state` may be a file of all weights, which
+        # no rank could hold, nor its own ones twice.
+        names = list(own)
+        sizes = [value.nbytes if isinstance(value, Tensor) else 0 for value in own.values()]
+        for run in buckets(sizes, [None] * len(sizes)):
+            few = names[run.start : run.stop]
+            model.load_state_dict(
+                {name: divided_like(state[name], own[name]) for name in few}, strict=False
+            )
 
     def full_state_dict(self) -> dict[str, Any] | None:
         """Return the whole model's state on rank 0, on the CPU, for the unsplit model; None
@@ -103,11 +110,12 @@ class HeldModel:
     def load_safetensors(self, path: str | Path) -> None:
         """Load weights from a safetensors file, from the index of several, or from their folder.
 
-        Each rank reads only what it holds.
+        Each rank reads only what it holds. Call it on all ranks: if one lacks something, all raise.
         """
         check_installed()
         names = self._model.state_dict()
-        self.load_state_dict(SafetensorsWeights(path, names, self._share.first_names))
+        with world.failing_together():
+            self.load_state_dict(SafetensorsWeights(path, names, self._share.first_names))
 
 
 def _shape_of(value: Any) -> Any:

@@ -12,9 +12,8 @@ NaN (a count of the smallest number), which tells what nothing has set.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from collections.abc import Callable, Container, Iterator
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor, nn
@@ -75,20 +74,26 @@ def bind(stage: nn.Module, model: nn.Module) -> None:
 def initialise(model: nn.Module, share: LocalShare, seed: int) -> None:
     """Let the modules of this rank set their own parameters and buffers, on the CPU.
 
-    A tied parameter is set by the module that has it first. A module draws all that it has, even if
-    a part of it is on another rank, so that this part does not change the numbers.
+    A tied parameter is set by the module that has it first. A module draws all that it and its
+    parts have, even if some of it is on another rank, so that the cut does not change the numbers.
     """
     firsts = {name for name, _ in (*model.named_parameters(), *model.named_buffers())}
-    for path, module in model.named_modules():
-        names = [name for name in _direct_names(path, module) if name in firsts]
-        held = [name for name in names if share.holds(name)]
-        if held and hasattr(module, "reset_parameters"):
+    for path, module in _resettable("", model):
+        names = (f"{path}.{name}".lstrip(".") for name, _ in named_state(module))
+        held = [name for name in names if name in firsts and share.holds(name)]
+        if held:
             _reset(path, module, held, seed)
 
 
-def check_all_set(model: nn.Module, share: LocalShare) -> None:
-    """InputError, on every rank, if a parameter or buffer that one holds has no value yet."""
-    own = [name for name, tensor in named_state(model) if share.holds(name) and _is_unset(tensor)]
+def check_all_set(model: nn.Module, share: LocalShare, read: Container[str] = ()) -> None:
+    """InputError, on every rank, if a parameter or buffer that one holds has no value yet; those
+    that were `read` from a file have one, whatever it is.
+    """
+    own = [
+        name
+        for name, tensor in named_state(model)
+        if share.holds(name) and name not in read and _is_unset(tensor)
+    ]
     # Other ranks would wait for one that raises alone.
     left = sorted({name for names in world.gather(own) for name in names})
     if left:
@@ -129,59 +134,52 @@ def _is_unset(tensor: Tensor) -> bool:
 
 def _put(module: nn.Module, name: str, tensor: Tensor) -> None:
     path, _, last = name.rpartition(".")
-    for table in _tables(module.get_submodule(path)):
+    owner = module.get_submodule(path)
+    for table in (owner._parameters, owner._buffers):
         if last in table:
-            table[last] = tensor
+            table[last] = tensor  # type: ignore[assignment]
 
 
-def _tables(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the parameters and the buffers of a module itself, where they can be replaced."""
-    return module._parameters, module._buffers
+def _resettable(path: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the outermost modules that set parameters, with their paths."""
+    if _reset_of(module) is not None:
+        yield path, module
+        return
+    for name, part in module.named_children():
+        yield from _resettable(f"{path}.{name}".lstrip("."), part)
 
 
-def _direct_names(path: str, module: nn.Module) -> Iterable[str]:
-    tables = (*module._parameters.items(), *module._buffers.items())
-    return [f"{path}.{name}".lstrip(".") for name, tensor in tables if tensor is not None]
+def _reset_of(module: nn.Module) -> Callable[[], object] | None:
+    """Return the method that sets the parameters of a module, None if it has none."""
+    # torch's attention has it under the second name.
+    for name in ("reset_parameters", "_reset_parameters"):
+        if hasattr(module, name):
+            return getattr(module, name)  # type: ignore[no-any-return]
+    return None
 
 
 def _reset(path: str, module: nn.Module, held: list[str], seed: int) -> None:
-    """Let a module set what it has, and keep what is `held` here.
+    """Let a module and its parts set what they have, and keep what is `held` here.
 
     A function of its own: in a loop what one module drew would live until the next one has drawn.
     """
-    # The seed is of the path, not of an order: modules on other ranks draw nothing here.
-    with _whole_on_cpu(module) as whole, torch.random.fork_rng(devices=()):
-        torch.manual_seed(_seed_of(seed, path))
-        module.reset_parameters()  # type: ignore[operator]
-    _copy_held(path, module, whole, held)
-
-
-@contextmanager
-def _whole_on_cpu(module: nn.Module) -> Iterator[dict[str, Tensor]]:
-    """Put unset tensors on the CPU for all that the module has itself; yield them by name."""
+    own = dict(named_state(module))
     cpu = torch.device("cpu")
-    before = dict(module._parameters), dict(module._buffers)
-    whole: dict[str, Tensor] = {}
-    for table in _tables(module):
-        for name, tensor in table.items():
-            if tensor is not None:
-                whole[name] = table[name] = _unset(tensor, cpu)
-    try:
-        yield whole
-    finally:
-        module._parameters.update(before[0])
-        module._buffers.update(before[1])
-
-
-@torch.no_grad()
-def _copy_held(path: str, module: nn.Module, whole: dict[str, Tensor], names: list[str]) -> None:
-    for name in names:
-        last = name.removeprefix(f"{path}.")
-        own = module._parameters.get(last, module._buffers.get(last))
-        assert own is not None
-        # A buffer that was in memory keeps its value: no reset of another one may replace it.
-        if _is_unset(own):
-            own.copy_(whole[last])
+    whole = {id(tensor): _unset(tensor, cpu) for tensor in own.values()}
+    with swapped_state(module, whole), torch.random.fork_rng(devices=()):
+        # Parts first, as in constructors: what has them may change what they have set.
+        for below, part in reversed(list(module.named_modules(prefix=path))):
+            reset = _reset_of(part)
+            if reset is not None:
+                # The seed is of the path, not of an order: other ranks do not draw for all modules.
+                torch.manual_seed(_seed_of(seed, below))
+                reset()
+    with torch.no_grad():
+        for name in held:
+            value = own[name.removeprefix(path).lstrip(".")]
+            # A buffer that was in memory keeps its value: no reset of another may replace it.
+            if _is_unset(value):
+                value.copy_(whole[id(value)])
 
 
 def _seed_of(seed: int, path: str) -> int:

@@ -106,7 +106,8 @@ class Pipeline(HeldModel):
         if self._share.is_distributed:
             planned = self._programs.planned
             written = [buffer for stage in planned.stages for buffer in stage.buffers]
-            refuse_shared_memory(plan, self._model, planned.ties, written)
+            constants = planned.captured.constants
+            refuse_shared_memory(plan, self._model, constants, planned.ties, written)
         was_on_meta = lacks_values(self._model)
         if was_on_meta:
             self._allocate()
@@ -470,7 +471,8 @@ class Pipeline(HeldModel):
             self.checkpoint().load(weights)
         else:
             self.load_safetensors(weights)
-        check_all_set(self._model, self._share)
+        read = () if weights is None else self._model.state_dict()
+        check_all_set(self._model, self._share, read)
         if self._share.is_distributed:
             self._runner.equalise()
 

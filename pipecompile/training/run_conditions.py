@@ -55,15 +55,20 @@ def check_links(plan: Plan, place: RankPlace) -> None:
 
 
 def refuse_shared_memory(
-    plan: Plan, model: nn.Module, ties: Mapping[str, Tie], written: Collection[Tensor]
+    plan: Plan,
+    model: nn.Module,
+    constants: Mapping[str, Tensor],
+    ties: Mapping[str, Tie],
+    written: Collection[Tensor],
 ) -> None:
-    """Raise InputError if two tensors of the model lie in the same memory, but on other ranks.
+    """Raise InputError if two tensors of the model, or `constants` that its forward reads besides,
+    lie in the same memory, but on other ranks.
 
     In one process an update of a parameter, or a forward that has `written` to a buffer, changes
     what is a view of it; other ranks would keep the old values. One tensor under several names is a
     tie, and no matter of this.
     """
-    state = dict(named_state(model))
+    state = {**constants, **dict(named_state(model))}
     changing = {id(tensor) for tensor in written}
     by_storage = defaultdict[int, list[str]](list)
     for name in ties:

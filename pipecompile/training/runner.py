@@ -14,6 +14,7 @@ from torch import Tensor, fx, nn
 
 from pipecompile.errors import InputError, PipecompileError
 from pipecompile.frontend.target import Target
+from pipecompile.graph.model_state import named_state
 from pipecompile.ir.plan import Plan
 from pipecompile.ir.schedule import Schedule
 from pipecompile.runtime import one_process, world
@@ -23,6 +24,7 @@ from pipecompile.runtime.gradients import spread_overflow
 from pipecompile.runtime.leading_forwards import LeadingForwards
 from pipecompile.runtime.local_share import LocalShare
 from pipecompile.runtime.messages import Messages
+from pipecompile.runtime.model_state import set_to_that_of
 from pipecompile.runtime.norm import NormOnItsWay, begin_norm
 from pipecompile.runtime.peers import group_of_own_stage, peers_at
 from pipecompile.runtime.place import device_of_this_rank
@@ -365,8 +367,11 @@ class Runner:
 
     @cached_property
     def _tie_groups(self) -> dict[str, dist.ProcessGroup]:
-        """The process group of the ranks that hold each tied parameter."""
-        stages = {name: self._planned.ties[name].stages for name in self._tied}
+        """The process group of the ranks that hold each tensor that several stages read: a tied
+        parameter, a buffer or a constant.
+        """
+        ties = self._planned.ties.items()
+        stages = {name: tie.stages for name, tie in ties if len(tie.stages) > 1}
         return tie_groups(stages, self._plan.schedule.placement, self._share.place.pipelines)
 
     @cached_property
@@ -374,18 +379,22 @@ class Runner:
         return [
             (self._tied[name], group)
             for name, group in sorted(self._tie_groups.items())
-            if self._share.holds(name) and self._tied[name].requires_grad
+            if name in self._tied and self._share.holds(name) and self._tied[name].requires_grad
         ]
 
     def _equalise_ties(self) -> None:
-        """Set all copies of a tied parameter to the owner's: the ranks may have initialised theirs
-        differently.
+        """Set all copies of a tensor that several stages read to the owner's: the ranks may have
+        initialised theirs differently, or drawn them without a common seed.
         """
+        # Constants are no part of the model's state: only the stages have them under their names.
+        copies = {name: value for stage in self.stages for name, value in stage.named_buffers()}
+        copies.update(named_state(self._target.model_with_loss))
         for name, group in self._tie_groups.items():
-            if self._share.holds(name):
-                rank = self._plan.schedule.placement[self._planned.ties[name].owner]
+            stages = self._planned.ties[name].stages
+            if not set(stages).isdisjoint(self._share.stages):
+                rank = self._plan.schedule.placement[stages[0]]
                 owner = self._share.place.global_ranks[rank]
-                dist.broadcast(self._tied[name].data, src=owner, group=group)
+                set_to_that_of(owner, copies[name], group)
 
     def _equalise_replicas(self) -> None:
         """Set all parameters and buffers to those of the first replica, of the pipeline or of the
@@ -397,7 +406,7 @@ class Runner:
             if self._stage_replicas is not None:
                 source = dist.get_global_rank(group, 0)
             for _, value in self._share.named_state(self._target.model_with_loss):
-                dist.broadcast(value.data, src=source, group=group)
+                set_to_that_of(source, value, group)
 
     @contextmanager
     def _sharded(self, *, all_stages: bool = False) -> Iterator[Sequence[ActionObserver]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from pipecompile.errors import InputError
+from pipecompile.errors import FormatError, InputError
 
 __all__ = ["SavedKeys"]
 
@@ -19,7 +20,7 @@ __all__ = ["SavedKeys"]
 class SavedKeys:
     """The keys of the checkpoint in the folder `path`, without the values.
 
-    InputError if there is none.
+    InputError if there is none, FormatError if it is damaged.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -30,6 +31,11 @@ class SavedKeys:
             raise InputError(
                 f"there is no checkpoint in {path}; give a folder that Checkpoint.save has written"
             ) from None
+        except (UnpicklingError, EOFError) as error:
+            raise FormatError(
+                f"the list of what the checkpoint in {path} has cannot be read: {error}; load "
+                "another one"
+            ) from error
         self._saved: Mapping[str, Any] = metadata.state_dict_metadata
 
     def __contains__(self, key: object) -> bool:

@@ -46,8 +46,8 @@ from pipecompile.runtime.stage_times import (
 from pipecompile.schedule.dependencies import compute_dependencies, dependency_order
 from pipecompile.schedule.named_orders import MAY_SPLIT
 from pipecompile.schedule.stages import problem_of_plan
-from pipecompile.training.eager_stages import loss_of
 from pipecompile.training.program import Program
+from pipecompile.training.user_loss import loss_of
 
 __all__ = ["StageTimer"]
 

@@ -26,7 +26,7 @@ from pipecompile.frontend.loss_reduction import (
     total_weight,
     weigh,
 )
-from pipecompile.frontend.microbatch import MicrobatchSizes
+from pipecompile.frontend.microbatch import MicrobatchSizes, as_scalar, is_count
 from pipecompile.runtime.place import RankPlace
 from pipecompile.runtime.rank_step import StepResult
 from pipecompile.runtime.replicas import mean_over_replicas
@@ -106,7 +106,8 @@ class StepLoss:
         """Return the loss of a step or evaluation of all replicas, or the pair of that and of what
         came with it; None without the last stage.
 
-        Scalars that came with it are joined like losses, and tensors are those of this replica.
+        Scalars that came with it are joined like losses, but counts are summed; tensors are those
+        of this replica.
         """
         if result is None:
             return None
@@ -121,7 +122,13 @@ class StepLoss:
             loss = self._quotient(losses, weights)  # they are multiplied already
         else:
             loss = scalar(losses)
-        return loss if extras[0] is None else (loss, sizes.merge(extras, scalar))
+        joined = partial(self._count_or, scalar)
+        return loss if extras[0] is None else (loss, sizes.merge(extras, joined))
+
+    def _count_or(self, scalar: Callable[[Sequence[Tensor]], Tensor], values: Any) -> Tensor:
+        """Return the sum of what counts something, else what `scalar` makes of it."""
+        values = list(map(as_scalar, values))
+        return self._sum(values) if is_count(values[0]) else scalar(values)
 
     def _exchanged_weight(self, result: StepResult | None) -> float:
         """Return the sum of the weights of this step over all replicas, on every rank."""
@@ -140,6 +147,7 @@ class StepLoss:
         own, group = sizes.mean(values), self._place.replica_group
         if group is None:
             return own
+        own = own.to(self._runner.device)  # loss_fn may have moved a metric to the host
         return mean_over_replicas(own, sizes.samples, group, self._runner.deadline)
 
     def _sum(self, values: Sequence[Tensor]) -> Tensor:
@@ -157,8 +165,9 @@ class StepLoss:
         return (total[0] / total[1]).to(weighed[0].dtype)
 
     def _over_replicas(self, value: Tensor) -> Tensor:
-        """Return the sum of `value`, in which it is summed, over replicas."""
+        """Return the sum of `value`, in which it may be summed, over replicas."""
         if self._place.replica_group is not None:
+            value = value.to(self._runner.device)
             self._runner.deadline.all_reduce(value, self._place.replica_group)
         return value
 

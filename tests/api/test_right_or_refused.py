@@ -63,15 +63,42 @@ class Sparse(nn.Module):
         return (self.rows @ value.T).T
 
 
+class Calling(nn.Module):
+    """A function as a module."""
+
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, value: Tensor) -> Tensor:
+        return self.function(value)
+
+
+def cubed_slope(value: Tensor) -> Tensor:
+    return torch.func.grad(lambda v: (v**3).sum())(value)
+
+
+def sparse_product(value: Tensor) -> Tensor:
+    return (torch.eye(WIDTH).to_sparse() @ value.T).T
+
+
+def csr_product(value: Tensor) -> Tensor:
+    return (torch.eye(WIDTH).to_sparse_csr() @ value.T).T
+
+
 NESTED = torch.nested.nested_tensor([torch.randn(3, WIDTH), torch.randn(4, WIDTH)])
 COMPILES: dict[str, tuple[Any, Any, str]] = {
     "a function": (torch.sin, X, "the model is a builtin_function_or_method, but must be"),
+    "no samples": (between(nn.Tanh()), X[:0], "the inputs have no samples"),
     "a sparse input": (between(nn.Tanh()), torch.eye(8).to_sparse(), "an input is sparse_coo"),
     "a CSR input": (between(nn.Tanh()), torch.eye(8).to_sparse_csr(), "an input is sparse_csr"),
     "a nested input": (between(nn.Tanh()), NESTED, "an input is nested"),
     "a sparse buffer": (between(Sparse(torch.sparse_coo)), X, "2.rows is sparse_coo"),
     "a CSR buffer": (between(Sparse(torch.sparse_csr)), X, "2.rows is sparse_csr"),
     "a gradient": (between(Sloped()), X, "the forward calls torch.autograd.grad"),
+    "torch.func.grad": (between(Calling(cubed_slope)), X, "torch.func, or a tensor kept"),
+    "a sparse product": (between(Calling(sparse_product)), X, "is sparse_coo, whose bytes no plan"),
+    "a CSR product": (between(Calling(csr_product)), X, "is sparse_csr, whose bytes no plan"),
 }
 
 
@@ -83,6 +110,21 @@ def test_what_cannot_be_compiled_is_refused_in_one_line(what: str) -> None:
             model, batch, k=2, costs="flops", loss_fn=nn.functional.mse_loss, microbatches=2
         )
     assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("loss_fn", ["mse", 3, [nn.functional.mse_loss]])
+def test_so_is_a_loss_that_is_no_function(loss_fn: Any) -> None:
+    with pytest.raises(InputError, match=r"must be a function of \(output, target\)"):
+        pipecompile(between(nn.Tanh()), X, k=2, costs="flops", loss_fn=loss_fn, microbatches=2)
+
+
+@pytest.mark.parametrize("function", [sparse_product, csr_product, cubed_slope])
+def test_so_is_a_module_of_one_node_that_costs_cannot_run(
+    function: Callable[[Tensor], Tensor],
+) -> None:
+    with pytest.raises(CaptureError, match="cannot be run by itself, which costs") as caught:
+        pipecompile(between(Calling(function)), X, k=2, costs="flops", leaf=("2",), microbatches=2)
     assert "\n" not in str(caught.value)
 
 
@@ -106,6 +148,33 @@ def test_a_step_that_trains_nothing_is_refused(what: str) -> None:
     with pytest.raises(InputError) as caught:
         pipeline.step(X, target)
     assert message in str(caught.value)
+
+
+@torch.inference_mode()
+def inference() -> Tensor:
+    return X.clone()
+
+
+INPUTS: dict[str, tuple[Callable[[], Any], str]] = {
+    "sparse": (X.to_sparse, "input is sparse_coo, of which no microbatches can be cut"),
+    "CSR": (X.to_sparse_csr, "input is sparse_csr, of which no microbatches can be cut"),
+    "nested": (lambda: NESTED, "input is nested, of which no microbatches can be cut"),
+    "without values": (lambda: X.to("meta"), "input is on the meta device"),
+    "a leaf with a gradient": (X.clone().requires_grad_, "input requires a gradient"),
+    "of another layer": (lambda: nn.Linear(WIDTH, WIDTH)(X), "input requires a gradient"),
+    "made in inference mode": (inference, "input was made under torch.inference_mode"),
+}
+
+
+@pytest.mark.parametrize("what", INPUTS)
+def test_an_input_that_no_step_can_take_is_refused_in_one_line(what: str) -> None:
+    make, message = INPUTS[what]
+    pipeline = pipecompile(
+        between(nn.Tanh()), X, k=2, costs="flops", loss_fn=square, microbatches=2
+    )
+    with pytest.raises(InputError) as caught:
+        pipeline.step(make(), X)
+    assert message in str(caught.value) and "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("without", [torch.no_grad, torch.inference_mode])
@@ -159,9 +228,75 @@ TRAINING_LOSSES: dict[str, Callable[[Any, Any], Tensor]] = {
 
 @pytest.mark.parametrize("name", TRAINING_LOSSES)
 def test_a_loss_that_trains_something_else_is_refused(name: str) -> None:
-    with pytest.raises(InputError, match=r"loss_fn trains a tensor of shape .* that is no output"):
+    seen = (
+        "reads .* of the model" if "the model" in name else "trains a tensor of shape .* no output"
+    )
+    with pytest.raises(InputError, match=f"loss_fn {seen}"):
         run_with(MODEL, TRAINING_LOSSES[name])
     assert all(parameter.grad is None for parameter in (*HEAD.parameters(), TEMPERATURE))
+
+
+class Decaying(nn.Module):
+    """A model with a buffer that its forward writes to, and a frozen layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.frozen = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
+        self.register_buffer("level", torch.ones(WIDTH))
+
+    def forward(self, value: Tensor) -> Tensor:
+        """A value of shape (N, WIDTH) to the same shape."""
+        self.level.mul_(0.9)
+        return self.last(torch.tanh(self.frozen(self.first(value))))
+
+
+def _without_gradient(model: Decaying) -> Tensor:
+    with torch.no_grad():
+        return model.first.weight.norm()
+
+
+def _gradient_norm(model: Decaying) -> Tensor | float:
+    # A step begins without gradients, and puts those of an earlier one aside.
+    gradient = model.last.bias.grad
+    return 0.0 if gradient is None else gradient.norm()
+
+
+READS: dict[str, tuple[Callable[[Decaying], Any], str]] = {
+    "detach": (lambda model: model.first.weight.detach().norm(), "first.weight"),
+    "no_grad": (_without_gradient, "last.weight|first.weight"),
+    "item": (lambda model: model.last.bias[0].item(), "last.bias"),
+    "data": (lambda model: model.last.bias.data.sum(), "last.bias"),
+    "a buffer": (lambda model: model.level.mean(), "level"),
+    "a gradient": (_gradient_norm, "last.bias.grad"),
+    "a frozen layer": (lambda model: model.frozen(X).mean(), "frozen.weight"),
+    "numpy": (lambda model: float(model.frozen.weight.numpy().sum()), "frozen.weight"),
+}
+
+
+@pytest.mark.parametrize("name", READS)
+def test_a_loss_that_reads_state_of_the_model_is_refused(name: str) -> None:
+    read, seen = READS[name]
+    model, calls = Decaying(), []
+
+    def loss_fn(output: Tensor, target: Tensor) -> Tensor:
+        calls.append(name)
+        extra = read(model) if len(calls) > 2 else 0.0
+        return (output - target).square().mean() + extra
+
+    pipeline = pipecompile(model, X, k=2, microbatches=2, costs="flops", loss_fn=loss_fn)
+    pipeline.step(X, X)
+    with pytest.raises(InputError, match=f"loss_fn reads ({seen}) of the model"):
+        pipeline.step(X, X)
+
+
+def test_a_loss_may_read_what_is_its_own_and_shapes_of_the_model() -> None:
+    model, weight = Decaying(), torch.rand(WIDTH)
+    steps_alike(
+        between(nn.Tanh()),
+        BATCHES,
+        loss_fn=lambda output, _: (output * weight).abs().mean() / len(model.first.weight),
+    )
 
 
 def _raise(output: Tensor, target: Tensor) -> Tensor:
@@ -207,18 +342,17 @@ def _unfreeze_and_apply(output: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    "begin",
-    [lambda _: MODEL[0].weight.square().sum(), _unfreeze_and_apply],
-    ids=["penalty", "layer"],
+    "begin", [lambda _: TEMPERATURE.square(), _unfreeze_and_apply], ids=["penalty", "layer"]
 )
 def test_a_loss_that_begins_later_to_train_something_else_is_refused(
     begin: Callable[[Tensor], Tensor],
 ) -> None:
     loss_fn = LaterLoss(begin)
     pipeline = pipecompile(MODEL, X, k=2, microbatches=2, costs="flops", loss_fn=loss_fn)
+    pipeline.step(X, X)
+    pipeline.step(X, X)
     with pytest.raises(InputError, match=r"loss_fn trains a tensor of shape .* that is no output"):
-        for _ in range(4):
-            pipeline.step(X, X)
+        pipeline.step(X, X)
     assert loss_fn.calls == 6
     assert all(parameter.grad is None for parameter in HEAD.parameters())
 

@@ -10,11 +10,13 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from safetensors import safe_open
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from pipecompile.errors import PipecompileError
+from pipecompile.errors import InputError, PipecompileError
 from pipecompile.frontend.signature import arguments_of
 from pipecompile.frontend.target import Target
 from pipecompile.runtime.shards import local_part
@@ -252,6 +254,20 @@ def weights_in_a_file(file: str) -> tuple[State, list[str], bool]:
         pipeline.load_safetensors(file)
     same = all(torch.equal(before[name], value) for name, value in pipeline.state_dict().items())
     return whole, sorted({*read}), same
+
+
+def a_file_without(name: str, file: str) -> str:
+    """What this rank says of a file of weights that has all but `name`."""
+    pipeline = pipelined(2, 1).run.pipeline
+    state = pipeline.full_state_dict()
+    if state is not None:
+        save_file({n: value.clone() for n, value in state.items() if n != name}, file)
+    dist.barrier()
+    try:
+        pipeline.load_safetensors(file)
+    except InputError as error:
+        return str(error)
+    return ""
 
 
 class _Observed:

@@ -118,6 +118,8 @@ def late_for_exchange(what: str) -> Seen:
     pipeline, batch = small_pipeline("1f1b", 2, step_timeout=TIMEOUT)
     if what != "the first agreement":
         pipeline.step(batch)
+    if what == "another pipeline's":  # which has not begun as often
+        pipeline, _ = small_pipeline("1f1b", 2, step_timeout=TIMEOUT)
 
     def exchange() -> None:
         if dist.get_rank():
@@ -250,6 +252,17 @@ def different_batches() -> str:
     pipeline, batch = small_pipeline("1f1b", dist.get_world_size())
     try:
         pipeline.step(batch if dist.get_rank() else batch[:4])
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def different_models() -> str:
+    """What a rank says if another model is compiled on the last rank than on the others."""
+    is_last = dist.get_rank() == dist.get_world_size() - 1
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)), nn.Tanh() if is_last else nn.ReLU())
+    try:
+        pipecompile(model, torch.rand(8, 4), k=2, costs="flops", microbatches=2)
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return ""

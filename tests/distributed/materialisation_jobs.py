@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -19,13 +20,35 @@ from pipecompile.training.pipeline import Pipeline
 from tests.distributed.training_jobs import Mixture, mixture, token_loss
 
 
+class Residual(nn.Module):
+    """A module that sets something of its own, and changes what a part of it has set."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.empty(16))
+        self.first, self.last = nn.Linear(16, 16), nn.Linear(16, 16)
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Begin small."""
+        self.scale.fill_(2.0)
+        self.last.weight.div_(100)
+        self.last.bias.zero_()
+
+    def forward(self, value: Tensor) -> Tensor:
+        """From and to a tensor of shape (N, 6, 16)."""
+        output: Tensor = self.last(torch.tanh(self.first(value * self.scale)))
+        return output
+
+
 class Tied(nn.Module):
     """Layers that can all set themselves, with a table that is read twice."""
 
     def __init__(self) -> None:
         super().__init__()
         self.table = nn.Embedding(11, 16)
-        self.layers = nn.ModuleList([nn.Linear(16, 16) for _ in range(4)])
+        self.layers = nn.ModuleList([nn.Linear(16, 16), *(Residual() for _ in range(3))])
+        self.attention = nn.MultiheadAttention(16, 2, batch_first=True)
         self.norm = nn.BatchNorm1d(6)
         self.head = nn.Linear(16, 11, bias=False)
         self.head.weight = self.table.weight
@@ -35,6 +58,7 @@ class Tied(nn.Module):
         value = self.table(tokens)
         for layer in self.layers:
             value = torch.tanh(layer(value)) + value
+        value = self.attention(value, value, value, need_weights=False)[0]
         return self.head(self.norm(value))
 
 
@@ -85,6 +109,25 @@ def from_checkpoint(path: str, ranks: int) -> tuple[dict[str, Tensor], set[str]]
     return pipeline.state_dict(), rest
 
 
+class Masked(nn.Module):
+    """A buffer whose values are those that mark what nothing has set, and a weight with a NaN."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 6), nn.Linear(6, 11)
+        self.register_buffer("mask", torch.zeros(6, dtype=torch.uint8))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Tokens of shape (N, 6) to logits of shape (N, 11)."""
+        output: Tensor = self.last(self.first(tokens.double()).masked_fill(self.mask > 0, 0.0))
+        return output
+
+
+def values_from_file(path: str) -> dict[str, Tensor]:
+    """What this rank has of the model whose weights are in the file."""
+    return on_meta(Masked, weights=path).state_dict()
+
+
 def without_a_value() -> str:
     """What is said of a parameter that no module sets."""
     try:
@@ -98,7 +141,14 @@ WIDTH, LAYERS = 4096, 8
 LAYER_BYTES = 4 * (WIDTH + 1) * WIDTH
 
 
-def peak_growth() -> tuple[int, int]:
+def write_layers(file: Path) -> None:
+    """Write weights for the model of `peak_growth`."""
+    shapes = {"weight": (WIDTH, WIDTH), "bias": (WIDTH,)}
+    layers = range(LAYERS)
+    save_file({f"{i}.{n}": torch.zeros(s) for i in layers for n, s in shapes.items()}, file)
+
+
+def peak_growth(weights: str | None = None) -> tuple[int, int]:
     """By how many bytes this process grew at most, and the bytes of its stage."""
     on_meta(Tied)  # the first pipeline of a process imports what takes memory too
     with torch.device("meta"):
@@ -115,6 +165,7 @@ def peak_growth() -> tuple[int, int]:
         loss_fn=functional.mse_loss,
         sample_target=batch,
         microbatches=dist.get_world_size(),
+        weights=weights,
     )
     grown = _peak_bytes() - before
     return grown, sum(parameter.nbytes for parameter in pipeline.parameters())

@@ -147,3 +147,13 @@ def test_the_full_state_and_a_file_of_weights_load_into_the_unsplit_model(
     read = [set(names) for _, names, _ in results]
     assert set().union(*read) == whole.keys()
     assert sum(map(len, read)) == len(whole) + 1  # the table is read on two ranks
+
+
+def test_what_a_file_of_weights_lacks_is_refused_on_all_ranks(
+    workers: Workers, tmp_path: Path
+) -> None:
+    file = str(tmp_path / "model.safetensors")
+    for text in workers.run(2, jobs.a_file_without, "last.bias", file, folder=str(tmp_path)):
+        assert text.endswith(
+            "last.bias are missing from the state dict; it must be one of the original model"
+        )

@@ -191,7 +191,11 @@ def test_a_rank_that_hangs_in_an_evaluation_is_named(workers: Workers, tmp_path:
 @pytest.mark.one_case_in(2)
 @pytest.mark.parametrize(
     ("what", "name"),
-    [("the first agreement", "step 0"), ("the clipping", "the clipping after 1 steps")],
+    [
+        ("another pipeline's", "step 0"),
+        ("the first agreement", "step 0"),
+        ("the clipping", "the clipping after 1 steps"),
+    ],
 )
 def test_a_rank_that_does_not_come_to_an_exchange(
     workers: Workers, tmp_path: Path, what: str, name: str
@@ -212,6 +216,12 @@ def test_a_replica_that_does_not_come_to_the_averages(workers: Workers, tmp_path
 def test_ranks_that_begin_different_steps_are_told(workers: Workers, tmp_path: Path) -> None:
     for text in workers.run(3, jobs.different_batches, folder=str(tmp_path)):
         assert text.startswith("InputError: ranks must step alike, but the number of samples is ")
+
+
+def test_ranks_that_compile_different_models_are_told(workers: Workers, tmp_path: Path) -> None:
+    first, last = workers.run(2, jobs.different_models, folder=str(tmp_path))
+    assert first.startswith("InputError: rank 1: the plan was made for another graph")
+    assert last.startswith("StalePlanError: the plan was made for another graph")
 
 
 @pytest.mark.one_case_in(2)

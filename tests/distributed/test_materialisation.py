@@ -14,10 +14,23 @@ from tests.distributed import materialisation_jobs as jobs
 from tests.distributed.training_jobs import mixture
 from tests.distributed.workers import Workers
 
-
-@pytest.mark.skipif(
+needs_peaks = pytest.mark.skipif(
     not Path("/proc/self/clear_refs").exists(), reason="the peak of a process is read from /proc"
 )
+
+
+@needs_peaks
+def test_a_rank_that_reads_a_file_has_no_memory_for_its_stage_twice(
+    workers: Workers, tmp_path: Path
+) -> None:
+    file, layer, slack = tmp_path / "model.safetensors", jobs.LAYER_BYTES, 40 << 20
+    jobs.write_layers(file)
+    for grown, own in workers.run(2, jobs.peak_growth, str(file), folder=str(tmp_path)):
+        assert own == jobs.LAYERS // 2 * layer
+        assert own - slack < grown < own + layer + slack
+
+
+@needs_peaks
 def test_a_rank_has_memory_for_its_stages_only(workers: Workers, tmp_path: Path) -> None:
     layer = jobs.LAYER_BYTES
     # A module draws before its values are copied, and a byte for each says whether it was set.
@@ -36,6 +49,11 @@ def test_any_cut_begins_with_the_same_weights(workers: Workers, tmp_path: Path) 
             for name, value in state.items():
                 assert "running" in name or torch.equal(whole.setdefault(name, value), value)
     assert whole["layers.0.weight"].std() > 0.1
+    for layer in ("layers.1", "layers.2", "layers.3"):
+        assert whole[f"{layer}.scale"].eq(2).all()
+        assert not whole[f"{layer}.last.bias"].any()
+        assert 0 < whole[f"{layer}.last.weight"].std() < 0.01
+    assert not whole["attention.out_proj.bias"].any()  # attention sets what its part has
 
 
 def test_weights_come_from_a_file(workers: Workers, tmp_path: Path) -> None:
@@ -44,6 +62,15 @@ def test_weights_come_from_a_file(workers: Workers, tmp_path: Path) -> None:
     folder = str(tmp_path)
     for distance in workers.run(2, jobs.from_file, f"{folder}/model.safetensors", folder=folder):
         assert distance <= 1e-12
+
+
+def test_a_file_may_have_any_values(workers: Workers, tmp_path: Path) -> None:
+    wanted, file = jobs.Masked().double().state_dict(), str(tmp_path / "model.safetensors")
+    wanted["last.bias"][3] = torch.nan
+    save_file(wanted, file)
+    for state in workers.run(2, jobs.values_from_file, file, folder=str(tmp_path)):
+        for name, value in state.items():
+            assert torch.equal(value.nan_to_num(), wanted[name].nan_to_num()), name
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

@@ -80,6 +80,27 @@ class Negative(Layers):
         return (self.last(self.third(part) * part),)
 
 
+class Turned(nn.Module):
+    """Its result lies in memory in rows or in columns, as data says."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """A tensor of shape (N, WIDTH) to one like it."""
+        return x.tanh() if x[0, 0] > 0 else x.mT.contiguous().mT.tanh()
+
+
+class LaidOutByData(Layers):
+    """Data says how a tensor that crosses boundaries lies in memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.turned = Turned()
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        """A tensor of shape (N, WIDTH) to one like it."""
+        turned = self.turned(self.first(x))
+        return (self.last(self.third(self.second(turned).tanh()).tanh() + turned),)
+
+
 def first_of(output: tuple[Tensor, ...], _: object) -> Tensor:
     return output[0].square().mean()
 
@@ -195,6 +216,26 @@ def test_a_gradient_that_is_missing_later_is_refused(workers: Workers, tmp_path:
     assert last.startswith("InputError: the gradient of tensor ") and text in last
 
 
+def laid_out_by_data() -> list[float]:
+    """The losses of steps of which data says how a tensor lies that crosses a boundary."""
+    options: dict[str, Any] = {"k": 2, "microbatches": 2, "costs": "flops", "self_check": False}
+    pipeline = pipecompile(
+        LaidOutByData(), BATCHES[0], loss_fn=first_of, step_timeout=10, **options
+    )
+    return [float(pipeline.step(batch, everywhere=True)) for batch in BATCHES]
+
+
+def test_data_may_say_how_a_tensor_lies_in_memory(workers: Workers, tmp_path: Path) -> None:
+    unsplit = LaidOutByData()
+    turned = unsplit.first.register_forward_hook(lambda _, __, out: seen.append(out[0, 0] > 0))
+    seen: list[Tensor] = []
+    expected = [first_of(unsplit(batch), None).item() for batch in BATCHES]
+    turned.remove()
+    assert len({bool(each) for each in seen}) == 2, "both layouts occur"
+    for losses in workers.run(2, laid_out_by_data, folder=str(tmp_path)):
+        assert losses == pytest.approx(expected)
+
+
 class Shared(Layers):
     """A buffer is a view of a parameter that another stage has."""
 
@@ -240,6 +281,64 @@ class Buffered(Layers):
 def test_constants_of_one_memory_may_lie_on_several_ranks(workers: Workers, tmp_path: Path) -> None:
     arguments = Buffered, first_of, torch.ones(8), "1f1b"
     assert workers.run(3, steps_with, *arguments, folder=str(tmp_path)) == [[], [], []]
+
+
+class Drawn(Layers):
+    """Both ranks read a buffer, a transposed one and a plain tensor, drawn on each by itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(dist.get_rank())
+        self.register_buffer("scale", torch.rand(WIDTH))
+        self.register_buffer("mixture", torch.rand(WIDTH, WIDTH).mT)
+        self.shift = torch.rand(WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """A tensor of shape (N, WIDTH) to one like it."""
+        first = self.second(self.first(self._mixed(x)).tanh())
+        return self.last(self._mixed(self.third(first).tanh()))
+
+    def _mixed(self, x: Tensor) -> Tensor:
+        return (x * self.scale + self.shift) @ self.mixture
+
+
+def drawn_values() -> tuple[list[list[float]], bool]:
+    """What this rank holds after it was compiled, and whether a step had a loss."""
+    options: dict[str, Any] = {"k": 2, "microbatches": 2, "costs": "flops", "self_check": False}
+    model = Drawn()
+    pipeline = pipecompile(model, BATCHES[0], loss_fn=lambda out, _: out.square().mean(), **options)
+    values = [value.flatten().tolist() for value in (model.scale, model.mixture, model.shift)]
+    return values, torch.isfinite(pipeline.step(BATCHES[0], everywhere=True)).item()
+
+
+def test_what_several_ranks_read_is_the_same_on_all(workers: Workers, tmp_path: Path) -> None:
+    (first, is_finite), last = workers.run(2, drawn_values, folder=str(tmp_path))
+    assert (first, is_finite) == last and is_finite
+
+
+class ViewedElsewhere(Layers):
+    """A plain tensor of one rank is a view of a parameter of another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.view = self.first.weight.detach()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """A tensor of shape (N, WIDTH) to one like it."""
+        return self.last(self.third(self.second(self.first(x)))) @ self.view
+
+
+def viewed_elsewhere() -> str:
+    """What a rank says of that."""
+    options: dict[str, Any] = {"k": 2, "microbatches": 2, "costs": "flops", "self_check": False}
+    with pytest.raises(InputError) as caught:
+        pipecompile(ViewedElsewhere(), BATCHES[0], **options)
+    return str(caught.value)
+
+
+def test_a_plain_tensor_that_shares_memory_is_refused(workers: Workers, tmp_path: Path) -> None:
+    for text in workers.run(2, viewed_elsewhere, folder=str(tmp_path)):
+        assert "_constant_0 and first.weight are tensors in the same memory" in text
 
 
 class Sized(Layers):

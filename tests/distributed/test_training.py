@@ -139,6 +139,10 @@ def test_replicas_of_one_rank_that_differ_are_told(workers: Workers, tmp_path: P
         assert "whether it was given accumulate=True is True on rank 0" in text
 
 
-def test_metrics_are_means_over_replicas(workers: Workers, tmp_path: Path) -> None:
-    for metric, wanted in workers.run(2, jobs.metrics_of_replicas, folder=str(tmp_path)):
-        assert metric == pytest.approx(wanted, abs=EXACT)
+def test_metrics_are_those_of_all_replicas(workers: Workers, tmp_path: Path) -> None:
+    for metrics, wanted in workers.run(2, jobs.metrics_of_replicas, folder=str(tmp_path)):
+        assert metrics == pytest.approx(wanted, abs=EXACT)
+
+
+def test_replicas_begin_with_the_values_of_the_first_one(workers: Workers, tmp_path: Path) -> None:
+    assert workers.run(2, jobs.values_of_replicas, folder=str(tmp_path)) == [0.0, 0.0]

@@ -381,12 +381,16 @@ def one_rank_each() -> str:
     return ""
 
 
-def metrics_of_replicas() -> tuple[float, float]:
-    """A metric that came with the loss, and the mean of it over all replicas."""
+def metrics_of_replicas() -> tuple[dict[str, float], dict[str, float]]:
+    """Metrics that came with the loss, and those of all replicas."""
     target = mixture(32)
 
-    def loss_and_metric(logits: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        return token_loss(logits, tokens), tokens.double().mean()
+    def metrics(tokens: Tensor) -> dict[str, Any]:
+        mean = tokens.double().mean()
+        return {"mean": mean, "count": tokens.sum(), "number": mean.item(), "of": len(tokens)}
+
+    def loss_and_metrics(logits: Tensor, tokens: Tensor) -> tuple[Tensor, dict[str, Any]]:
+        return token_loss(logits, tokens), metrics(tokens)
 
     own = target.call.args[0].chunk(2)[dist.get_rank()]
     targets = target.targets.chunk(2)[dist.get_rank()]
@@ -396,8 +400,38 @@ def metrics_of_replicas() -> tuple[float, float]:
         ranks=1,
         costs="flops",
         self_check=False,
-        loss_fn=loss_and_metric,
-        microbatches=1,
+        loss_fn=loss_and_metrics,
+        microbatches=2,
     )
-    _, metric = pipeline.step(own, targets)
-    return metric.item(), target.targets.double().mean().item()
+    _, joined = pipeline.step(own, targets)
+    return tree_map_only(Tensor, Tensor.item, (joined, metrics(target.targets)))
+
+
+class OddlyHeld(nn.Module):
+    """A parameter with gaps in its memory, one that is transposed, and a buffer of a type that gloo
+    does not sum.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gaps = nn.Parameter(torch.randn(8, 16, dtype=torch.float64)[:, ::2])
+        self.transposed = nn.Parameter(torch.randn(6, 8, dtype=torch.float64).T)
+        self.register_buffer("short", torch.arange(6, dtype=torch.int16))
+
+    def forward(self, rows: Tensor) -> Tensor:
+        """Rows of shape (N, 8) to a tensor of shape (N, 6)."""
+        output: Tensor = (rows @ self.gaps).tanh() @ self.transposed * self.short
+        return output
+
+
+def values_of_replicas() -> float:
+    """How far the state of a replica is from the first one's, whatever its memory is like."""
+    torch.manual_seed(dist.get_rank())
+    pipeline = pipecompile(
+        OddlyHeld(), torch.ones(2, 8).double(), ranks=1, costs="flops", self_check=False
+    )
+    torch.manual_seed(0)
+    first = OddlyHeld().state_dict()
+    return max(
+        (first[name] - value).abs().max().item() for name, value in pipeline.state_dict().items()
+    )

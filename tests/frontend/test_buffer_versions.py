@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -119,6 +120,53 @@ def test_a_write_that_the_graph_does_not_show_is_refused() -> None:
         )
     for name, value in model.state_dict().items():
         assert torch.equal(value, before[name])
+
+
+class Fading(torch.autograd.Function):
+    """A product with a scale, which fades with each backward."""
+
+    @staticmethod
+    def forward(context: Any, value: Tensor, scale: Tensor) -> Tensor:
+        """The product."""
+        context.scale = scale
+        return value * scale
+
+    @staticmethod
+    def backward(context: Any, gradient: Tensor) -> Any:
+        """The product of the gradient with the scale as it was."""
+        result = gradient * context.scale
+        context.scale.mul_(0.9)
+        return result, None
+
+
+class WritesBackwards(Two):
+    """Its backward writes to a buffer, which the next forward reads if it `reads` any."""
+
+    def __init__(self, *, reads: bool) -> None:
+        super().__init__()
+        self.register_buffer("scale", torch.ones(WIDTH))
+        self.reads = reads
+
+    def forward(self, value: Tensor) -> Tensor:
+        """A value of shape (N, WIDTH) to the same shape."""
+        hidden = self.first(value)
+        return self.second(Fading.apply(hidden, self.scale) if self.reads else hidden)
+
+
+def test_a_backward_that_writes_to_what_a_forward_reads_is_refused() -> None:
+    with pytest.raises(CaptureError, match="the backward of the first writes to a buffer"):
+        pipecompile(WritesBackwards(reads=True), BATCHES[0], k=2, costs="flops", microbatches=2)
+
+
+def test_one_that_no_forward_reads_is_not() -> None:
+    model = WritesBackwards(reads=False)
+
+    def count(_: nn.Module, __: object, gradients: tuple[Tensor, ...]) -> None:
+        model.scale.add_(gradients[0].abs().mean(0))
+
+    model.first.register_full_backward_hook(count)
+    pipecompile(model, BATCHES[0], k=2, costs="flops", microbatches=2)
+    assert torch.equal(model.scale, torch.ones(WIDTH))
 
 
 def used_before(module: Written, value: Tensor) -> Tensor:

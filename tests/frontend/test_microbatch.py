@@ -44,13 +44,35 @@ def test_what_has_no_batch_is_given_whole() -> None:
 def test_scalars_are_averaged_and_the_rest_is_joined() -> None:
     merged = MicrobatchSizes(1, (1, 1)).merge(
         [
-            {"loss": torch.tensor(float(i)), "logits": torch.full((2, 1), float(i)), "n": 7}
+            {"loss": torch.tensor(float(i)), "logits": torch.full((2, 1), float(i)), "name": "n"}
             for i in (1, 2)
         ]
     )
     assert merged["loss"].item() == 1.5
     assert merged["logits"].flatten().tolist() == [1, 1, 2, 2]
-    assert merged["n"] == 7
+    assert merged["name"] == "n"
+
+
+def test_whole_numbers_are_counts_and_numbers_of_python_are_scalars() -> None:
+    parts = [
+        {"right": torch.tensor(i), "rows": 2 * i, "share": i / 10, "has": torch.tensor(i > 1)}
+        for i in (1, 2)
+    ]
+    merged = MicrobatchSizes(2, (2, 1)).merge(parts)
+    assert merged == {"right": 3, "rows": 6, "share": (2 * 0.1 + 0.2) / 3, "has": 1}
+    assert isinstance(merged["share"], float)
+
+
+@pytest.mark.parametrize(
+    ("parts", "message"),
+    [
+        ((torch.zeros(2, 3), torch.zeros(2, 4)), r"shapes \[\(2, 3\), \(2, 4\)\] .* pad them"),
+        (({"x": 1.0}, {"x": 1.0, "y": 2.0}), "return the same structure with each"),
+    ],
+)
+def test_what_cannot_be_joined_is_an_error(parts: tuple[object, object], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        MicrobatchSizes(2, (2, 2)).merge(parts)
 
 
 @given(st.integers(1, 13), st.integers(1, 5))

@@ -66,6 +66,9 @@ DEPENDENT = {
     "cumulative": (Mixed(lambda v: v.cumsum(0)), (6,)),
     "sorted": (Mixed(lambda v: v.sort(0).values), (6,)),
     "convolved": (Mixed(lambda v: functional.avg_pool1d(v.mT, 3, 1, 1).mT), (6,)),
+    "numbered": (Mixed(lambda v: v + torch.arange(len(v))[:, None]), (6,)),
+    "the last row apart": (Mixed(lambda v: torch.cat([v[:-1], -v[-1:]])), (6,)),
+    "the largest of all": (Mixed(lambda v: v / v.abs().max()), (6,)),
     "in a dictionary": (Mixed(lambda v: {"a": v, "b": v.flip(0)}), (6,)),
 }
 INDEPENDENT = {

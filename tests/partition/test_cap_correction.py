@@ -8,7 +8,8 @@ import pytest
 
 from pipecompile.errors import InfeasibleError
 from pipecompile.partition.cap_correction import corrected_cut
-from pipecompile.partition.problem import MemoryConstraint, PartitionProblem
+from pipecompile.partition.memory_constraint import MemoryConstraint
+from pipecompile.partition.problem import PartitionProblem
 from pipecompile.partition.result import Partition
 from pipecompile.partition.solver import solve
 from tests.cuts import chain

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from pipecompile.errors import InfeasibleError
 from pipecompile.partition.infeasibility import proven_shortage
-from pipecompile.partition.problem import MemoryConstraint, PartitionProblem
+from pipecompile.partition.memory_constraint import MemoryConstraint
+from pipecompile.partition.problem import PartitionProblem
 from pipecompile.partition.solver import solve
 from pipecompile.partition.unit_graph import UnitGraph
 from tests.cuts import chain, cuts, problems

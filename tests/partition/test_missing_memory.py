@@ -8,8 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipecompile.ir.graph import CostGraph, Node
+from pipecompile.partition.memory_constraint import MemoryConstraint
 from pipecompile.partition.missing_memory import missing_bytes
-from pipecompile.partition.problem import MemoryConstraint, PartitionProblem
+from pipecompile.partition.problem import PartitionProblem
 
 SIZES = st.lists(st.tuples(*[st.integers(0, 9)] * 3), min_size=3, max_size=7)
 

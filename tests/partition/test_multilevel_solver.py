@@ -8,13 +8,14 @@ from hypothesis import given
 from module_trees import SECONDS, in_modules, level_problems, solved_at
 
 from pipecompile.errors import InfeasibleError
+from pipecompile.partition.memory_constraint import MemoryConstraint
 from pipecompile.partition.multilevel_solver import (
     TOLERANCE,
     groups_at_stage_ends,
     solve_multilevel,
     with_groups,
 )
-from pipecompile.partition.problem import MemoryConstraint, PartitionProblem
+from pipecompile.partition.problem import PartitionProblem
 from pipecompile.partition.solver import solve
 from pipecompile.partition.violations import violations
 

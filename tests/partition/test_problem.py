@@ -7,7 +7,8 @@ from cuts import letter_graph
 
 from pipecompile.errors import InfeasibleError, InputError
 from pipecompile.ir.links import Links
-from pipecompile.partition.problem import MemoryConstraint, PartitionProblem
+from pipecompile.partition.memory_constraint import MemoryConstraint
+from pipecompile.partition.problem import PartitionProblem
 
 
 def _links(latencies: list[list[int]]) -> Links:

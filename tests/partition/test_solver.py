@@ -20,13 +20,14 @@ from pipecompile.ir.serialization import read
 from pipecompile.partition.chains import Chains
 from pipecompile.partition.cpsat import FINE, solve_integer_program
 from pipecompile.partition.lattice import every_cut, nearby_cuts
+from pipecompile.partition.memory_constraint import MemoryConstraint, Price, StageCandidate
 from pipecompile.partition.min_cut_bound import min_cut_bound, with_crossing_bounds
 from pipecompile.partition.objective import lower_bound
 from pipecompile.partition.orders import shuffled_order, topological_orders
 from pipecompile.partition.prefix_cuts import cut_order
 from pipecompile.partition.prefixes import Prefixes
 from pipecompile.partition.priced_search import PricedSearch
-from pipecompile.partition.problem import MemoryConstraint, PartitionProblem, Price, StageCandidate
+from pipecompile.partition.problem import PartitionProblem
 from pipecompile.partition.result import Partition
 from pipecompile.partition.solver import solve
 from pipecompile.partition.unit_graph import UnitGraph

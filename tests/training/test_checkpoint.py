@@ -225,6 +225,9 @@ def test_what_is_missing_unknown_or_of_another_shape_is_refused(tmp_path: Path) 
     assert equal(dict(model.state_dict()), dict(before))
     with pytest.raises(InputError, match=r"there is no checkpoint in .*elsewhere"):
         Checkpoint.of_model(model).load(tmp_path / "elsewhere")
+    (tmp_path / ".metadata").write_bytes(b"damaged")
+    with pytest.raises(FormatError, match=r"cannot be read: .*; load another one"):
+        Checkpoint.of_model(model).load(tmp_path)
 
 
 def stepped_on_rows(model: nn.Module) -> torch.optim.Optimizer:

@@ -1,0 +1,114 @@
+"""The user's loss function, as the last stage calls it for each microbatch.
+
+It sees the outputs and the target. What else it reads of the model would be right in one process
+only, and there until a forward writes to it: on another rank's stage the model is as it was built.
+
+    loss_fn(outputs, target)                     right
+    … + model.head.weight.detach().norm()        refused: the weight of which rank, at which step?
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from pipecompile.errors import InputError, PipecompileError
+from pipecompile.frontend.signature import OutputStructure
+from pipecompile.frontend.target import LossFunction, Target
+from pipecompile.graph.model_state import named_state
+from pipecompile.graph.storages import storage_key
+from pipecompile.runtime.shards import local_part
+
+__all__ = ["UserLoss", "loss_of"]
+
+
+@dataclass
+class UserLoss:
+    """Calls the loss function of `target` with output tensors as the model returns them."""
+
+    structure: OutputStructure
+    target: Target
+    _calls: int = field(default=0, init=False)
+
+    def __call__(self, outputs: Sequence[Tensor], wanted: Any) -> Any:
+        """Return what the function returns; InputError if it raises or reads state of the model."""
+        self._calls += 1
+        # Looking at each operator takes time, and a loss may begin to read in the middle of a
+        # training: the calls 1, 2, 4, 8, … are looked at.
+        is_watched = self._calls.bit_count() == 1
+        with _RefuseReads(self._state(outputs)) if is_watched else nullcontext():
+            return loss_of(self.structure, self.target.trained_by, outputs, wanted)
+
+    def _state(self, outputs: Sequence[Tensor]) -> dict[int, str]:
+        """Return the names of parameters, buffers and gradients, by storage, without outputs."""
+        state = dict[int, str]()
+        for name, value in named_state(self.target.model):
+            state[storage_key(local_part(value))] = name
+            if value.grad is not None:
+                state[storage_key(local_part(value.grad))] = f"{name}.grad"
+        # A model may return a parameter.
+        for output in outputs:
+            state.pop(storage_key(output), None)
+        return state
+
+
+class _RefuseReads(TorchDispatchMode):
+    """Raises InputError when an operator reads one of the storages `names`."""
+
+    def __init__(self, names: Mapping[int, str]) -> None:
+        super().__init__()
+        self._names = names
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        for value in tree_leaves((args, kwargs)):
+            # A subclass may have no storage.
+            if type(value) in (Tensor, torch.nn.Parameter):
+                name = self._names.get(storage_key(value))
+                if name is not None:
+                    raise InputError(
+                        f"loss_fn reads {name} of the model, which on another rank is as it was "
+                        "built, and may change between microbatches: return it from the model's "
+                        "forward, give as loss_fn an nn.Module with a tensor of its own, or leave "
+                        "a penalty on parameters to the optimizer's weight decay"
+                    )
+        return func(*args, **(kwargs or {}))
+
+
+def loss_of(
+    structure: OutputStructure, loss: LossFunction, outputs: Sequence[Tensor], wanted: Any
+) -> Any:
+    """Return what the loss function makes of the output tensors of a microbatch; InputError with
+    what it raised as the cause.
+    """
+    output = structure.unflatten(outputs)
+    try:
+        return loss(output, wanted)
+    # Who catches these wants them as they are: less memory is asked for then.
+    except (PipecompileError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        raised = f"{type(error).__name__}: {error}"
+        # What a function without a target does with None: it asks it for something.
+        if wanted is None and isinstance(error, (TypeError, AttributeError)):
+            raise InputError(
+                f"loss_fn cannot do without a target ({raised}); give the step one: "
+                "step(batch, target)"
+            ) from error
+        given = [tree_map_only(Tensor, _description, value) for value in (output, wanted)]
+        raise InputError(
+            f"loss_fn raised {raised}; for a microbatch it was given the output {given[0]} and the "
+            f"target {given[1]}"
+        ) from error
+
+
+def _description(tensor: Tensor) -> str:
+    return f"{tensor.dtype}{list(tensor.shape)}"

@@ -178,16 +178,17 @@ class _Executor:
 
         The ranks that waited for nothing else are added to `woken`.
         """
-        pending, end = self.pending, self.free_ns[rank]
+        pending, arrive, end = self.pending, self.arrive, self.free_ns[rank]
         for target, first, transfer_ns, replicas in self.dependents[task]:
             code = target * self.microbatches + number
             if pending[code] <= 0:
                 continue  # the schedule does not have this action
             peer = first + number % replicas
             arrival = end if peer == rank else self.send(rank, peer, end, transfer_ns)
-            self.arrive(code, end, arrival, woken)
-        for code in self.followers.get(task * self.microbatches + number, ()):
-            self.arrive(code, end, end, woken)
+            arrive(code, end, arrival, woken)
+        if self.followers:
+            for code in self.followers.get(task * self.microbatches + number, ()):
+                arrive(code, end, end, woken)
 
     def arrive(self, code: int, produced: int, arrival: int, woken: list[int]) -> None:
         """Note that one of the missing inputs of an action is there."""
@@ -195,8 +196,8 @@ class _Executor:
             self.arrivals[code] = arrival
         if produced > self.produced[code]:
             self.produced[code] = produced
-        self.pending[code] -= 1
-        if not self.pending[code] and code in self.waiting:
+        missing = self.pending[code] = self.pending[code] - 1
+        if not missing and code in self.waiting:
             woken.append(self.waiting.pop(code))
 
     def send(self, rank: int, peer: int, produced_ns: int, transfer_ns: int) -> int:

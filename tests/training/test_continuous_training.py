@@ -233,6 +233,10 @@ def test_a_checkpoint_of_another_rule_is_refused(tmp_path: Path) -> None:
     other.train(chain_batches(), adamw)
     with pytest.raises(InputError, match="versions of 'pipedream' with k=4 and microbatches=4"):
         other.checkpoint().load(tmp_path)
+    replicated = chain_of("pipedream", stage_replicas=(2, 1, 1, 1))
+    replicated.train(chain_batches(), adamw)
+    with pytest.raises(InputError, match=r"but this run is \('pipedream', 4, 4, 2, 1, 1, 1\)"):
+        replicated.checkpoint().load(tmp_path)
     # Without a run of its own it takes the newest weights.
     synchronous = chain_of("1f1b")
     synchronous.checkpoint().load(tmp_path)

@@ -19,7 +19,7 @@ from pipecompile.ir.links import Link, Links
 from pipecompile.ir.serialization import read
 from pipecompile.partition.chains import Chains
 from pipecompile.partition.cpsat import FINE, solve_integer_program
-from pipecompile.partition.lattice import every_cut, nearby_cuts
+from pipecompile.partition.lattice import every_cut, nearby_cuts, nearby_sides
 from pipecompile.partition.min_cut_bound import min_cut_bound, with_crossing_bounds
 from pipecompile.partition.objective import lower_bound
 from pipecompile.partition.orders import shuffled_order, topological_orders
@@ -185,7 +185,7 @@ def test_prefixes_and_what_lies_near_them_hold_no_better_cut_and_their_own(
             np.argsort(order)
         ]
         shuffled = shuffled_order(unit_graph, stages.tolist(), np.random.default_rng(seed))
-        chains = nearby_cuts(unit_graph, shuffled, chain.rows, 2)
+        chains = nearby_cuts(unit_graph, nearby_sides(unit_graph, shuffled, chain.rows, 2))
         assert chains is not None
         better = priced_search.best(chains, _limit(problem, min(every)[0]))
         assert better is not None

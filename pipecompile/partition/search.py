@@ -64,7 +64,7 @@ class _BudgetShares(NamedTuple):
     integer: float
 
 
-class _Work(NamedTuple):
+class _FamilySearch(NamedTuple):
     """What the search of one family took of the budget, and whether it would find more.
 
     A search that is not complete finds the same again unless more than these prices are known.
@@ -318,7 +318,7 @@ class PartitionSearch:
         budget as much as before and are searched once.
         """
         random, reach = np.random.default_rng(int(1000 * share)), REACH
-        searched = dict[tuple[bytes, ...], _Work]()
+        searched = dict[tuple[bytes, ...], _FamilySearch]()
         until = self.spent + share * self.seconds
         while (
             self.best is not None
@@ -346,14 +346,14 @@ class PartitionSearch:
             chain = self.priced_search.best(chains, self.limit)
             if chain is not None:
                 self._take(chains, chain, "linear-dp")
-            searched[key] = _Work(
+            searched[key] = _FamilySearch(
                 ideals_seconds,
                 self.priced_search.pairs - pairs_before,
                 self.priced_search.is_complete,
                 known,
             )
 
-    def _charge(self, work: _Work) -> None:
+    def _charge(self, work: _FamilySearch) -> None:
         """Charge the budget for work that would be repeated."""
         self.other_work += work.seconds
         self.priced_search.pairs += work.pairs

@@ -354,9 +354,10 @@ class PartitionSearch:
             )
 
     def _charge(self, work: _FamilySearch) -> None:
-        """Charge the budget for work that would be repeated."""
+        """Charge the budget for a search that would be repeated, and answer as it did."""
         self.other_work += work.seconds
         self.priced_search.pairs += work.pairs
+        self.priced_search.is_complete = work.is_complete
 
     # 4: minimum cuts
 

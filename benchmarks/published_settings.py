@@ -36,7 +36,7 @@ from pipecompile.ir.plan import Options, Plan
 from pipecompile.planner.setting_space import SettingSpace
 
 RESULT = Path(__file__).parent / "results" / "published_settings.json"
-EFFORT = 4
+EFFORT = 8
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections import Counter
 from collections.abc import Iterator
 
@@ -10,6 +11,12 @@ from hypothesis import settings
 
 # `make test` draws some examples for each property, `make bench` all.
 settings.register_profile("some", settings.get_profile("ci"), max_examples=20)
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """Import what nearly every test needs, in the processes that run tests."""
+    if not session.config.getoption("numprocesses", None):
+        importlib.import_module("tests.preloaded")
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -24,14 +24,14 @@ from pipecompile.partition.ideals import IdealList, Ideals, enumerate_ideals
 from pipecompile.partition.unit_graph import UnitGraph
 from pipecompile.partition.windows import Limit, windows
 
-__all__ = ["every_cut", "nearby_cuts"]
+__all__ = ["Sides", "every_cut", "nearby_cuts", "nearby_sides"]
 
 WORDS_MAX = 1 << 24  # 64-bit words that the ideals of a search may take
 NEARBY_WORDS_MAX = 1 << 19
 WORDS_OF_SUMS = 6  # per ideal, besides its bits
 
 
-class _Sides(NamedTuple):
+class Sides(NamedTuple):
     """The units that lie below a boundary, and those that may lie on either side."""
 
     below: Rows
@@ -45,28 +45,33 @@ def every_cut(unit_graph: UnitGraph, limit: Limit, share: float = 1.0) -> Chains
     """
     low, high = windows(unit_graph, limit)
     sides = [
-        _Sides(np.flatnonzero(high < s), np.flatnonzero((low < s) & (high >= s)))
+        Sides(np.flatnonzero(high < s), np.flatnonzero((low < s) & (high >= s)))
         for s in range(1, unit_graph.k)
     ]
     return _chains_between(unit_graph, sides, int(WORDS_MAX * share))
 
 
-def nearby_cuts(
+def nearby_sides(
     unit_graph: UnitGraph, order: Sequence[int], rows: Sequence[int], reach: int
-) -> Chains | None:
-    """Return the chains of ideals near the prefixes of an order that end at `rows` (0 … k).
+) -> list[Sides]:
+    """Return the sides of the boundaries near the prefixes of an order that end at `rows` (0 … k).
 
-    Units at most `reach` places from a boundary may change its side. The result is None if the
-    ideals are too many.
+    Units at most `reach` places from a boundary may change its side. Orders that differ in other
+    places only have the same sides.
     """
     sides, places = [], np.asarray(order, np.intp)
     for row in rows[1:-1]:
         start, stop = max(0, row - reach), min(unit_graph.count, row + reach)
-        sides.append(_Sides(np.sort(places[:start]), np.sort(places[start:stop])))
+        sides.append(Sides(np.sort(places[:start]), np.sort(places[start:stop])))
+    return sides
+
+
+def nearby_cuts(unit_graph: UnitGraph, sides: Sequence[Sides]) -> Chains | None:
+    """Return the chains of the ideals that these sides leave; None if they are too many."""
     return _chains_between(unit_graph, sides, NEARBY_WORDS_MAX)
 
 
-def _chains_between(unit_graph: UnitGraph, inner: Sequence[_Sides], words: int) -> Chains | None:
+def _chains_between(unit_graph: UnitGraph, inner: Sequence[Sides], words: int) -> Chains | None:
     """Return the chains whose boundaries 1 … k − 1 have these sides.
 
     It is None if their ideals take more than `words`.
@@ -75,7 +80,7 @@ def _chains_between(unit_graph: UnitGraph, inner: Sequence[_Sides], words: int) 
     nothing, everything = np.zeros(0, np.intp), np.arange(unit_graph.count)
     # The first and the last boundary are fixed: nothing before, everything before.
     lists = list[IdealList]()
-    for below, free in (_Sides(nothing, nothing), *inner, _Sides(everything, nothing)):
+    for below, free in (Sides(nothing, nothing), *inner, Sides(everything, nothing)):
         ideals = enumerate_ideals(unit_graph, below, free, ideals_left)
         if ideals is None:
             return None

@@ -39,7 +39,7 @@ from pipecompile.partition.budget import (
 from pipecompile.partition.chains import Chain, Chains
 from pipecompile.partition.coarsening import coarse_groups
 from pipecompile.partition.infeasibility import why_infeasible
-from pipecompile.partition.lattice import every_cut, nearby_cuts
+from pipecompile.partition.lattice import Sides, every_cut, nearby_cuts, nearby_sides
 from pipecompile.partition.local_search import climb
 from pipecompile.partition.objective import lower_bound, measures, rank_loads, stage_loads
 from pipecompile.partition.orders import shuffled_order, topological_order, topological_orders
@@ -62,6 +62,18 @@ class _BudgetShares(NamedTuple):
     nearby: float
     every_ideal: float
     integer: float
+
+
+class _FamilySearch(NamedTuple):
+    """What the search of one family took of the budget, and whether it would find more.
+
+    A search that is not complete finds the same again unless more than these prices are known.
+    """
+
+    seconds: float
+    pairs: int
+    is_complete: bool
+    prices: int
 
 
 ROUNDS = (_BudgetShares(0.1, 0.1, 0.1), _BudgetShares(0.2, 0.2, 0.5))
@@ -300,8 +312,13 @@ class PartitionSearch:
     # 3: ideals near the best cut
 
     def _try_nearby_cuts(self, share: float) -> None:
-        """Shuffle the order inside the stages and search all ideals near the best cut."""
+        """Shuffle the order inside the stages and search all ideals near the best cut.
+
+        Where few orders differ near the boundaries, the same ideals come again. They cost the
+        budget as much as before and are searched once.
+        """
         random, reach = np.random.default_rng(int(1000 * share)), REACH
+        searched = dict[tuple[bytes, ...], _FamilySearch]()
         until = self.spent + share * self.seconds
         while (
             self.best is not None
@@ -311,16 +328,36 @@ class PartitionSearch:
         ):
             order = shuffled_order(self.unit_graph, self.best.stages, random)
             sizes = np.bincount(self.best.stages, minlength=self.problem.k)
-            chains = nearby_cuts(self.unit_graph, order, [0, *np.cumsum(sizes).tolist()], reach)
+            rows = [0, *np.cumsum(sizes).tolist()]
+            sides = nearby_sides(self.unit_graph, order, rows, reach)
             self.other_work += ROUND_SECONDS + len(order) / UNITS_PER_SECOND
+            known, key = len(self.priced_search.prices), _key_of(sides)
+            work = searched.get(key)
+            if work is not None and (work.is_complete or work.prices == known):
+                self._charge(work)
+                continue
+            chains = nearby_cuts(self.unit_graph, sides)
             pairs_max = self.seconds * PAIRS_PER_SECOND / 10
             if chains is None or chains.pairs(self.limit) > pairs_max:
                 reach = max(1, reach // 2)
                 continue
-            self.other_work += len(chains.family) / IDEALS_PER_SECOND
+            pairs_before = self.priced_search.pairs
+            self.other_work += (ideals_seconds := len(chains.family) / IDEALS_PER_SECOND)
             chain = self.priced_search.best(chains, self.limit)
             if chain is not None:
                 self._take(chains, chain, "linear-dp")
+            searched[key] = _FamilySearch(
+                ideals_seconds,
+                self.priced_search.pairs - pairs_before,
+                self.priced_search.is_complete,
+                known,
+            )
+
+    def _charge(self, work: _FamilySearch) -> None:
+        """Charge the budget for a search that would be repeated, and answer as it did."""
+        self.other_work += work.seconds
+        self.priced_search.pairs += work.pairs
+        self.priced_search.is_complete = work.is_complete
 
     # 4: minimum cuts
 
@@ -422,6 +459,10 @@ class PartitionSearch:
         if not self._is_allowed(stages):
             return None
         return self._value(stage_loads(self.problem, self.unit_graph.assignment(stages)))
+
+
+def _key_of(sides: Sequence[Sides]) -> tuple[bytes, ...]:
+    return tuple(units.tobytes() for side in sides for units in side)
 
 
 def _stages_of(chains: Chains, chain: Chain) -> tuple[int, ...]:

@@ -60,10 +60,11 @@ def _stage(
     tied_to_later: Sequence[nn.Parameter] = (),
 ) -> EagerStage:
     stage, is_last = program.stages[index], index == len(program.stages) - 1
+    written = frozenset(name for each in program.stages for name in each.written)
     return EagerStage(
         stage.module,
         gradient_inputs=stage.gradient_inputs,
-        loss=UserLoss(program.outputs, target) if is_last else None,
+        loss=UserLoss(program.outputs, target, written) if is_last else None,
         loss_module=target.loss_module if is_last else None,
         buffers=stage.buffers,
         random=stage.random,

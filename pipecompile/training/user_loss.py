@@ -9,9 +9,10 @@ only, and there until a forward writes to it: on another rank's stage the model 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 import torch
@@ -22,7 +23,6 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from pipecompile.errors import InputError, PipecompileError
 from pipecompile.frontend.signature import OutputStructure
 from pipecompile.frontend.target import LossFunction, Target
-from pipecompile.graph.model_state import named_state
 from pipecompile.graph.storages import storage_key
 from pipecompile.runtime.shards import local_part
 
@@ -31,10 +31,15 @@ __all__ = ["UserLoss", "loss_of"]
 
 @dataclass
 class UserLoss:
-    """Calls the loss function of `target` with output tensors as the model returns them."""
+    """Calls the loss function of `target` with output tensors as the model returns them.
+
+    `written` are the names of the model's buffers that its forward writes to. Others are constants,
+    which a loss may read.
+    """
 
     structure: OutputStructure
     target: Target
+    written: Collection[str]
     _calls: int = field(default=0, init=False)
 
     def __call__(self, outputs: Sequence[Tensor], wanted: Any) -> Any:
@@ -47,9 +52,12 @@ class UserLoss:
             return loss_of(self.structure, self.target.trained_by, outputs, wanted)
 
     def _state(self, outputs: Sequence[Tensor]) -> dict[int, str]:
-        """Return the names of parameters, buffers and gradients, by storage, without outputs."""
-        state = dict[int, str]()
-        for name, value in named_state(self.target.model):
+        """Return the names of parameters, their gradients and written buffers, by storage, but for
+        outputs.
+        """
+        model, state = self.target.model, dict[int, str]()
+        buffers = (each for each in model.named_buffers() if each[0] in self.written)
+        for name, value in chain(model.named_parameters(), buffers):
             state[storage_key(local_part(value))] = name
             if value.grad is not None:
                 state[storage_key(local_part(value.grad))] = f"{name}.grad"

@@ -20,11 +20,9 @@ from tests.distributed.workers import Workers
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> Links:
+def found(workers: Workers, tmp_path_factory: pytest.TempPathFactory) -> Links:
     """The links of three ranks, on which they agree; while two are measured one waits."""
-    workers = Workers(3)
     first, *others = workers.run(3, jobs.probed, folder=str(tmp_path_factory.mktemp("probe")))
-    workers.close()
     assert others == [first, first]
     return first
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cache, partial
 from typing import Any
 from unittest.mock import patch
 
@@ -72,10 +73,15 @@ class Run:
     """A pipeline on this rank, its replica's part of each minibatch, and the unsplit model."""
 
     pipeline: Pipeline
-    reference: Reference
+    make_reference: Callable[[], Reference]
     whole: Target
     replica: int
     replicas: int
+
+    @property
+    def reference(self) -> Reference:
+        """The unsplit model, which is captured when it is first asked for: not all jobs need it."""
+        return self.make_reference()
 
     def part(self, tensor: Tensor) -> Tensor:
         """The rows of this replica."""
@@ -130,7 +136,8 @@ def run_on(target: Target, ranks: int, replica: int, replicas: int, **options: A
         sample_target=target.targets.chunk(replicas)[replica],
         **{"costs": "flops", "self_check": False, "microbatches": 4, **options},
     )
-    return Run(pipeline, reference_for(target, pipeline.plan), target, replica, replicas)
+    make_reference = cache(partial(reference_for, target, pipeline.plan))
+    return Run(pipeline, make_reference, target, replica, replicas)
 
 
 def gradients_and_loss(ranks: int, replicas: int, schedule: str) -> tuple[float, float]:

@@ -16,7 +16,7 @@ Job = Callable[..., Any]
 # Processes are forked from one that has imported these and started no thread: an import of torch
 # and of what most jobs need takes longer than a job. What cannot be imported there is left out.
 FORKS = multiprocessing.get_context("forkserver")
-FORKS.set_forkserver_preload(["torch.distributed.tensor", "tests.distributed.jobs"])
+FORKS.set_forkserver_preload(["tests.preloaded", "tests.distributed.jobs"])
 
 
 class Workers:

@@ -6,6 +6,7 @@ import itertools
 import json
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -17,9 +18,10 @@ from pipecompile.errors import InfeasibleError
 from pipecompile.ir.graph import CostGraph
 from pipecompile.ir.links import Link, Links
 from pipecompile.ir.serialization import read
+from pipecompile.partition import search
 from pipecompile.partition.chains import Chains
 from pipecompile.partition.cpsat import FINE, solve_integer_program
-from pipecompile.partition.lattice import every_cut, nearby_cuts
+from pipecompile.partition.lattice import every_cut, nearby_cuts, nearby_sides
 from pipecompile.partition.memory_constraint import MemoryConstraint, Price, StageCandidate
 from pipecompile.partition.min_cut_bound import min_cut_bound, with_crossing_bounds
 from pipecompile.partition.objective import lower_bound
@@ -29,6 +31,7 @@ from pipecompile.partition.prefixes import Prefixes
 from pipecompile.partition.priced_search import PricedSearch
 from pipecompile.partition.problem import PartitionProblem
 from pipecompile.partition.result import Partition
+from pipecompile.partition.search import PartitionSearch
 from pipecompile.partition.solver import solve
 from pipecompile.partition.unit_graph import UnitGraph
 from pipecompile.partition.violations import violations
@@ -186,7 +189,7 @@ def test_prefixes_and_what_lies_near_them_hold_no_better_cut_and_their_own(
             np.argsort(order)
         ]
         shuffled = shuffled_order(unit_graph, stages.tolist(), np.random.default_rng(seed))
-        chains = nearby_cuts(unit_graph, shuffled, chain.rows, 2)
+        chains = nearby_cuts(unit_graph, nearby_sides(unit_graph, shuffled, chain.rows, 2))
         assert chains is not None
         better = priced_search.best(chains, _limit(problem, min(every)[0]))
         assert better is not None
@@ -202,6 +205,19 @@ def test_bounds_hold(problem: PartitionProblem) -> None:
     assert known <= best[0]
     for excess in (0, 1, 100):
         assert min_cut_bound(unit_graph, _limit(problem, best[0] + excess), known, 6) <= best[0]
+
+
+def test_ideals_that_come_again_cost_the_budget_and_are_searched_once() -> None:
+    """A chain has one order, so each shuffle leaves the ideals near its boundaries as they were."""
+    problem = PartitionProblem(chain([index * 7919 % 101 for index in range(40)], size=3), 3)
+    once = PartitionSearch(UnitGraph.of(problem), 1.0)
+    once._try_orders()
+    assert not once.is_proven
+    before = once.spent
+    with patch.object(search, "nearby_cuts", wraps=nearby_cuts) as enumerated:
+        once._try_nearby_cuts(0.1)
+    assert enumerated.call_count == 1
+    assert 0.1 <= once.spent - before < 0.12
 
 
 def test_the_same_input_gives_the_same_output() -> None:

@@ -74,9 +74,7 @@ class _RefuseReads(TorchDispatchMode):
         super().__init__()
         self._names = names
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         for value in tree_leaves((args, kwargs)):
             # A subclass may have no storage.
             if type(value) in (Tensor, torch.nn.Parameter):

@@ -71,7 +71,7 @@ class _RefuseReads(TorchDispatchMode):
     """Raises InputError when an operator reads one of the storages `names`."""
 
     def __init__(self, names: Mapping[int, str]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._names = names
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -152,6 +152,7 @@ class Capture:
         answers = probe_data(self.model, call) if nodes else {}
         for node in nodes:
             node.meta["data_answers"] = answers[str(node.target), node.meta["call_number"]]
+            node.meta["asks_layout"] = bool(self.asks_layout)
 
     def _refuse_foreign_writes(self, module: fx.GraphModule) -> None:
         """Raise CaptureError if the forward writes to its inputs, to parameters, or to tensors that

@@ -33,8 +33,8 @@ class GuardDataDependence:
     has a gradient that it had not on the sample: the nodes behind it, and the ranks that receive
     it, rely on that. Where `meta["asks_layout"]` says that a forward asks how tensors lie in
     memory, they lie alike too. Pure means that it neither wrote to its arguments nor returned one
-    of them; the cut relies on that. Requires `meta["data_answers"]` on data-dependent nodes, `meta["val"]`
-    and `meta["mutates"]`. Ensures that the checks follow each of these nodes:
+    of them; the cut relies on that. Requires `meta["data_answers"]` on data-dependent nodes,
+    `meta["val"]` and `meta["mutates"]`. Ensures that the checks follow each of these nodes:
 
         before = tensor_versions([x])
         y = self.router(x)

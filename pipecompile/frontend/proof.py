@@ -62,9 +62,11 @@ def proven_capture(
                 continue
             seen.add(digest(module))
             start = time.perf_counter()
-            writes_in_backward = check_capture(candidate, module, call)
+            step = check_capture(candidate, module, call)
             batches = (_batch_of(candidate, call), *_check_another_batch(candidate, call))
-            if writes_in_backward or any(may_disturb(module, each) for each in module.graph.nodes):
+            if step.writes_in_backward or any(
+                may_disturb(module, each) for each in module.graph.nodes
+            ):
                 check_in_flight(candidate, module, call)
             _check_other_data(candidate, module, call)
             return candidate, module, Proof(batches, time.perf_counter() - start)
@@ -129,7 +131,9 @@ def _check_other_data(capture: Capture, module: fx.GraphModule, call: Arguments)
         try:
             # Only the model itself knows which data it can take.
             with suppress(ModelFailsError, InputError):
-                check_capture(capture, guarded, capture.inputs.unflatten(others))
+                other = capture.inputs.unflatten(others)
+                if check_capture(capture, guarded, other).writes:
+                    check_in_flight(capture, guarded, other)
         except DifferenceError as error:
             raise DifferenceError(f"on other data than the sample's ({words}): {error}") from error
 

@@ -30,6 +30,7 @@ from pipecompile.passes.contract import Pass, apply_passes
 __all__ = [
     "DifferenceError",
     "ModelFailsError",
+    "TrainingStep",
     "check_capture",
     "check_in_flight",
     "may_disturb",
@@ -52,11 +53,11 @@ class ModelFailsError(CaptureError):
 
 
 @dataclass(frozen=True)
-class _TrainingStep:
+class TrainingStep:
     """All that a training step leaves, by name; `buffers` hold written parameters too.
 
-    `draws_in_backward` says whether its backward drew random numbers, and `writes_in_backward`
-    whether it wrote to buffers.
+    `draws_in_backward` says whether its backward drew random numbers, `writes_in_backward`
+    whether it wrote to buffers, and `writes` whether it or its forward wrote to anything.
     """
 
     outputs: dict[str, Tensor]
@@ -64,11 +65,12 @@ class _TrainingStep:
     buffers: dict[str, Tensor]
     draws_in_backward: bool
     writes_in_backward: bool
+    writes: bool
 
 
-def check_capture(capture: Capture, module: fx.GraphModule, call: Arguments) -> bool:
+def check_capture(capture: Capture, module: fx.GraphModule, call: Arguments) -> TrainingStep:
     """Raise CaptureError, with what differs, unless `module` does exactly what the model does.
-    Return whether the model's backward writes to buffers.
+    Return the model's step.
 
     The loss of the step is the sum of squares of all outputs that have gradients. Parameters,
     buffers, gradients and the random state are restored.
@@ -91,7 +93,7 @@ def check_capture(capture: Capture, module: fx.GraphModule, call: Arguments) -> 
                 "recorded: keep state in buffers, write to them first, or make that module one "
                 "node (leaf)"
             )
-    return original.writes_in_backward
+    return original
 
 
 def check_in_flight(capture: Capture, module: fx.GraphModule, call: Arguments) -> None:
@@ -177,7 +179,7 @@ def _where(
     return f", first seen in {path}{line}"
 
 
-def _original_step(model: nn.Module, call: Arguments) -> _TrainingStep:
+def _original_step(model: nn.Module, call: Arguments) -> TrainingStep:
     """Take a step of the model itself; CaptureError if it fails or returns fake tensors."""
     try:
         step = _training_step(model, lambda: model(*call.args, **call.kwargs))
@@ -202,7 +204,7 @@ def _original_step(model: nn.Module, call: Arguments) -> _TrainingStep:
 
 def _captured_step(
     model: nn.Module, module: fx.GraphModule, inputs: Sequence[Tensor]
-) -> _TrainingStep:
+) -> TrainingStep:
     """Take a step of the graph; DifferenceError if it fails, which that of the model did not."""
     try:
         return _training_step(model, lambda: module(*inputs))
@@ -259,7 +261,7 @@ def _is_same(left: Tensor, right: Tensor) -> bool:
     return bool(((left == right) | (left.isnan() & right.isnan())).all())
 
 
-def _training_step(model: nn.Module, run: Callable[[], Any]) -> _TrainingStep:
+def _training_step(model: nn.Module, run: Callable[[], Any]) -> TrainingStep:
     """Return what one seeded step leaves, of which `run` is the forward; `model` is restored."""
     (step,) = _training_steps(model, run, 1)
     return step
@@ -272,12 +274,12 @@ def _training_steps(
     count: int,
     *,
     in_flight: bool = False,
-) -> list[_TrainingStep]:
+) -> list[TrainingStep]:
     """Return what `count` seeded steps leave, as `_training_step` does; the last one has buffers.
 
     With `in_flight` all forwards come before the backwards.
     """
-    steps: list[_TrainingStep] = []
+    steps: list[TrainingStep] = []
     trainable = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     with restored_state(model) as before:
         waiting: list[Sequence[Tensor]] = []
@@ -292,12 +294,13 @@ def _training_steps(
                 gradients = _gradients(outputs, [parameter for _, parameter in trainable])
                 named = zip(trainable, gradients, strict=True)
                 steps.append(
-                    _TrainingStep(
+                    TrainingStep(
                         outputs={f"output {i}": v.detach() for i, v in enumerate(outputs)},
                         gradients={name: g for (name, _), g in named if g is not None},
                         buffers={},
                         draws_in_backward=not torch.equal(_random_state(model), before_backward),
                         writes_in_backward=not all(map(_is_same, buffers, model.buffers())),
+                        writes=not all(_is_same(*pair) for pair in before.items()),
                     )
                 )
         written = (

@@ -88,10 +88,7 @@ def check_capture(capture: Capture, module: fx.GraphModule, call: Arguments) -> 
             size = difference_text(wanted.get(name), found.get(name))
             raise DifferenceError(
                 f"the captured graph is not the model: {kind} differ in {name!r} for the same "
-                f"seed ({size}){where}; the model may keep state outside its buffers, change a "
-                "buffer through .data after it was used, or branch on something that was not "
-                "recorded: keep state in buffers, write to them first, or make that module one "
-                "node (leaf)"
+                f"seed ({size}){where}; {_likely_cause(model, call, original)}"
             )
     return original
 
@@ -200,6 +197,23 @@ def _original_step(model: nn.Module, call: Arguments) -> TrainingStep:
             "the schedule; draw them in the forward, and save them for the backward"
         )
     return step
+
+
+def _likely_cause(model: nn.Module, call: Arguments, first: TrainingStep) -> str:
+    """Return what may have made a graph differ from the model whose own first step was `first`."""
+    again = _original_step(model, call)
+    if any(_first_difference(getattr(first, kind), getattr(again, kind)) for kind in KINDS):
+        return (
+            "two steps of the model itself differ for the same seed, so it draws from what torch "
+            "does not seed (secrets, os.urandom, the time), or keeps state outside its buffers: "
+            "draw with torch, and keep state in buffers"
+        )
+    return (
+        "the model may change a buffer through .data after it was used, ask for the exact type of "
+        "a tensor, which is another one while it is recorded (use isinstance(x, torch.Tensor)), or "
+        "branch on something else that was not recorded: write to buffers first, or make that "
+        "module one node (leaf)"
+    )
 
 
 def _captured_step(

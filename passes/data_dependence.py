@@ -31,9 +31,10 @@ class GuardDataDependence:
 
     Alike are results with the same numbers, and tensors of the same shape and type, none of which
     has a gradient that it had not on the sample: the nodes behind it, and the ranks that receive
-    it, rely on that. Pure means that it neither wrote to its arguments nor returned one of them;
-    the cut relies on that. Requires `meta["data_answers"]` on data-dependent nodes, `meta["val"]`
-    and `meta["mutates"]`. Ensures that the checks follow each of these nodes:
+    it, rely on that. Where `meta["asks_layout"]` says that a forward asks how tensors lie in
+    memory, they lie alike too. Pure means that it neither wrote to its arguments nor returned one
+    of them; the cut relies on that. Requires `meta["data_answers"]` on data-dependent nodes,
+    `meta["val"]` and `meta["mutates"]`. Ensures that the checks follow each of these nodes:
 
         before = tensor_versions([x])
         y = self.router(x)
@@ -73,7 +74,9 @@ def _insert_check_of_purity(graph: fx.Graph, node: fx.Node) -> None:
 
 
 def _insert_check_of_result(graph: fx.Graph, node: fx.Node) -> None:
-    arguments = (str(node.target), node, _described(node.meta["val"]))
+    has_layout = node.meta.get("asks_layout", False)
+    wanted = _described(node.meta["val"], has_layout)
+    arguments = (str(node.target), node, wanted, *[has_layout] * has_layout)
     with graph.inserting_after(node):
         _mark_as_check(graph.call_function(check_still_alike, arguments), node)
 
@@ -83,21 +86,29 @@ def _mark_as_check(call: fx.Node, node: fx.Node) -> None:
     call.meta.update(node.meta, data_answers=None, random=False, mutates=(), val=None)
 
 
-def _described(result: Any) -> list[str]:
-    """Return each leaf of a result in words: what a tensor is but for its values, or a number."""
-    return [_leaf_text(leaf) for leaf in pytree.tree_leaves(result)]
+def _described(result: Any, has_layout: bool) -> list[str]:
+    """Return each leaf of a result in words: what a tensor is except for its values, with its
+    strides if it `has_layout`, or a number.
+    """
+    return [_leaf_text(leaf, has_layout) for leaf in pytree.tree_leaves(result)]
 
 
-def _leaf_text(leaf: Any) -> str:
+def _leaf_text(leaf: Any, has_layout: bool) -> str:
     if isinstance(leaf, Tensor):
+        # The stride of a dimension of size 1 is never used.
+        pairs = zip(leaf.shape, leaf.stride(), strict=True)
+        strides = tuple(stride if size > 1 else 1 for size, stride in pairs)
+        layout = f" with strides {strides}" * has_layout
         gradient = WITH_GRADIENT if leaf.requires_grad else ""
-        return f"a tensor {tuple(leaf.shape)} of {leaf.dtype}{gradient}"
+        return f"a tensor {tuple(leaf.shape)} of {leaf.dtype}{layout}{gradient}"
     return repr(leaf) if isinstance(leaf, PLAIN) else f"a {type(leaf).__name__}"
 
 
-def check_still_alike(path: str, result: Any, expected: Sequence[str]) -> None:
+def check_still_alike(
+    path: str, result: Any, expected: Sequence[str], has_layout: bool = False
+) -> None:
     """Raise InputError unless what the module at `path` returned is as `expected`, in words."""
-    for own, wanted in zip_longest(_described(result), expected, fillvalue="nothing"):
+    for own, wanted in zip_longest(_described(result, has_layout), expected, fillvalue="nothing"):
         # A branch may do without a gradient: then none is sent back.
         if own not in (wanted, wanted.removesuffix(WITH_GRADIENT)):
             raise InputError(

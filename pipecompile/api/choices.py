@@ -161,7 +161,7 @@ def _checked(option: Option, value: Any) -> Any:
         case "pins":
             return dict(value or {})
         case "groups":
-            return tuple(_names(option.name, names) for names in value)
+            return tuple(_names(option.name, names) for names in _listed(option.name, value))
         case "repeated":
             return _names(option.name, value)
         case "switch":
@@ -336,11 +336,18 @@ def unknown_costs(costs: object) -> InputError:
     return InputError(f"{error}, or in Python give a function")
 
 
-def _names(what: str, given: Iterable[str]) -> tuple[str, ...]:
+def _listed(what: str, given: Any) -> tuple[Any, ...]:
+    """Return the items of an option that takes a list; None stands for none."""
+    if given is not None and not isinstance(given, Iterable):
+        raise InputError(f"{what}={given!r} is not a list; write {what}=[…]")
+    return () if given is None else tuple(given)
+
+
+def _names(what: str, given: Iterable[str] | None) -> tuple[str, ...]:
     # A text is iterable too: leaf="Block" would become B, l, o, c and k.
-    names = () if isinstance(given, str) else tuple(given)
     if isinstance(given, str):
         raise InputError(f"{what}={given!r} is not a list of names; write {what}=[{given!r}]")
+    names = _listed(what, given)
     if not all(isinstance(name, str) for name in names):
         raise InputError(f"{what}={given!r} is not a list of names; give texts")
     return names

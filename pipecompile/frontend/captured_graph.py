@@ -97,8 +97,9 @@ class Capture:
         module = fx.GraphModule(self._attributes(), graph)
         # The mode of this module itself; the modules in it are the model's, each in its own mode.
         module.training = self.model.training
-        _propagate(module, tensors)
+        # As they were recorded: torch fails on some of them where sizes are numbers.
         _refuse_irregular_values(module.graph)
+        _propagate(module, tensors)
         self._refuse_foreign_writes(module)
         nodes = len(module.graph.nodes)
         apply_passes(module.graph, [KeepVersions()])
@@ -152,6 +153,7 @@ class Capture:
         answers = probe_data(self.model, call) if nodes else {}
         for node in nodes:
             node.meta["data_answers"] = answers[str(node.target), node.meta["call_number"]]
+            node.meta["asks_layout"] = bool(self.asks_layout)
 
     def _refuse_foreign_writes(self, module: fx.GraphModule) -> None:
         """Raise CaptureError if the forward writes to its inputs, to parameters, or to tensors that
@@ -216,7 +218,7 @@ def _propagate(module: fx.GraphModule, inputs: Sequence[Tensor]) -> None:
 def _refuse_irregular_values(graph: fx.Graph) -> None:
     """Raise UnsupportedError if a node gives a sparse or nested tensor."""
     for node in graph.nodes:
-        for value in filter(is_irregular, tensor_leaves(node.meta["val"])):
+        for value in filter(is_irregular, tensor_leaves(node.meta.get("val"))):
             where = f"{node.meta['module'] or 'the forward'} ({node.meta['source']})"
             raise UnsupportedError(
                 f"{where}: {node.name} is {layout_name(value)}, whose bytes no plan counts and no "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -24,6 +25,9 @@ from pipecompile.frontend.torch_patches import silence_torch
 from pipecompile.graph.model_state import distinct_tensors, fake_state, has_values
 
 __all__ = ["RecordedForward", "record_forward"]
+
+# What torch says of `cond`, `while_loop` and the like under a mode of ours.
+HIGHER_ORDER = re.compile(r"no rule registered for HigherOrderOperator (\w+)")
 
 
 @dataclass(frozen=True)
@@ -122,5 +126,11 @@ def _explained(recorder: ForwardRecorder, model: nn.Module, error: Exception) ->
             "for it; write the branch with torch.where, decide it outside the model, or put it "
             "into a submodule whose results have fixed shapes: that is one node then, where the "
             f"model has weights ({reason})"
+        )
+    if operator := HIGHER_ORDER.search(reason):
+        return (
+            f"{where}: the forward calls {operator[1].removesuffix('_stack_output')}, whose "
+            "branches or loop are functions that no graph of a stage has; write a branch with "
+            "torch.where, and a loop as one of Python"
         )
     return f"{where}: the forward cannot run on fake tensors: {type(error).__name__}: {reason}"

@@ -63,6 +63,7 @@ from pipecompile.graph.attributes import is_same_value
 from pipecompile.graph.data_answers import DataAnswer, replay_answers
 from pipecompile.graph.model_state import swapped_state
 from pipecompile.graph.side_effects import SideEffectTracker
+from pipecompile.graph.storages import storage_key
 
 __all__ = ["ForwardRecorder", "RecordingOptions"]
 
@@ -72,6 +73,8 @@ AUTOGRAD_ATTRIBUTES = ("grad", "grad_fn", "_base")
 LAYOUT_QUESTIONS = frozenset(
     {"is_contiguous", "stride", "storage_offset", "as_strided", "dim_order", "data_ptr"}
 )
+# So do these on where it begins, which is the same for no two microbatches of a batch.
+PLACE_QUESTIONS = frozenset({"storage_offset", "data_ptr"})
 # They make numbers of a tensor's values, which the graph then has in it.
 VALUE_READS = frozenset(
     {"item", "tolist", "__float__", "__int__", "__bool__", "__index__", "__complex__"}
@@ -224,6 +227,8 @@ class ForwardRecorder(TorchFunctionMode):
             if constant is not None:
                 self.constant_answers.setdefault((str(constant.graph), func), constant)
                 return constant.answer
+        if name in PLACE_QUESTIONS:
+            self._refuse_place(name, args[0])
         call = RecordedCall(self.recording, self._tracker, args, kwargs)
         result = call.run(lambda: func(*args, **kwargs))
         if name in LAYOUT_QUESTIONS:
@@ -238,6 +243,16 @@ class ForwardRecorder(TorchFunctionMode):
         elif func is torch._assert_async:
             self._record(*call_target(func, name), call, None, has_effect=True)
         return result
+
+    def _refuse_place(self, name: str, tensor: Tensor) -> None:
+        """Raise CaptureError if the question `name` is where an input, or a part of it, begins."""
+        inputs = {storage_key(value) for value in self.recording.inputs}
+        if storage_key(tensor) in inputs:
+            raise CaptureError(
+                f"{self.recording.where()}: the forward asks where its input begins in memory "
+                f"({name}), but each microbatch is another part of the batch; ask that of a copy "
+                "(clone), or of shapes and strides only"
+            )
 
     def _read_values(self, func: Any, tensor: Tensor) -> Any:
         """Make numbers of a tensor with values: the graph holds as long as it keeps these."""

@@ -132,6 +132,12 @@ class Recording:
         node.meta.update(module="", source="", autograd_context=None, random=False, mutates=False)
         self.bind(value, node)
 
+    @property
+    def inputs(self) -> list[Tensor]:
+        """The fakes of the inputs."""
+        nodes = self.graph.nodes
+        return [node.meta["val"] for node in nodes if node.op == "placeholder"]
+
     def output(self, values: Sequence[Any]) -> None:
         """End the graph with the flat outputs."""
         self.create("output", "output", (tuple(map(self.argument, values)),), {})

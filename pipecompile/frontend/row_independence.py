@@ -6,9 +6,11 @@ are given beside the rows of a microbatch, whose outputs must stay as they are:
     model([a, b])      ┌ a's outputs ┐ b's outputs ┐
     model([a, a])      └ the same    │             │
     model([b, b])        the same    └ the same    ┘
+    model([a])         ┌ the same    ┐
 
-The first half for (b, b) shows whether rows know where in the batch they are.
-It is asked in eval mode, where BatchNorm and dropout do not mix or change samples.
+Numbers of b are enlarged. The first half for (b, b) shows whether rows know where in the batch they
+are, and a alone whether they know how many there are. It is asked in eval mode, where BatchNorm and
+dropout do not mix or change samples.
 """
 
 from __future__ import annotations
@@ -28,6 +30,9 @@ __all__ = ["refuse_dependent_rows"]
 
 # Of the largest value of an output. Rounding may differ where an operator groups rows by values.
 TOLERANCE = 0.02
+ENLARGED = 16.0
+"""How much larger the other rows are made, so that what is taken of all rows differs for sure. A
+power of two, which changes no digit."""
 
 
 def refuse_dependent_rows(model: nn.Module, first: Arguments, second: Arguments) -> None:
@@ -39,35 +44,55 @@ def refuse_dependent_rows(model: nn.Module, first: Arguments, second: Arguments)
     with restored_state(model), torch.no_grad():
         for module in model.modules():
             module.training = False
-        before = _states(model)
-        try:
-            both = _outputs(model, first, second)
-            # Compared after one call: a switch that each call turns is as it was after two.
-            writes = not all(map(torch.equal, before, _states(model)))
-            pairs = [_outputs(model, each, each) for each in (first, second)]
-            alone = tensor_leaves(model(*first.args, **first.kwargs))
-        except Exception:
-            return  # a training step of it is known to work
-        # What it writes in eval mode makes results depend on earlier calls, not on other rows.
-        if writes or not all(map(torch.equal, before, _states(model))):
-            return
+        # A model may not take numbers that are so large.
+        outputs = _all_outputs(model, first, _enlarged(model, second))
+        outputs = outputs or _all_outputs(model, first, second)
     inputs = InputStructure.of(model, first)
     tensors = inputs.flatten(first)
     rows = inputs.batch_size(tensors)
-    for index, (own, small, *others) in enumerate(zip(both, alone, *pairs, strict=False)):
+    for index, (own, small, *others) in enumerate(zip(*outputs or [()], strict=False)):
         # Other outputs, such as a loss, have no row for each sample.
         dim = _batch_dim(own, small, rows)
         if dim is None or not own.numel() or not own.is_floating_point():
             continue
-        for share in _shares_changed(dim, own, *others):
+        for beside, share in _shares_changed(dim, own, small, *others):
             if share > TOLERANCE:
                 raise InputError(
-                    f"rows along {_where(inputs)} are not independent: with other rows beside it "
-                    f"in the batch, output {index} of a microbatch changes by {share:.1%} of its "
-                    f"largest value. {_remedy(inputs, tensors)}, or transpose the inputs "
+                    f"rows along {_where(inputs)} are not independent: with {beside} rows beside "
+                    f"it in the batch, output {index} of a microbatch changes by {share:.1%} of "
+                    f"its largest value. {_remedy(inputs, tensors)}, or transpose the inputs "
                     "(batch_first=True for an LSTM); if samples are to know only those of their "
                     "own microbatch, self_check=False accepts it"
                 )
+
+
+def _all_outputs(
+    model: nn.Module, first: Arguments, second: Arguments
+) -> list[tuple[Tensor, ...]] | None:
+    """Return the output tensors for both calls together, for the first alone, and for each of them
+    twice; None if the model is not to be asked.
+    """
+    before = _states(model)
+    try:
+        both = _outputs(model, first, second)
+        # Compared after one call: a switch that each call turns is as it was after two.
+        writes = not all(map(torch.equal, before, _states(model)))
+        pairs = [_outputs(model, each, each) for each in (first, second)]
+        alone = tensor_leaves(model(*first.args, **first.kwargs))
+    except Exception:
+        return None  # a training step of it is known to work
+    # What it writes in eval mode makes results depend on earlier calls, not on other rows.
+    if writes or not all(map(torch.equal, before, _states(model))):
+        return None
+    return [both, tuple(alone), *pairs]
+
+
+def _enlarged(model: nn.Module, call: Arguments) -> Arguments:
+    """Return a call with larger numbers; whole numbers may be indices, and stay."""
+    inputs = InputStructure.of(model, call)
+    return inputs.unflatten(
+        [each * ENLARGED if each.is_floating_point() else each for each in inputs.flatten(call)]
+    )
 
 
 def _outputs(model: nn.Module, one: Arguments, other: Arguments) -> tuple[Tensor, ...]:
@@ -101,15 +126,20 @@ def _remedy(inputs: InputStructure, tensors: Sequence[Tensor]) -> str:
     return "Say with batch_dim= which dimension of each input is the batch"
 
 
-def _shares_changed(dim: int, both: Tensor, firsts: Tensor, seconds: Tensor) -> Iterator[float]:
+def _shares_changed(
+    dim: int, both: Tensor, alone: Tensor, firsts: Tensor, seconds: Tensor
+) -> Iterator[tuple[str, float]]:
     """Yield by how much of its largest value an output for (first, second) differs in its first
-    half from that for (first, first), and in its second half from both halves of that for (second,
-    second).
+    half from that for (first, first) and for the first alone, and in its second half from both
+    halves of that for (second, second); and which rows the other one had beside it.
     """
     (begin, end), (first, _) = both.chunk(2, dim), firsts.chunk(2, dim)
-    for own, other in ((begin, first), *((end, second) for second in seconds.chunk(2, dim))):
+    pairs = [(begin, first, "other"), *((end, each, "other") for each in seconds.chunk(2, dim))]
+    if begin.shape == alone.shape:  # which it is not where columns are samples too
+        pairs.append((begin, alone, "no"))
+    for own, other, beside in pairs:
         largest = torch.maximum(own.abs().max(), other.abs().max())
-        yield float((own - other).abs().max() / largest) if largest > 0 else 0.0
+        yield beside, float((own - other).abs().max() / largest) if largest > 0 else 0.0
 
 
 def _states(model: nn.Module) -> list[Tensor]:

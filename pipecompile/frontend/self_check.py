@@ -3,40 +3,39 @@
     the same seed ─┬─▶ step of the model ──▶ outputs, gradients, buffers ─┐
                    └─▶ step of the graph ──▶ outputs, gradients, buffers ─┴─▶ equal, or an error
 
-The api uses the first capture that passes; `pipecompile verify` compares whole pipelines.
+`proof.py` asks it of captures; `pipecompile verify` compares whole pipelines.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from pipecompile.errors import CaptureError
-from pipecompile.frontend.capture import captures
+from pipecompile.errors import CaptureError, PipecompileError
 from pipecompile.frontend.captured_graph import Capture
 from pipecompile.frontend.data_probe import cuda_devices
 from pipecompile.frontend.deviation import difference_text, first_deviating_call, first_reader
-from pipecompile.frontend.digest import digest
-from pipecompile.frontend.refusals import UnsupportedError
 from pipecompile.frontend.signature import Arguments
 from pipecompile.graph.attributes import attributes_restored
 from pipecompile.graph.pytrees import tensor_leaves
 from pipecompile.passes.autograd_context import EnterContexts
-from pipecompile.passes.contract import apply_passes
+from pipecompile.passes.contract import Pass, apply_passes
 
 __all__ = [
-    "Proof",
+    "DifferenceError",
+    "ModelFailsError",
+    "TrainingStep",
     "check_capture",
-    "proven_capture",
+    "check_in_flight",
+    "may_disturb",
     "restored_state",
+    "rewritten_copy",
     "with_autograd_contexts",
 ]
 
@@ -54,11 +53,11 @@ class ModelFailsError(CaptureError):
 
 
 @dataclass(frozen=True)
-class _TrainingStep:
+class TrainingStep:
     """All that a training step leaves, by name; `buffers` hold written parameters too.
 
-    `draws_in_backward` says whether its backward drew random numbers, and `writes_in_backward`
-    whether it wrote to buffers.
+    `draws_in_backward` says whether its backward drew random numbers, `writes_in_backward`
+    whether it wrote to buffers, and `writes` whether it or its forward wrote to anything.
     """
 
     outputs: dict[str, Tensor]
@@ -66,88 +65,12 @@ class _TrainingStep:
     buffers: dict[str, Tensor]
     draws_in_backward: bool
     writes_in_backward: bool
+    writes: bool
 
 
-@dataclass(frozen=True)
-class Proof:
-    """The batch sizes at which a capture was found equal to its model, and the time this took."""
-
-    batches: tuple[int, ...]
-    seconds: float
-
-
-def proven_capture(
-    model: nn.Module, call: Arguments, leaf: Sequence[str] = ()
-) -> tuple[Capture, fx.GraphModule, Proof]:
-    """Return the best capture that equals the model, its graph for `call`, and the proof.
-
-    A training step on `call` is compared and, if the graph is for several batch sizes, one on
-    another number of the same samples. CaptureError if no capture equals the model.
-    """
-    failures: list[CaptureError] = []
-    seen: set[str] = set()
-    candidates = captures(model, call, leaf)
-    while True:
-        try:
-            candidate = next(candidates)
-            module = candidate.instantiate(call)
-            # Several ways often record the same graph; it is compared once.
-            if digest(module) in seen:
-                continue
-            seen.add(digest(module))
-            start = time.perf_counter()
-            writes_in_backward = check_capture(candidate, module, call)
-            batches = (_batch_of(candidate, call), *_check_another_batch(candidate, call))
-            if writes_in_backward or any(_may_disturb(module, each) for each in module.graph.nodes):
-                _check_in_flight(candidate, module, call)
-            return candidate, module, Proof(batches, time.perf_counter() - start)
-        except StopIteration:
-            # The failure of the best way says best what stands in the way.
-            raise failures[0] from None
-        except (DifferenceError, UnsupportedError) as error:
-            failures.append(error)
-        except CaptureError as error:
-            # A graph was there and differed, which says more than why another could not be made.
-            if failures and isinstance(failures[0], DifferenceError):
-                raise failures[0] from error
-            raise
-
-
-def _batch_of(capture: Capture, call: Arguments) -> int:
-    """Return the batch size of `call`."""
-    return capture.inputs.batch_size(capture.inputs.flatten(call))
-
-
-def _check_another_batch(capture: Capture, call: Arguments) -> Iterator[int]:
-    """Check a second batch size if the guards allow one; yield it."""
-    inputs = capture.inputs
-    tensors = inputs.flatten(call)
-    batch = inputs.batch_size(tensors)
-    others = [
-        size
-        # Half the batch is the cheapest. Guards that exclude it may allow a neighbour.
-        for size in (batch // 2, batch - 1, batch + 1)
-        if size and not capture.guards.violation(size)
-    ]
-    if others and not capture.guards.is_fixed:
-        resized = map(partial(_resized, size=others[0]), tensors, inputs.batch_dims)
-        other = inputs.unflatten(list(resized))
-        # A model that is for some sizes only may fail at this one; then it will not run there.
-        with suppress(ModelFailsError):
-            check_capture(capture, capture.instantiate(other), other)
-            yield _batch_of(capture, other)
-
-
-def _resized(tensor: Tensor, dim: int | None, size: int) -> Tensor:
-    """Return the first `size` samples; if there are fewer, they are repeated."""
-    if dim is None:
-        return tensor
-    return tensor[(slice(None),) * dim + (torch.arange(size) % tensor.shape[dim],)]
-
-
-def check_capture(capture: Capture, module: fx.GraphModule, call: Arguments) -> bool:
+def check_capture(capture: Capture, module: fx.GraphModule, call: Arguments) -> TrainingStep:
     """Raise CaptureError, with what differs, unless `module` does exactly what the model does.
-    Return whether the model's backward writes to buffers.
+    Return the model's step.
 
     The loss of the step is the sum of squares of all outputs that have gradients. Parameters,
     buffers, gradients and the random state are restored.
@@ -156,7 +79,7 @@ def check_capture(capture: Capture, module: fx.GraphModule, call: Arguments) -> 
     # The model's own step comes first: if it fails, the graph is not to blame.
     original = _original_step(model, call)
     _refuse_sparse(original.gradients)
-    captured = _training_step(model, lambda: runnable(*capture.inputs.flatten(call)))
+    captured = _captured_step(model, runnable, capture.inputs.flatten(call))
     for kind in KINDS:
         wanted, found = getattr(original, kind), getattr(captured, kind)
         name = _first_difference(wanted, found)
@@ -165,15 +88,12 @@ def check_capture(capture: Capture, module: fx.GraphModule, call: Arguments) -> 
             size = difference_text(wanted.get(name), found.get(name))
             raise DifferenceError(
                 f"the captured graph is not the model: {kind} differ in {name!r} for the same "
-                f"seed ({size}){where}; the model may keep state outside its buffers, change a "
-                "buffer through .data after it was used, or branch on something that was not "
-                "recorded: keep state in buffers, write to them first, or make that module one "
-                "node (leaf)"
+                f"seed ({size}){where}; {_likely_cause(model, call, original)}"
             )
-    return original.writes_in_backward
+    return original
 
 
-def _check_in_flight(capture: Capture, module: fx.GraphModule, call: Arguments) -> None:
+def check_in_flight(capture: Capture, module: fx.GraphModule, call: Arguments) -> None:
     """Raise CaptureError if the graph differs from the model with two microbatches in flight.
 
         the model     F0 B0 F1 B1
@@ -212,7 +132,7 @@ def _check_in_flight(capture: Capture, module: fx.GraphModule, call: Arguments) 
         )
 
 
-def _may_disturb(module: fx.GraphModule, node: fx.Node) -> bool:
+def may_disturb(module: fx.GraphModule, node: fx.Node) -> bool:
     """Return whether a node writes to something that an earlier backward may need."""
     if node.op == "call_module" and isinstance(
         module.get_submodule(str(node.target)), nn.modules.batchnorm._BatchNorm
@@ -256,7 +176,7 @@ def _where(
     return f", first seen in {path}{line}"
 
 
-def _original_step(model: nn.Module, call: Arguments) -> _TrainingStep:
+def _original_step(model: nn.Module, call: Arguments) -> TrainingStep:
     """Take a step of the model itself; CaptureError if it fails or returns fake tensors."""
     try:
         step = _training_step(model, lambda: model(*call.args, **call.kwargs))
@@ -279,12 +199,51 @@ def _original_step(model: nn.Module, call: Arguments) -> _TrainingStep:
     return step
 
 
+def _likely_cause(model: nn.Module, call: Arguments, first: TrainingStep) -> str:
+    """Return what may have made a graph differ from the model whose own first step was `first`."""
+    again = _original_step(model, call)
+    if any(_first_difference(getattr(first, kind), getattr(again, kind)) for kind in KINDS):
+        return (
+            "two steps of the model itself differ for the same seed, so it draws from what torch "
+            "does not seed (secrets, os.urandom, the time), or keeps state outside its buffers: "
+            "draw with torch, and keep state in buffers"
+        )
+    return (
+        "the model may change a buffer through .data after it was used, ask for the exact type of "
+        "a tensor, which is another one while it is recorded (use isinstance(x, torch.Tensor)), or "
+        "branch on something else that was not recorded: write to buffers first, or make that "
+        "module one node (leaf)"
+    )
+
+
+def _captured_step(
+    model: nn.Module, module: fx.GraphModule, inputs: Sequence[Tensor]
+) -> TrainingStep:
+    """Take a step of the graph; DifferenceError if it fails, which that of the model did not."""
+    try:
+        return _training_step(model, lambda: module(*inputs))
+    except PipecompileError:
+        raise
+    except Exception as error:
+        reason = str(error).strip().split("\n")[0]
+        raise DifferenceError(
+            f"the captured graph is not the model: its training step fails, where that of the "
+            f"model does not ({type(error).__name__}: {reason}); make the module that this is "
+            "about one node (leaf)"
+        ) from error
+
+
 def with_autograd_contexts(module: fx.GraphModule) -> fx.GraphModule:
     """Return a copy that enters the model's autograd contexts, as the stages will."""
+    return rewritten_copy(module, [EnterContexts()])
+
+
+def rewritten_copy(module: fx.GraphModule, passes: Sequence[Pass]) -> fx.GraphModule:
+    """Return a copy of `module`, rewritten by `passes`; both share parameters and modules."""
     graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
     for node in module.graph.nodes:
         copies[node] = graph.node_copy(node, copies.__getitem__)
-    apply_passes(graph, [EnterContexts()])
+    apply_passes(graph, passes)
     return fx.GraphModule(module, graph)
 
 
@@ -316,7 +275,7 @@ def _is_same(left: Tensor, right: Tensor) -> bool:
     return bool(((left == right) | (left.isnan() & right.isnan())).all())
 
 
-def _training_step(model: nn.Module, run: Callable[[], Any]) -> _TrainingStep:
+def _training_step(model: nn.Module, run: Callable[[], Any]) -> TrainingStep:
     """Return what one seeded step leaves, of which `run` is the forward; `model` is restored."""
     (step,) = _training_steps(model, run, 1)
     return step
@@ -329,12 +288,12 @@ def _training_steps(
     count: int,
     *,
     in_flight: bool = False,
-) -> list[_TrainingStep]:
+) -> list[TrainingStep]:
     """Return what `count` seeded steps leave, as `_training_step` does; the last one has buffers.
 
     With `in_flight` all forwards come before the backwards.
     """
-    steps: list[_TrainingStep] = []
+    steps: list[TrainingStep] = []
     trainable = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     with restored_state(model) as before:
         waiting: list[Sequence[Tensor]] = []
@@ -349,12 +308,13 @@ def _training_steps(
                 gradients = _gradients(outputs, [parameter for _, parameter in trainable])
                 named = zip(trainable, gradients, strict=True)
                 steps.append(
-                    _TrainingStep(
+                    TrainingStep(
                         outputs={f"output {i}": v.detach() for i, v in enumerate(outputs)},
                         gradients={name: g for (name, _), g in named if g is not None},
                         buffers={},
                         draws_in_backward=not torch.equal(_random_state(model), before_backward),
                         writes_in_backward=not all(map(_is_same, buffers, model.buffers())),
+                        writes=not all(_is_same(*pair) for pair in before.items()),
                     )
                 )
         written = (

@@ -259,7 +259,8 @@ def _leaf_name(path: Sequence[Any], parameters: Sequence[inspect.Parameter]) -> 
         rest = next(variadic, last + 1)
         index = keys[1]
         keys[1:2] = [parameters[min(index, rest, last)].name, *[index - rest] * (index >= rest)]
-    name = re.sub(r"\W", "_", "_".join(map(str, keys[1:])))
+    # ASCII, since Python takes "¼" for a letter of a word, and not of a name.
+    name = re.sub(r"\W", "_", "_".join(map(str, keys[1:])), flags=re.ASCII)
     if keyword.iskeyword(name) or name == "self":
         return f"{name}_"
     return name if name.isidentifier() else f"input_{name}"

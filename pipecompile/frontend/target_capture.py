@@ -15,9 +15,10 @@ from pipecompile.frontend.batch_dims import part_of
 from pipecompile.frontend.capture import capture, captures
 from pipecompile.frontend.captured_graph import Capture
 from pipecompile.frontend.digest import digest
+from pipecompile.frontend.proof import Proof, proven_capture
 from pipecompile.frontend.refusals import UnsupportedError
 from pipecompile.frontend.row_independence import refuse_dependent_rows
-from pipecompile.frontend.self_check import Proof, check_capture, proven_capture
+from pipecompile.frontend.self_check import check_capture
 from pipecompile.frontend.signature import Arguments
 from pipecompile.frontend.target import Target
 from pipecompile.graph.loss_module import hold_loss

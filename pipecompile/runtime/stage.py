@@ -25,6 +25,7 @@ from pipecompile.graph.batch_statistics import record_forward
 from pipecompile.graph.model_state import swapped_state
 from pipecompile.graph.random_streams import StreamKey, use_stream
 from pipecompile.graph.recomputed_region import has_recomputed_regions
+from pipecompile.runtime.overwritten import naming_overwritten
 from pipecompile.runtime.random_generators import packed_generators, replayed_generators
 from pipecompile.runtime.split_backward import (
     BackwardPart,
@@ -185,7 +186,7 @@ class EagerStage:
         microbatch. Afterwards it holds what is to be handed to earlier stages.
         """
         roots, seeds = self._roots(saved, gradients)
-        with self._redirected(tied_gradients):
+        with self._redirected(tied_gradients), naming_overwritten(self.module):
             BackwardPart(roots, seeds).run(self._pop_own(tied_gradients))
         input_gradients = [value.grad for value in saved.inputs]
         for index, gradient in saved.input_gradients.items():
@@ -204,7 +205,8 @@ class EagerStage:
         assert not self._has_regions, "each half would recompute the regions: go back as a whole"
         roots, seeds = self._roots(saved, gradients)
         leaves = [value for value in saved.inputs if value.requires_grad]
-        leaf_gradients, parts = input_backward(roots, seeds, leaves, self.tied_to_later)
+        with naming_overwritten(self.module):
+            leaf_gradients, parts = input_backward(roots, seeds, leaves, self.tied_to_later)
         # `input_backward` returns gradients as they were computed. The hooks that filled this table
         # belong to the graph, which lives on until the weight backward.
         saved.input_gradients.clear()
@@ -213,7 +215,7 @@ class EagerStage:
 
     def backward_weight(self, parts: BackwardParts, tied_gradients: TiedGradients) -> None:
         """Run the weight backward: add to the parameters' `.grad`. `parts` is then empty."""
-        with self._redirected(tied_gradients):
+        with self._redirected(tied_gradients), naming_overwritten(self.module):
             weight_backward(parts, self._pop_own(tied_gradients))
 
     def _redirected(self, tied_gradients: TiedGradients) -> AbstractContextManager[None]:

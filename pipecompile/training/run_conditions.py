@@ -294,9 +294,10 @@ def _refuse_hooks_and_views(model: nn.Module, schedule: str) -> None:
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     by_storage = defaultdict[int, list[str]](list)
     for name, parameter in trained.items():
-        if parameter._backward_hooks:
+        if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+            kind = "hook on its gradient" if parameter._backward_hooks else "post-accumulate hook"
             raise InputError(
-                f"{name} has a hook on its gradient, which would not run under schedule "
+                f"{name} has a {kind}, which would not run under schedule "
                 f"{schedule!r}: microbatches have weights of their own; remove it"
             )
         by_storage[storage_key(parameter)].append(name)

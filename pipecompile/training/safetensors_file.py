@@ -34,7 +34,7 @@ def check_installed() -> None:
 
 
 def write_weights(state: Mapping[str, Any], path: str | Path) -> None:
-    """Write a whole state dict to the file `path`; InputError if a value is no tensor."""
+    """Write a whole state dict to the file `path`; InputError for what such files cannot hold."""
     first_names: dict[int, str] = {}
     metadata, tensors = {"format": "pt"}, {}
     for name, value in state.items():
@@ -48,7 +48,15 @@ def write_weights(state: Mapping[str, Any], path: str | Path) -> None:
             tensors[name] = value.contiguous()
         else:
             metadata[name] = first  # as safetensors.torch.save_model does
-    safetensors.torch.save_file(tensors, path, metadata)
+    try:
+        safetensors.torch.save_file(tensors, path, metadata)
+    except KeyError as error:  # of its table of types
+        (dtype,) = error.args
+        names = [name for name, value in tensors.items() if value.dtype is dtype]
+        raise InputError(
+            f"{', '.join(names)} of the model's state is of type {dtype}, which safetensors files "
+            "do not hold; use pipeline.checkpoint().save(path)"
+        ) from error
 
 
 class SafetensorsWeights(Mapping[str, Tensor]):

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from plain_loop import steps_alike
 from torch import Tensor, nn
 from torch.nn.utils import prune, spectral_norm, weight_norm
@@ -430,6 +434,37 @@ def test_another_layout_of_an_input_is_refused_where_the_forward_asks(name: str)
         with pytest.raises(InputError, match=r"value has strides .* asks for them; give tensors"):
             pipeline.evaluate(other)
     pipeline.evaluate(X[:5])
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    name=st.sampled_from(sorted(LAYOUTS)),
+    order=st.permutations(range(3)),
+    steps=st.tuples(*[st.integers(1, 2)] * 3),
+    offset=st.integers(0, 3),
+)
+def test_any_layout_is_right_or_refused(
+    name: str, order: list[int], steps: tuple[int, ...], offset: int
+) -> None:
+    """Rows of any strides, that begin anywhere in memory."""
+    model, pipeline = _asking(name)
+    sizes = (8, 1, WIDTH)
+    large = [sizes[dim] * steps[dim] for dim in order]
+    memory = torch.randn(offset + math.prod(large), generator=torch.Generator().manual_seed(1))
+    whole = memory[offset:].view(large).permute([order.index(dim) for dim in range(3)])
+    rows = whole[:: steps[0], :: steps[1], :: steps[2]][:, 0]
+    wanted = torch.cat([model(part) for part in rows.chunk(2)])
+    if rows.stride() == X.stride():
+        assert torch.equal(pipeline.evaluate(rows), wanted)
+    else:
+        with pytest.raises(InputError, match="asks for them; give tensors that lie in memory"):
+            pipeline.evaluate(rows)
+
+
+@cache
+def _asking(name: str) -> tuple[nn.Module, Any]:
+    model = Asking(LAYOUTS[name])
+    return model, pipecompile(model, X, k=1, microbatches=2, costs="flops")
 
 
 def test_another_layout_is_taken_where_nobody_asks() -> None:

@@ -83,18 +83,26 @@ def test_autocast_given_once_is_that_of_every_forward(workers: Workers, tmp_path
     assert last == (True, "torch.bfloat16")
 
 
-@pytest.mark.parametrize("which", ["input", "target"])
-def test_ranks_that_are_given_other_values_are_told(
-    workers: Workers, tmp_path: Path, which: str
-) -> None:
-    for text in workers.run(2, jobs.other_data, which, folder=str(tmp_path)):
-        assert text.startswith(f"the {which} of the first microbatch has other values")
+OTHER_DATA = {
+    "rows in another order": "the input of microbatch 0 has other values",
+    "targets in another order": "the target of microbatch 0 has other values",
+    "microbatches swapped": "the input of microbatch 1 has other values",
+    "a token in the middle": "the input of microbatch 1 has other values",
+    "a target in the middle": "the target of microbatch 2 has other values",
+    "the last token": "the input of microbatch 3 has other values",
+    "fewer samples": "ranks must step alike, but the number of samples is 12 on rank 0 and 16 on",
+    "another type": "",  # each rank has its own words
+    "no target": "",  # it reads none
+    "the same": "",
+}
 
 
-def test_a_rank_that_reads_no_target_need_not_be_given_one(
-    workers: Workers, tmp_path: Path
-) -> None:
-    assert workers.run(2, jobs.other_data, "no target", folder=str(tmp_path)) == ["", ""]
+def test_ranks_that_are_given_other_data_are_told(workers: Workers, tmp_path: Path) -> None:
+    rows = workers.run(2, jobs.other_data, list(OTHER_DATA), folder=str(tmp_path))
+    for said in rows:
+        for (way, words), text in zip(OTHER_DATA.items(), said, strict=True):
+            assert text.startswith(words), way
+            assert bool(text) == (way not in ("no target", "the same")), way
 
 
 def test_a_tie_of_another_mode_is_summed_once(workers: Workers, tmp_path: Path) -> None:

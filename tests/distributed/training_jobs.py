@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
@@ -255,8 +255,8 @@ def half_precision(ranks: int) -> tuple[bool, str]:
     return same, "" if crossing is None else str(crossing.dtype)
 
 
-def other_data(which: str) -> str:
-    """What a rank says if it was given another input or target than the first one, or no target."""
+def other_data(differing: Sequence[str]) -> list[str]:
+    """What a rank says of each way in which rank 0 is given something else."""
     target = mixture(16)
     pipeline = pipecompile(
         target.model,
@@ -265,17 +265,45 @@ def other_data(which: str) -> str:
         loss_fn=target.loss_fn,
         costs="flops",
         self_check=False,
-        microbatches=2,
+        microbatches=4,
     )
-    tokens, targets = target.call.args[0], target.targets
-    if dist.get_rank() == 0:
-        tokens = tokens.flip(0) if which == "input" else tokens
-        targets = {"target": targets.flip(0), "no target": None}.get(which, targets)
-    try:
-        pipeline.step(tokens, targets)
-    except InputError as error:
-        return str(error)
-    return ""
+    said = []
+    for way in differing:
+        tokens, targets = target.call.args[0].clone(), target.targets.clone()
+        if dist.get_rank() == 0:
+            tokens, targets = OTHER_DATA[way](tokens, targets)
+        try:
+            pipeline.step(tokens, targets)
+            said.append("")
+        except InputError as error:
+            said.append(str(error))
+    return said
+
+
+def _with_another(values: Tensor, row: int) -> Tensor:
+    """Return `values` with another last element in one row."""
+    changed = values.clone()
+    changed[row, -1] = (changed[row, -1] + 1) % 2
+    return changed
+
+
+def _swapped_middle(values: Tensor) -> Tensor:
+    first, second, third, last = values.chunk(4)
+    return torch.cat([first, third, second, last])
+
+
+OTHER_DATA: dict[str, Callable[[Tensor, Tensor], tuple[Tensor, Tensor | None]]] = {
+    "rows in another order": lambda tokens, targets: (tokens.flip(0), targets),
+    "targets in another order": lambda tokens, targets: (tokens, targets.flip(0)),
+    "microbatches swapped": lambda tokens, targets: (_swapped_middle(tokens), targets),
+    "a token in the middle": lambda tokens, targets: (_with_another(tokens, 6), targets),
+    "a target in the middle": lambda tokens, targets: (tokens, _with_another(targets, 9)),
+    "the last token": lambda tokens, targets: (_with_another(tokens, 15), targets),
+    "fewer samples": lambda tokens, targets: (tokens[:12], targets[:12]),
+    "another type": lambda tokens, targets: (tokens.int(), targets),
+    "no target": lambda tokens, targets: (tokens, None),
+    "the same": lambda tokens, targets: (tokens, targets),
+}
 
 
 class TiedInTraining(nn.Module):

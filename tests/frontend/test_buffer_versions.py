@@ -214,7 +214,28 @@ def shifted(layer: nn.Linear) -> None:
     layer.bias.data[:2].sub_(0.5)
 
 
-@pytest.mark.parametrize("how", [clamped, decayed, shifted])
+def renormalised(layer: nn.Linear) -> None:
+    with torch.no_grad():
+        torch.renorm(layer.weight, 2, 0, 1.0, out=layer.weight)
+
+
+def several(layer: nn.Linear) -> None:
+    with torch.no_grad():
+        torch._foreach_mul_([layer.weight, layer.bias], 0.5)
+
+
+def rounded(layer: nn.Linear) -> None:
+    layer.weight.detach().copy_(layer.weight.detach().round(decimals=2))
+
+
+def begun_anew(layer: nn.Linear) -> None:
+    nn.init.constant_(layer.bias, 0.25)
+
+
+WRITES_TO_PARAMETERS = [clamped, decayed, shifted, renormalised, several, rounded, begun_anew]
+
+
+@pytest.mark.parametrize("how", WRITES_TO_PARAMETERS)
 def test_a_write_to_a_parameter_is_refused_and_leaves_the_model_as_it_was(
     how: Callable[[nn.Linear], object],
 ) -> None:

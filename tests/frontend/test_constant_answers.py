@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from pipecompile import InputError, pipecompile
 from pipecompile.errors import CaptureError
 from pipecompile.frontend.capture import capture
-from pipecompile.frontend.self_check import proven_capture
+from pipecompile.frontend.proof import proven_capture
 from pipecompile.frontend.signature import arguments_of
 
 WIDTH = 8

@@ -16,6 +16,7 @@ from pipecompile.api.compilation import pipecompile
 from pipecompile.api.verification import reference_for
 from pipecompile.errors import CaptureError
 from pipecompile.frontend.capture import capture
+from pipecompile.frontend.proof import proven_capture
 from pipecompile.frontend.signature import Arguments
 from pipecompile.frontend.target import Target, sum_of_squares
 
@@ -315,3 +316,73 @@ def test_the_data_probe_restores_parameters_that_the_forward_writes_to() -> None
     before = {name: value.clone() for name, value in model.state_dict().items()}
     captured(model, torch.arange(4) % 10)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+class Chosen(Part):
+    """Returns one function of its input or another; `read` is what the model around it does with
+    the result and the input.
+    """
+
+    def __init__(self, choose: Callable[[Tensor], bool], other: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.choose, self.other = choose, other
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x if self.choose(x) else self.other(x)
+
+
+class Reading(nn.Module):
+    """Goes one way or another, as `ask` says of the result of a part that branches on data."""
+
+    def __init__(self, part: nn.Module, ask: Callable[[Tensor, Tensor], bool]) -> None:
+        super().__init__()
+        self.part, self.ask, self.head = part, ask, nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = x * 1
+        value = self.part(hidden)
+        return self.head(value) if self.ask(value, hidden) else -self.head(value)
+
+
+def transposed(x: Tensor) -> Tensor:
+    return x.T.contiguous().T
+
+
+OTHER_WAYS: dict[str, Callable[[Tensor], bool]] = {
+    "a sign": lambda x: bool(x.sum() > 0),
+    "a size": lambda x: bool(x.norm() < 10 * WIDTH),
+    "no zeros": lambda x: bool((x != 0).any()),
+    "an order": lambda x: bool(x[0, 0] > x[-1, -1]),
+    "a number": lambda x: x.max().item() > x.min().abs().item(),
+    "a list": lambda x: x[0].tolist()[0] > 0,
+}
+
+
+def lowest_last(batch: int = 4) -> Tensor:
+    """Positive numbers, the largest first."""
+    return sample(batch).abs().flatten().sort(descending=True).values.view(batch, WIDTH)
+
+
+@pytest.mark.parametrize("choose", OTHER_WAYS.values(), ids=OTHER_WAYS)
+def test_an_identity_that_other_data_changes_is_refused(choose: Callable[[Tensor], bool]) -> None:
+    model = Reading(Chosen(choose, torch.clone), lambda value, hidden: value is hidden)
+    with pytest.raises(CaptureError, match=r"^on other data than the sample's \(.*not the model"):
+        proven_capture(model, Arguments((lowest_last(),), {}))
+
+
+@pytest.mark.parametrize("choose", OTHER_WAYS.values(), ids=OTHER_WAYS)
+def test_a_branch_is_allowed_that_other_data_takes_the_other_way(
+    choose: Callable[[Tensor], bool],
+) -> None:
+    model = Reading(Chosen(choose, transposed), lambda value, hidden: value.shape[1] == WIDTH)
+    capture_, _, _ = proven_capture(model, Arguments((lowest_last(),), {}))
+    assert "part" in called(capture_.graph)
+
+
+def test_data_that_the_model_does_not_take_is_not_compared() -> None:
+    def positive(x: Tensor) -> bool:
+        assert (x > 0).all(), "positive numbers only"
+        return True
+
+    model = Reading(Chosen(positive, torch.clone), lambda value, hidden: True)
+    proven_capture(model, Arguments((lowest_last(),), {}))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import builtins
 import enum
+import keyword
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
@@ -10,9 +12,12 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from plain_loop import steps_alike
 from torch import Tensor, nn
 from traps import WIDTH, Two, refused
+from zoo import same
 
 from pipecompile import InputError, pipecompile
 from pipecompile.frontend.capture import capture
@@ -105,6 +110,81 @@ FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
 def test_arguments_that_are_no_literals_are_referred_to(name: str) -> None:
     torch.manual_seed(0)
     steps_alike(Between(FUNCTIONS[name]), BATCHES)
+
+
+NUMPY_TYPES = (np.float16, np.float32, np.float64, np.int32, np.int64, np.uint8, np.bool_)
+NUMBERS = st.one_of(
+    st.floats(-8, 8, allow_subnormal=False),
+    st.integers(-8, 8),
+    st.booleans(),
+    st.sampled_from([float("inf"), -float("inf"), float("nan"), -0.0]),
+    st.builds(Ratio, st.floats(-2, 2, allow_subnormal=False)),
+    st.builds(lambda kind, value: kind(value), st.sampled_from(NUMPY_TYPES), st.integers(0, 8)),
+    st.fractions(0, 2, max_denominator=8).map(float),
+)
+NAMES = st.one_of(st.sampled_from([*keyword.kwlist, *dir(builtins), "1", "a b", ""]), st.text())
+
+
+@settings(max_examples=30, deadline=None)
+@given(number=NUMBERS, data=st.data())
+def test_any_number_is_what_it_was(number: Any, data: st.DataObject) -> None:
+    operation = data.draw(st.sampled_from([torch.mul, torch.add, lambda v, n: n * v, torch.pow]))
+    _same_outputs(Between(lambda v: operation(v, number)))
+
+
+@settings(max_examples=20, deadline=None)
+@given(names=st.lists(NAMES, min_size=1, max_size=4, unique=True))
+def test_any_text_may_be_a_key_of_inputs_and_outputs(names: list[str]) -> None:
+    class Keyed(Two):
+        def forward(self, values: dict[str, Tensor]) -> dict[str, Tensor]:
+            return {name: self.first(value) for name, value in values.items()}
+
+    call = Arguments(({name: BATCHES[0] + i for i, name in enumerate(names)},), {})
+    model = Keyed()
+    captured_model = capture(model, call)
+    outputs = captured_model.instantiate(call)(*captured_model.inputs.flatten(call))
+    assert same(captured_model.outputs.unflatten(outputs), model(*call.args))
+
+
+@settings(max_examples=20, deadline=None)
+@given(name=NAMES.filter(lambda name: name and "." not in name and not hasattr(nn.Module, name)))
+def test_any_text_may_be_a_name_of_parameters_and_modules(name: str) -> None:
+    class Named(Two):
+        def __init__(self) -> None:
+            super().__init__()
+            self.parts = nn.Module()
+            self.parts.register_parameter(name, nn.Parameter(torch.ones(WIDTH)))
+            self.layers = nn.Module()
+            self.layers.add_module(name, nn.Linear(WIDTH, WIDTH))
+
+        def forward(self, value: Tensor) -> Tensor:
+            return getattr(self.layers, name)(value) * getattr(self.parts, name)
+
+    if name.isprintable() and not set(name) & {'"', "\\"}:
+        _same_outputs(Named())
+    else:
+        with pytest.raises(InputError, match="which code cannot name; use letters"):
+            _same_outputs(Named())
+
+
+@pytest.mark.parametrize("name", ["\0", "\n", '"', "\\", "\u2028", '")+("', "¼", "None"])
+def test_names_that_code_cannot_have(name: str) -> None:
+    model = nn.Module()
+    model.add_module(name, nn.Linear(WIDTH, WIDTH))
+    model.forward = lambda value: getattr(model, name)(value)  # type: ignore[method-assign]
+    if name in ("¼", "None"):
+        _same_outputs(model)
+    else:
+        with pytest.raises(InputError, match="which code cannot name"):
+            _same_outputs(model)
+
+
+def _same_outputs(model: nn.Module) -> None:
+    call = Arguments((BATCHES[0],), {})
+    (output,) = capture(model, call).instantiate(call)(BATCHES[0])
+    wanted = model(BATCHES[0])
+    assert output.dtype == wanted.dtype
+    assert torch.equal(output.nan_to_num(99.0), wanted.nan_to_num(99.0))
 
 
 def test_graphs_that_refer_to_other_values_have_other_digests() -> None:

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import inspect
+import os
+import secrets
+import time
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -10,9 +14,12 @@ import pytest
 import torch
 import transformers
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from zoo import captured
 
 from pipecompile.errors import CaptureError, InputError
+from pipecompile.frontend.proof import proven_capture
+from pipecompile.frontend.signature import Arguments
 
 
 class Inner(nn.Module):
@@ -139,3 +146,112 @@ def test_a_sparse_gradient() -> None:
 def test_an_input_that_requires_a_gradient() -> None:
     with pytest.raises(InputError, match=r"the input 'input' requires a gradient"):
         captured(nn.Sequential(nn.Linear(4, 4)), torch.randn(4, 4, requires_grad=True))
+
+
+def cond(layer: nn.Module, x: Tensor) -> Tensor:
+    return torch.cond(x.sum() > 0, torch.sin, torch.cos, (x,))
+
+
+def while_loop(layer: nn.Module, x: Tensor) -> Tensor:
+    def again(count: Tensor, value: Tensor) -> Tensor:
+        return count < 3
+
+    def once(count: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        return count + 1, value * 1.5
+
+    return torch.while_loop(again, once, (torch.tensor(0), x))[1]
+
+
+def exact_type(layer: nn.Module, x: Tensor) -> Tensor:
+    return layer(x) if type(x) is torch.Tensor else x
+
+
+def exact_class(layer: nn.Module, x: Tensor) -> Tensor:
+    return layer(x) if x.__class__ is torch.Tensor else x
+
+
+def type_of_a_weight(layer: nn.Module, x: Tensor) -> Tensor:
+    return layer(x) if type(layer.weight) is nn.Parameter else x
+
+
+def is_fake(layer: nn.Module, x: Tensor) -> Tensor:
+    return x if isinstance(x, FakeTensor) else layer(x)
+
+
+def from_secrets(layer: nn.Module, x: Tensor) -> Tensor:
+    return x * secrets.randbits(60)
+
+
+def from_the_system(layer: nn.Module, x: Tensor) -> Tensor:
+    return x * int.from_bytes(os.urandom(7), "big")
+
+
+def from_the_clock(layer: nn.Module, x: Tensor) -> Tensor:
+    return x * time.perf_counter_ns()
+
+
+def from_own_generator(layer: nn.Module, x: Tensor) -> Tensor:
+    return x * GENERATOR.random()
+
+
+def nested(layer: nn.Module, x: Tensor) -> Tensor:
+    parts = torch.nested.nested_tensor([torch.ones(3, 4), torch.ones(2, 4)], layout=torch.jagged)
+    return x + parts.values().sum()
+
+
+GENERATOR = np.random.default_rng(0)
+UNSEEDED = "two steps of the model itself differ for the same seed"
+EXACT_TYPE = "the exact type of a tensor"
+CAUSES: dict[Callable[[nn.Module, Tensor], Tensor], str] = {
+    cond: "the forward calls cond, whose branches",
+    while_loop: "the forward calls while_loop, whose branches",
+    exact_type: EXACT_TYPE,
+    exact_class: EXACT_TYPE,
+    type_of_a_weight: EXACT_TYPE,
+    is_fake: EXACT_TYPE,
+    from_secrets: UNSEEDED,
+    from_the_system: UNSEEDED,
+    from_the_clock: UNSEEDED,
+    from_own_generator: UNSEEDED,
+    nested: "is nested, whose bytes no plan counts",
+}
+
+
+@pytest.mark.parametrize("function", CAUSES, ids=lambda function: function.__name__)
+def test_the_cause_is_named(function: Callable[[nn.Module, Tensor], Tensor]) -> None:
+    class Does(Inner):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def act(self, x: Tensor) -> Tensor:
+            return function(self.layer, x)
+
+    with pytest.raises(CaptureError) as caught:
+        proven_capture(Outer(Does()), Arguments((torch.randn(4, 4),), {}))
+    message = str(caught.value)
+    assert CAUSES[function] in message
+    assert "\n" not in message and " at 0x" not in message and len(message) < 700
+
+
+@pytest.mark.parametrize("part", ["itself", "a view"])
+@pytest.mark.parametrize("question", [Tensor.storage_offset, Tensor.data_ptr])
+def test_where_an_input_begins_is_refused(question: Callable[[Tensor], int], part: str) -> None:
+    with pytest.raises(CaptureError, match=r"asks where its input begins .*\(clone\)"):
+        captured(Begins(question, part), torch.randn(4, 4))
+
+
+def test_where_a_copy_begins_is_not() -> None:
+    captured(Begins(Tensor.storage_offset, "a copy"), torch.randn(4, 4))
+
+
+class Begins(nn.Module):
+    """Asks where its input begins, or a part or a copy of it."""
+
+    def __init__(self, question: Callable[[Tensor], int], part: str) -> None:
+        super().__init__()
+        self.question, self.part = question, part
+
+    def forward(self, x: Tensor) -> Tensor:
+        of = {"itself": x, "a view": x[1:].mT, "a copy": x.clone()}[self.part]
+        return x * (2 if self.question(of) == 0 else 3)

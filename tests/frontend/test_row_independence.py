@@ -51,6 +51,21 @@ class Switching(nn.Module):
         return torch.where(self.is_positive, value, -value)
 
 
+class Contrasting(nn.Module):
+    """Compares each sample with each."""
+
+    def forward(self, value: Tensor) -> Tensor:
+        return value @ value.T
+
+
+class Moderate(nn.Module):
+    """Takes no large numbers."""
+
+    def forward(self, value: Tensor) -> Tensor:
+        assert value.abs().max() < 20
+        return value * 2
+
+
 def ask(model: nn.Module, *shape: int, batch_dim: int = 0) -> None:
     torch.manual_seed(0)
     size = (4, *shape)
@@ -69,6 +84,11 @@ DEPENDENT = {
     "numbered": (Mixed(lambda v: v + torch.arange(len(v))[:, None]), (6,)),
     "the last row apart": (Mixed(lambda v: torch.cat([v[:-1], -v[-1:]])), (6,)),
     "the largest of all": (Mixed(lambda v: v / v.abs().max()), (6,)),
+    "the length of all": (Mixed(lambda v: v / v.norm()), (6,)),
+    "times their number": (Mixed(lambda v: v * len(v)), (6,)),
+    "a mean of a known number": (Mixed(lambda v: (v - 1) * v.shape[0] ** -0.5), (6,)),
+    "one way for many": (Mixed(lambda v: v.sin() if len(v) > 5 else v.cos()), (6,)),
+    "numbered from the end": (Mixed(lambda v: v + torch.arange(-len(v), 0)[:, None]), (6,)),
     "in a dictionary": (Mixed(lambda v: {"a": v, "b": v.flip(0)}), (6,)),
 }
 INDEPENDENT = {
@@ -82,6 +102,9 @@ INDEPENDENT = {
     "a scalar": (Mixed(lambda v: (v, v.mean())), (6,)),
     "what fails in eval mode": (Mixed(lambda v: v.no_such_method()), (6,)),
     "indices": (Mixed(lambda v: v.argmax(0)), (6,)),
+    "a mean over the batch": (Mixed(lambda v: {"out": v, "loss": v.square().sum() / len(v)}), (6,)),
+    "expanded by their number": (Mixed(lambda v: v + torch.zeros(1, 6).expand(len(v), 6)), (6,)),
+    "what fails on large numbers": (Moderate(), (6,)),
 }
 
 
@@ -105,6 +128,18 @@ def test_independent_rows_are_not(name: str) -> None:
     assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
     torch.manual_seed(0)
     assert torch.equal(torch.get_rng_state(), seeded)
+
+
+def test_what_rows_share_is_seen_however_alike_the_samples_are() -> None:
+    call = Arguments((torch.randn(4, 6),), {})
+    largest = Mixed(lambda v: v / v.abs().max())
+    alike = Arguments((call.args[0] * 1.001,), {})
+    with pytest.raises(InputError, match="are not independent"):
+        refuse_dependent_rows(Contrasting(), call, alike)
+    with pytest.raises(InputError, match="with other rows beside it"):
+        refuse_dependent_rows(largest, call, alike)
+    with pytest.raises(InputError, match="with no rows beside it"):
+        refuse_dependent_rows(Mixed(lambda v: v * len(v)), call, alike)
 
 
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])

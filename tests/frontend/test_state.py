@@ -15,7 +15,8 @@ from zoo.exact import exact
 
 from pipecompile.errors import CaptureError
 from pipecompile.frontend.capture import capture
-from pipecompile.frontend.self_check import proven_capture, with_autograd_contexts
+from pipecompile.frontend.proof import proven_capture
+from pipecompile.frontend.self_check import with_autograd_contexts
 from pipecompile.frontend.signature import Arguments
 
 WIDTH = 8

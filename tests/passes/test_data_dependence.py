@@ -105,3 +105,39 @@ def test_a_branch_may_do_without_a_gradient() -> None:
     )
     pipeline.step(-POSITIVE)
     assert model.inner.layer.weight.grad is None and model.last.weight.grad is not None
+
+
+def transposed(value: Tensor) -> Tensor:
+    return value.T.contiguous().T
+
+
+class AtOneHalf(Branching):
+    """Branches on what the self-check does not try, so that only a step can see the other way."""
+
+    def forward(self, x: Tensor) -> Any:
+        return (self.negative if x[0, 0].item() == 0.5 else self.positive)(self.layer(x))
+
+
+LAYOUT_READS: dict[str, Callable[[Tensor], Tensor]] = {
+    "is_contiguous": lambda v: v * (2 if v.is_contiguous() else 3),
+    "stride": lambda v: v * v.stride(1),
+    "a later view": lambda v: v * (2 if v.view(2, 2, -1).is_contiguous() else 3),
+}
+
+
+@pytest.mark.parametrize("read", LAYOUT_READS.values(), ids=LAYOUT_READS)
+def test_another_layout_is_refused_where_the_forward_asks_for_it(
+    read: Callable[[Tensor], Tensor],
+) -> None:
+    torch.manual_seed(0)
+    pipeline = pipecompile(
+        Around(AtOneHalf(Tensor.clone, transposed), read),
+        POSITIVE,
+        k=2,
+        microbatches=4,
+        loss_fn=lambda out, _: out.square().mean(),
+        costs="flops",
+    )
+    assert torch.isfinite(pipeline.step(POSITIVE))
+    with pytest.raises(InputError, match=r"inner branches on data: .* with strides \(1, 2\)"):
+        pipeline.step(torch.full_like(POSITIVE, 0.5))

@@ -315,6 +315,13 @@ def test_files_that_are_no_weights_are_refused(tmp_path: Path) -> None:
         pipeline.load_safetensors(tmp_path / "other.safetensors")
 
 
+def test_a_type_that_such_files_do_not_hold_is_refused(tmp_path: Path) -> None:
+    model = Tied()
+    model.inner.register_buffer("phase", torch.zeros(2, dtype=torch.complex128))
+    with pytest.raises(InputError, match=r"^inner\.phase .* torch\.complex128, .*checkpoint\(\)"):
+        pipeline_of(model).save_safetensors(tmp_path / "model.safetensors")
+
+
 def test_without_the_package_the_error_says_what_to_install(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -1,0 +1,152 @@
+"""The proof of a capture: the self-check at the sample, at another batch size, on other data.
+
+The api uses the first capture that passes.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor, fx, nn
+
+from pipecompile.errors import CaptureError, InputError
+from pipecompile.frontend.capture import captures
+from pipecompile.frontend.captured_graph import Capture
+from pipecompile.frontend.digest import digest
+from pipecompile.frontend.refusals import UnsupportedError
+from pipecompile.frontend.self_check import (
+    DifferenceError,
+    ModelFailsError,
+    check_capture,
+    check_in_flight,
+    may_disturb,
+    rewritten_copy,
+)
+from pipecompile.frontend.signature import Arguments
+from pipecompile.passes.data_dependence import GuardDataDependence
+
+__all__ = ["Proof", "proven_capture"]
+
+
+@dataclass(frozen=True)
+class Proof:
+    """The batch sizes at which a capture was found equal to its model, and the time this took."""
+
+    batches: tuple[int, ...]
+    seconds: float
+
+
+def proven_capture(
+    model: nn.Module, call: Arguments, leaf: Sequence[str] = ()
+) -> tuple[Capture, fx.GraphModule, Proof]:
+    """Return the best capture that equals the model, its graph for `call`, and the proof.
+
+    A training step on `call` is compared and, if the graph is for several batch sizes, one on
+    another number of the same samples; with modules that branch on data also some on other data.
+    CaptureError if no capture equals the model.
+    """
+    failures: list[CaptureError] = []
+    seen: set[str] = set()
+    candidates = captures(model, call, leaf)
+    while True:
+        try:
+            candidate = next(candidates)
+            module = candidate.instantiate(call)
+            # Several ways often record the same graph; it is compared once.
+            if digest(module) in seen:
+                continue
+            seen.add(digest(module))
+            start = time.perf_counter()
+            step = check_capture(candidate, module, call)
+            batches = (_batch_of(candidate, call), *_check_another_batch(candidate, call))
+            if step.writes_in_backward or any(
+                may_disturb(module, each) for each in module.graph.nodes
+            ):
+                check_in_flight(candidate, module, call)
+            _check_other_data(candidate, module, call)
+            return candidate, module, Proof(batches, time.perf_counter() - start)
+        except StopIteration:
+            # The failure of the best way says best what stands in the way.
+            raise failures[0] from None
+        except (DifferenceError, UnsupportedError) as error:
+            failures.append(error)
+        except CaptureError as error:
+            # A graph was there and differed, which says more than why another could not be made.
+            if failures and isinstance(failures[0], DifferenceError):
+                raise failures[0] from error
+            raise
+
+
+def _batch_of(capture: Capture, call: Arguments) -> int:
+    """Return the batch size of `call`."""
+    return capture.inputs.batch_size(capture.inputs.flatten(call))
+
+
+def _check_another_batch(capture: Capture, call: Arguments) -> Iterator[int]:
+    """Check a second batch size if the guards allow one; yield it."""
+    inputs = capture.inputs
+    tensors = inputs.flatten(call)
+    batch = inputs.batch_size(tensors)
+    others = [
+        size
+        # Half the batch is the cheapest. Guards that exclude it may allow a neighbour.
+        for size in (batch // 2, batch - 1, batch + 1)
+        if size and not capture.guards.violation(size)
+    ]
+    if others and not capture.guards.is_fixed:
+        resized = map(partial(_resized, size=others[0]), tensors, inputs.batch_dims)
+        other = inputs.unflatten(list(resized))
+        # A model that is for some sizes only may fail at this one; then it will not run there.
+        with suppress(ModelFailsError):
+            check_capture(capture, capture.instantiate(other), other)
+            yield _batch_of(capture, other)
+
+
+def _resized(tensor: Tensor, dim: int | None, size: int) -> Tensor:
+    """Return the first `size` samples; if there are fewer, they are repeated."""
+    if dim is None:
+        return tensor
+    return tensor[(slice(None),) * dim + (torch.arange(size) % tensor.shape[dim],)]
+
+
+def _check_other_data(capture: Capture, module: fx.GraphModule, call: Arguments) -> None:
+    """Check modules that branch on data on other data, on which their branches may go the other
+    way.
+
+    The checks of a stage are in place: what a step refuses may differ here.
+    """
+    if all(node.meta.get("data_answers") is None for node in module.graph.nodes):
+        return
+    guarded = rewritten_copy(module, [GuardDataDependence()])
+    tensors = capture.inputs.flatten(call)
+    for words, changed in OTHER_DATA.items():
+        others = list(map(changed, tensors))
+        if capture.other_answer(others) is not None:
+            continue  # a step has another graph for it
+        try:
+            # Only the model itself knows which data it can take.
+            with suppress(ModelFailsError, InputError):
+                other = capture.inputs.unflatten(others)
+                if check_capture(capture, guarded, other).writes:
+                    check_in_flight(capture, guarded, other)
+        except DifferenceError as error:
+            raise DifferenceError(f"on other data than the sample's ({words}): {error}") from error
+
+
+def _if_floating(change: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    """Return `change` for numbers with a fraction; whole numbers may be indices and stay."""
+    return lambda value: change(value) if value.is_floating_point() else value
+
+
+OTHER_DATA: dict[str, Callable[[Tensor], Tensor]] = {
+    "its numbers negated": _if_floating(torch.neg),
+    "its numbers 100 times as large": _if_floating(lambda value: value * 100),
+    "zeros": _if_floating(torch.zeros_like),
+    "in the opposite order": lambda value: value.flip(tuple(range(value.dim()))),
+}
+"""Makes other data out of each input of the sample."""

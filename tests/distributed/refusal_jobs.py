@@ -1,0 +1,156 @@
+"""What two ranks do with what is right or refused; each function runs on every rank."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.utils.parametrizations import weight_norm
+
+from pipecompile.api.compilation import pipecompile
+from pipecompile.api.verification import reference_for
+from pipecompile.errors import PipecompileError
+from pipecompile.frontend.signature import Arguments
+from pipecompile.frontend.target import Target
+from pipecompile.training.pipeline import Pipeline
+
+WIDTH = 8
+X = torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(0))
+
+
+class Does(nn.Module):
+    """A function as a module."""
+
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, value: Tensor) -> Tensor:
+        """A value of shape (N, WIDTH) to the same shape."""
+        return self.function(value)
+
+
+def mean_square(output: Tensor, _: Any) -> Tensor:
+    return output.square().mean()
+
+
+def compiled(model: nn.Module) -> Pipeline:
+    return pipecompile(
+        model,
+        X,
+        ranks=2,
+        k=2,
+        microbatches=4,
+        costs="flops",
+        self_check=False,
+        loss_fn=mean_square,
+        step_timeout=20.0,
+    )
+
+
+def between(make: Callable[[], nn.Module]) -> nn.Module:
+    """A layer with one on each side, so that a stage ends beside it; the same on all ranks."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), make(), nn.Linear(WIDTH, WIDTH))
+
+
+DRAWS: dict[str, Callable[[], nn.Module]] = {
+    "dropout": nn.Dropout,
+    "rrelu": nn.RReLU,
+    "noise": lambda: Does(lambda v: v + torch.randn_like(v)),
+    "a mask": lambda: Does(lambda v: v * torch.bernoulli(torch.full_like(v, 0.5))),
+    "an order": lambda: Does(lambda v: v[:, torch.randperm(WIDTH)]),
+    "a choice": lambda: Does(lambda v: v * torch.multinomial(torch.ones(9), 1)),
+    "in place": lambda: Does(lambda v: v * torch.empty(WIDTH).uniform_(0.5, 1.5)),
+}
+BOUNDARIES: dict[str, Callable[[], nn.Module]] = {
+    "not contiguous": lambda: Does(lambda v: v.T.contiguous().T),
+    "expanded": lambda: Does(lambda v: v[:, :1].expand(-1, WIDTH)),
+    "conjugate": lambda: nn.Sequential(
+        Does(lambda v: torch.complex(v, v * 2).conj()), Does(lambda v: v.real + v.imag)
+    ),
+    "negated": lambda: nn.Sequential(
+        Does(lambda v: torch.complex(v, v * 2).conj().imag), Does(torch.tanh)
+    ),
+    "a part": lambda: Does(lambda v: torch.cat([v, v], 1)[:, ::2]),
+    "weight_norm": lambda: weight_norm(nn.Linear(WIDTH, WIDTH)),
+}
+
+
+def distances(kinds: str, names: Sequence[str]) -> list[float]:
+    """How far loss and gradients of ranks that are seeded apart are from those of one process."""
+    makers = {"draws": DRAWS, "boundaries": BOUNDARIES}[kinds]
+    return [_distance(makers[name]) for name in names]
+
+
+def _distance(make: Callable[[], nn.Module]) -> float:
+    model = between(make)
+    whole = Target(copy.deepcopy(model), Arguments((X,), {}), mean_square)
+    torch.manual_seed(1 + dist.get_rank())
+    pipeline = compiled(model)
+    loss = pipeline.step(X, None, everywhere=True)
+    reference = reference_for(whole, pipeline.plan)
+    wanted = reference.step(whole, 4, seed=pipeline.seed, step=0)
+    gradients = dict(reference.model.named_parameters())
+    found = [(loss - wanted).abs()]
+    for name, parameter in pipeline.named_parameters():
+        found.append((parameter.grad - gradients[name].grad).abs().max())
+    return float(torch.stack(found).max())
+
+
+Step = Callable[[Pipeline], Any]
+Around = Callable[[], AbstractContextManager[Any]]
+
+
+def _on_one(rank: int, given: Any) -> Any:
+    return given if dist.get_rank() == rank else X
+
+
+STEPS: dict[str, tuple[Around, Step]] = {
+    # First, since values are compared in the first steps.
+    "another batch": (nullcontext, lambda p: p.step(_on_one(1, X + 1), None)),
+    "no_grad": (torch.no_grad, lambda p: p.step(X, None)),
+    "inference_mode": (torch.inference_mode, lambda p: p.step(X, None)),
+    "no_grad on one rank": (
+        lambda: torch.no_grad() if dist.get_rank() == 1 else nullcontext(),
+        lambda p: p.step(X, None),
+    ),
+    "another number of dimensions": (nullcontext, lambda p: p.step(X[None], None)),
+    "likewise on one rank": (nullcontext, lambda p: p.step(_on_one(1, X[None]), None)),
+    "another type on one rank": (nullcontext, lambda p: p.step(_on_one(0, X.double()), None)),
+    "sparse on one rank": (nullcontext, lambda p: p.step(_on_one(0, X.to_sparse()), None)),
+    "a text": (nullcontext, lambda p: p.step("x", None)),
+    "on one rank only a text": (nullcontext, lambda p: p.step(_on_one(1, "x"), None)),
+    "a gradient": (nullcontext, lambda p: p.step(X.clone().requires_grad_(), None)),
+    "too many samples": (nullcontext, lambda p: p.step(torch.cat([X, X]), None)),
+}
+
+
+def said_of_steps(names: Sequence[str]) -> list[tuple[str, str, bool]]:
+    """The kind and the text of what a rank says of each step, and whether a good one follows."""
+    pipeline = compiled(between(nn.Tanh))
+    said = []
+    for name in names:
+        around, step = STEPS[name]
+        said.append((*_said(around, lambda step=step: step(pipeline)), _steps_well(pipeline)))
+    return said
+
+
+def _said(around: Around, act: Callable[[], Any]) -> tuple[str, str]:
+    try:
+        with around():
+            act()
+    except PipecompileError as error:
+        return type(error).__name__, str(error)
+    return "", ""
+
+
+def _steps_well(pipeline: Pipeline) -> bool:
+    pipeline.zero_grad()
+    pipeline.step(X, None)
+    return all(p.grad is not None for p in pipeline.parameters())

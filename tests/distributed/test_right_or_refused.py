@@ -1,0 +1,31 @@
+"""Two ranks are right, or every one of them refuses in one line and takes the next step."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.distributed import refusal_jobs as jobs
+from tests.distributed.workers import Workers
+
+EXACT = 1e-6
+KINDS = {"draws": jobs.DRAWS, "boundaries": jobs.BOUNDARIES}
+
+
+@pytest.mark.parametrize("kinds", KINDS)
+def test_ranks_that_are_seeded_apart_train_as_one_process(
+    workers: Workers, tmp_path: Path, kinds: str
+) -> None:
+    names = list(KINDS[kinds])
+    for found in workers.run(2, jobs.distances, kinds, names, folder=str(tmp_path)):
+        far = {name: value for name, value in zip(names, found, strict=True) if value > EXACT}
+        assert not far
+
+
+def test_a_step_that_ranks_cannot_take_is_refused_by_all(workers: Workers, tmp_path: Path) -> None:
+    names = list(jobs.STEPS)
+    for found in workers.run(2, jobs.said_of_steps, names, folder=str(tmp_path)):
+        for name, (kind, text, steps_well) in zip(names, found, strict=True):
+            assert kind == "InputError", (name, kind, text)
+            assert text and "\n" not in text and steps_well, name

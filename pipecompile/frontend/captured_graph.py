@@ -97,9 +97,10 @@ class Capture:
         module = fx.GraphModule(self._attributes(), graph)
         # The mode of this module itself; the modules in it are the model's, each in its own mode.
         module.training = self.model.training
-        # As they were recorded: torch fails on some of them where sizes are numbers.
+        # Also as they were recorded: torch fails on some of them where sizes are numbers.
         _refuse_irregular_values(module.graph)
         _propagate(module, tensors)
+        _refuse_irregular_values(module.graph)
         self._refuse_foreign_writes(module)
         nodes = len(module.graph.nodes)
         apply_passes(module.graph, [KeepVersions()])

@@ -43,19 +43,8 @@ class NodeCaller(fx.Interpreter):
         return call.bind(call.arguments)()
 
     def run_node(self, n: fx.Node) -> Any:
-        """Return the value of a node, from `perform`; CaptureError in one line if the node cannot
-        run by itself. What the loss raises is its own.
-        """
-        if n.op == "get_attr":
-            return super().run_node(n)
-        try:
-            return self.perform(self._call(n))
-        except PipecompileError:
-            raise
-        except Exception as error:
-            if n.op == "output":
-                raise
-            raise CaptureError(_why_not_alone(n, error)) from error
+        """Return the value of a node, from `perform`."""
+        return super().run_node(n) if n.op == "get_attr" else self.perform(self._call(n))
 
     def output(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return the loss, or the outputs if there is no loss."""
@@ -91,8 +80,18 @@ class NodeCaller(fx.Interpreter):
         )
 
     def _execute(self, node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        with node_conditions(node, (args, kwargs)):
-            return getattr(self, node.op)(node.target, args, kwargs)
+        """Return the value of a node; CaptureError in one line if it cannot run by itself. What the
+        loss raises is its own.
+        """
+        try:
+            with node_conditions(node, (args, kwargs)):
+                return getattr(self, node.op)(node.target, args, kwargs)
+        except (PipecompileError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:
+            if node.op == "output":
+                raise
+            raise CaptureError(_why_not_alone(node, error)) from error
 
     def _is_argument(self, leaf: Any) -> bool:
         return isinstance(leaf, Tensor) and id(leaf) not in self.workload.names
@@ -110,8 +109,8 @@ class NodeCaller(fx.Interpreter):
 
 def _why_not_alone(node: fx.Node, error: Exception) -> str:
     """Return why a node that runs in the model cannot be run by itself."""
-    line = f" ({node.meta['source']})" if node.meta["source"] else ""
-    where = f"{node.meta['module'] or 'the forward'}{line}"
+    line = f" ({node.meta['source']})" if node.meta.get("source") else ""
+    where = f"{node.meta.get('module') or 'the forward'}{line}"
     if node.target is torch.autograd.grad:
         return (
             f"{where}: the forward calls torch.autograd.grad, which goes back through other "

@@ -158,7 +158,7 @@ def test_a_failing_step_leaves_the_gradients_and_does_not_count() -> None:
     pipeline = compiled(target)
     pipeline.step(target.call, target.targets)
     before = {name: p.grad.clone() for name, p in pipeline.named_parameters() if p.grad is not None}
-    with pytest.raises(IndexError):
+    with pytest.raises(InputError, match="loss_fn raised IndexError: Target 99 is out of bounds"):
         pipeline.step(target.call, torch.full((8,), 99))
     assert same({name: p.grad for name, p in pipeline.named_parameters()}, before)
     assert pipeline.steps == 1

@@ -138,19 +138,15 @@ def test_values_loaded_and_types_changed_reach_the_regions() -> None:
     assert same(trained(False), trained(True))
 
 
-@pytest.mark.parametrize(
-    ("regions", "error"), [({}, RuntimeError), ({0: [["_0", "_1", "_2"]]}, InputError)]
-)
-def test_parameters_written_to_before_the_backward_are_an_error(
-    regions: Regions, error: type[Exception]
-) -> None:
-    """Without regions autograd raises; a recompute would silently use the new weights."""
+@pytest.mark.parametrize("regions", [{}, {0: [["_0", "_1", "_2"]]}])
+def test_parameters_written_to_before_the_backward_are_an_error(regions: Regions) -> None:
+    """Without regions autograd notices; a recompute would silently use the new weights."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh())
     region_case = case_of(model, Arguments((torch.randn(4, 8),), {}))
     for parameter in model.parameters():
         parameter.register_post_accumulate_grad_hook(_stepped)
-    with pytest.raises(error):
+    with pytest.raises(InputError, match="written"):
         outcome(region_case, assignment_of(region_case, ()), regions)
 
 

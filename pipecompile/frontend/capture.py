@@ -281,13 +281,6 @@ def _refuse_unfit(model: nn.Module) -> None:
         raise InputError("a model is captured to be trained; leave torch.inference_mode first")
     for path, module in model.named_modules():
         name = path or "the model"
-        for key in (*module._modules, *module._parameters, *module._buffers):
-            # torch.fx writes names into code between double quotes, as they are.
-            if not key.isprintable() or '"' in key or "\\" in key:
-                raise InputError(
-                    f"{name} has a part called {key!r}, which code cannot name; use letters, "
-                    "digits and underscores"
-                )
         own_state = (*module.parameters(recurse=False), *module.buffers(recurse=False))
         if any(is_lazy(value) for value in own_state):
             raise InputError(f"{name} has parameters without a shape yet; run the model once first")
@@ -295,6 +288,13 @@ def _refuse_unfit(model: nn.Module) -> None:
             raise InputError(
                 f"{name} is a scripted module; give the Python module that it was made from"
             )
+        for key in (*module._modules, *module._parameters, *module._buffers):
+            # torch.fx writes names into code between double quotes, as they are.
+            if not key.isprintable() or '"' in key or "\\" in key:
+                raise InputError(
+                    f"{name} has a part called {key!r}, which code cannot name; use letters, "
+                    "digits and underscores"
+                )
         inner = WRAPPERS.get(type(module).__name__)
         if inner is not None and hasattr(module, inner):
             raise InputError(

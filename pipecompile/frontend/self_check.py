@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -289,7 +289,8 @@ def _training_steps(
     *,
     in_flight: bool = False,
 ) -> list[TrainingStep]:
-    """Return what `count` seeded steps leave, as `_training_step` does; the last one has buffers.
+    """Return what `count` seeded steps leave, as `_training_step` does; the last one has buffers,
+    and says whether any wrote to something.
 
     With `in_flight` all forwards come before the backwards.
     """
@@ -314,14 +315,17 @@ def _training_steps(
                         buffers={},
                         draws_in_backward=not torch.equal(_random_state(model), before_backward),
                         writes_in_backward=not all(map(_is_same, buffers, model.buffers())),
-                        writes=not all(_is_same(*pair) for pair in before.items()),
+                        writes=False,
                     )
                 )
-        written = (
+        written = [
             pair for pair in model.named_parameters() if not _is_same(pair[1], before[pair[1]])
-        )
+        ]
         state = (*model.named_buffers(), *written)
         steps[-1].buffers.update((name, value.detach().clone()) for name, value in state)
+        # A buffer that the forward has replaced is another tensor.
+        is_same = all(b in before and _is_same(b, before[b]) for b in model.buffers())
+        steps[-1] = replace(steps[-1], writes=bool(written) or not is_same)
     return steps
 
 

@@ -23,9 +23,6 @@ from itertools import chain, pairwise
 from types import MappingProxyType
 from typing import Literal, NamedTuple
 
-import numpy as np
-from numpy.typing import NDArray
-
 from pipecompile.ir.schedule import BACKWARDS, COMPUTE, Action, Kind
 
 __all__ = [
@@ -200,7 +197,10 @@ def peak_snapshots(row: Sequence[Action]) -> tuple[Snapshot, ...]:
 
 def _not_covered(snapshots: Sequence[Snapshot]) -> list[Snapshot]:
     """Return the snapshots that hold more of something than each other one; of equals the first."""
-    counts = _counts(snapshots)
+    # Here, because commands that check options read no NumPy.
+    import numpy as np
+
+    counts = np.array(_counts(snapshots), dtype=np.int64)
     kept: list[int] = []
     # What covers another one holds more in total, so it comes first. The sort is stable.
     for index in np.argsort(-counts.sum(axis=1), kind="stable"):
@@ -209,24 +209,21 @@ def _not_covered(snapshots: Sequence[Snapshot]) -> list[Snapshot]:
     return [snapshots[index] for index in sorted(kept)]
 
 
-def _counts(snapshots: Sequence[Snapshot]) -> NDArray[np.int64]:
-    """Return (snapshots, kinds): how many of each kind of thing the rank holds."""
+def _counts(snapshots: Sequence[Snapshot]) -> list[list[int]]:
+    """Return for each snapshot how many of each kind of thing the rank holds."""
     handovers = {
         (stage, handover): None
         for snapshot in snapshots
         for stage, state in snapshot.states.items()
         for handover in state.handovers
     }
-    return np.array(
+    return [
         [
-            [
-                *chain.from_iterable(state[:-1] for state in snapshot.states.values()),
-                *(snapshot.states[stage].handovers.get(each, 0) for stage, each in handovers),
-            ]
-            for snapshot in snapshots
-        ],
-        dtype=np.int64,
-    )
+            *chain.from_iterable(state[:-1] for state in snapshot.states.values()),
+            *(snapshot.states[stage].handovers.get(each, 0) for stage, each in handovers),
+        ]
+        for snapshot in snapshots
+    ]
 
 
 def _with_receives(row: Sequence[Action]) -> Sequence[Action]:

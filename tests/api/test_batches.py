@@ -274,9 +274,10 @@ class OneSize(nn.Module):
 
 
 def test_a_model_for_one_size_refuses_another() -> None:
-    pipeline = pipecompile(
-        OneSize().double(), SAMPLES[:8], k=2, microbatches=2, costs="flops", loss_fn=entropy
-    )
+    options: dict[str, Any] = {"k": 2, "microbatches": 2, "costs": "flops", "loss_fn": entropy}
+    with pytest.raises(InputError, match="rows along dimension 0 are not independent"):
+        pipecompile(OneSize().double(), SAMPLES[:8], **options)
+    pipeline = pipecompile(OneSize().double(), SAMPLES[:8], self_check=False, **options)
     assert pipeline.evaluate(SAMPLES[:8]).shape == (8, 3)
     message = (
         r"last microbatch of 3 samples, but the plan was made for microbatches of 4, .*: its graph "

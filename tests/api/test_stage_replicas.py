@@ -124,7 +124,6 @@ def test_caps_are_those_of_all_ranks() -> None:
         ({"stage_replicas": [0, 1]}, "is not the ranks of each stage"),
         ({"stage_replicas": "2,1", "k": 3}, r"k=3, but stage_replicas=2,1 is k=2"),
         ({"stage_replicas": "2,1", "ranks": 2}, r"ranks=2, but stage_replicas=2,1 is ranks=3"),
-        ({"stage_replicas": "2,1", "schedule": "pipedream"}, "choose one of gpipe, 1f1b"),
         ({"stage_replicas": "2,1", "schedule": "search"}, "choose one of gpipe, 1f1b"),
         ({"stage_replicas": "2,1", "objective": "throughput"}, "choose one of gpipe, 1f1b"),
         ({"stage_replicas": "3,1", "microbatches": 2}, "use 3 or more"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -12,6 +13,15 @@ from tests.distributed.training_jobs import MICROBATCH, mixture, run_of
 from tests.training.test_continuous_training import batches_of, distance
 
 
+def from_the_beginning(pipeline: Pipeline, samples: int) -> Iterator[tuple[str, Any]]:
+    """Yield each optimizer with its name, for a run of the mixture with its first weights."""
+    initial = {name: value.clone() for name, value in pipeline.state_dict().items()}
+    for name, optimizer in OPTIMIZERS.items():
+        pipeline.load_state_dict({**mixture(samples).model.state_dict(), **initial})
+        pipeline.steps = 0
+        yield name, optimizer
+
+
 def trained(
     ranks: int, replicas: int, schedule: str, microbatches: int, **options: Any
 ) -> dict[str, tuple[float, float]]:
@@ -20,11 +30,8 @@ def trained(
     samples = MICROBATCH * microbatches * replicas
     batches = batches_of(samples, 12)
     oracle = DelayedGradients(mixture(samples), run.pipeline.plan)
-    initial = {name: value.clone() for name, value in run.pipeline.state_dict().items()}
     found = {}
-    for name, optimizer in OPTIMIZERS.items():
-        run.pipeline.load_state_dict({**mixture(samples).model.state_dict(), **initial})
-        run.pipeline.steps = 0
+    for name, optimizer in from_the_beginning(run.pipeline, samples):
         own = ((run.part(x), run.part(y)) for x, y in batches)
         losses = list(run.pipeline.train(own, optimizer, **options))
         wanted, state = oracle.train(

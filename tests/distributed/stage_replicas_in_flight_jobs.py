@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from tests.delayed_gradients import OPTIMIZERS, DelayedGradients
-from tests.distributed.continuous_jobs import _loss_distance, _own_distance
+from tests.delayed_gradients import DelayedGradients
+from tests.distributed.continuous_jobs import _loss_distance, _own_distance, from_the_beginning
 from tests.distributed.stage_replica_jobs import replicated
 from tests.distributed.training_jobs import MICROBATCH, mixture
 from tests.training.test_continuous_training import batches_of
@@ -21,11 +21,8 @@ def trained(
     samples = MICROBATCH * microbatches
     batches = batches_of(samples)
     oracle = DelayedGradients(mixture(samples), run.pipeline.plan)
-    initial = {name: value.clone() for name, value in run.pipeline.state_dict().items()}
     found = {}
-    for name, optimizer in OPTIMIZERS.items():
-        run.pipeline.load_state_dict({**mixture(samples).model.state_dict(), **initial})
-        run.pipeline.steps = 0
+    for name, optimizer in from_the_beginning(run.pipeline, samples):
         training: Any = run.pipeline.train(iter(batches), optimizer, **options)
         own, losses, copies = training.weights[run.pipeline._share.stages[0]], [], 0
         for loss in training:

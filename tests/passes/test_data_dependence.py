@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pipecompile import InputError, pipecompile
+from pipecompile import InputError, Pipeline, pipecompile
 
 WIDTH = 8
 POSITIVE = torch.rand(8, WIDTH, generator=torch.Generator().manual_seed(0)) + 1
@@ -73,12 +73,9 @@ UNLIKE: dict[str, tuple[Callable[..., Any], Callable[..., Any], Callable[..., An
 }
 
 
-@pytest.mark.parametrize("what", UNLIKE)
-def test_a_result_unlike_that_on_the_sample_is_refused(what: str) -> None:
-    positive, negative, read, words = UNLIKE[what]
-    torch.manual_seed(0)
-    model = Around(Branching(positive, negative), read)
-    pipeline = pipecompile(
+def compiled(model: nn.Module) -> Pipeline:
+    """Two stages and four microbatches of the sample."""
+    return pipecompile(
         model,
         POSITIVE,
         k=2,
@@ -86,6 +83,14 @@ def test_a_result_unlike_that_on_the_sample_is_refused(what: str) -> None:
         loss_fn=lambda out, _: out.square().mean(),
         costs="flops",
     )
+
+
+@pytest.mark.parametrize("what", UNLIKE)
+def test_a_result_unlike_that_on_the_sample_is_refused(what: str) -> None:
+    positive, negative, read, words = UNLIKE[what]
+    torch.manual_seed(0)
+    model = Around(Branching(positive, negative), read)
+    pipeline = compiled(model)
     assert torch.isfinite(pipeline.step(POSITIVE))
     with pytest.raises(InputError, match=r"^inner branches on data: on this input") as caught:
         pipeline.step(-POSITIVE)
@@ -95,14 +100,7 @@ def test_a_result_unlike_that_on_the_sample_is_refused(what: str) -> None:
 def test_a_branch_may_do_without_a_gradient() -> None:
     torch.manual_seed(0)
     model = Around(Branching(double, Tensor.detach), itself)
-    pipeline = pipecompile(
-        model,
-        POSITIVE,
-        k=2,
-        microbatches=4,
-        loss_fn=lambda out, _: out.square().mean(),
-        costs="flops",
-    )
+    pipeline = compiled(model)
     pipeline.step(-POSITIVE)
     assert model.inner.layer.weight.grad is None and model.last.weight.grad is not None
 

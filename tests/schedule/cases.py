@@ -6,7 +6,13 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 from pipecompile.ir.schedule import Action, Schedule, WeightVersions
+from pipecompile.schedule.asynchronous_versions import DOUBLE_BUFFERED, STASHED, VERTICAL_SYNC
 from pipecompile.schedule.problem import PlacedProblem, StageCosts
+
+RULES = (STASHED, VERTICAL_SYNC, DOUBLE_BUFFERED)
+# Of runs without end, cut off after so many.
+MINIBATCHES = 5
+STALE = "does not use version"
 
 
 def equal(

@@ -19,11 +19,7 @@ from pipecompile.schedule.asynchronous_versions import (
 from pipecompile.schedule.check import check_schedule
 from pipecompile.schedule.continuous_order import ContinuousOrder, UpdatedWeights
 from pipecompile.schedule.named_orders import generate
-from tests.schedule.cases import equal
-
-RULES = (STASHED, VERTICAL_SYNC, DOUBLE_BUFFERED)
-MINIBATCHES = 5
-STALE = "does not use version"
+from tests.schedule.cases import MINIBATCHES, RULES, STALE, equal
 
 
 def row_of(rule: VersionRule, size: PipelineSize, stage: int, ends: list[int]) -> list[Action]:

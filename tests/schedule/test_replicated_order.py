@@ -15,7 +15,6 @@ from pipecompile.ir.stage_ranks import placement_of, stage_ranks
 from pipecompile.schedule.asynchronous_versions import (
     DOUBLE_BUFFERED,
     STASHED,
-    VERTICAL_SYNC,
     PipelineSize,
     VersionRule,
 )
@@ -26,10 +25,8 @@ from pipecompile.schedule.named_orders import generate, lasting_microbatches, we
 from pipecompile.schedule.problem import PlacedProblem, StageCosts
 from pipecompile.schedule.replicated_order import ReplicatedOrder
 from pipecompile.schedule.simulator import simulate
+from tests.schedule.cases import MINIBATCHES, RULES, STALE
 
-RULES = (STASHED, VERTICAL_SYNC, DOUBLE_BUFFERED)
-MINIBATCHES = 5
-STALE = "does not use version"
 REPLICAS = st.lists(st.integers(1, 4), min_size=1, max_size=3).filter(lambda n: max(n) > 1)
 
 

@@ -60,11 +60,10 @@ def _stage(
     tied_to_later: Sequence[nn.Parameter] = (),
 ) -> EagerStage:
     stage, is_last = program.stages[index], index == len(program.stages) - 1
-    written = frozenset(name for each in program.stages for name in each.written)
     return EagerStage(
         stage.module,
         gradient_inputs=stage.gradient_inputs,
-        loss=UserLoss(program.outputs, target, written) if is_last else None,
+        loss=_loss(program, target) if is_last else None,
         loss_module=target.loss_module if is_last else None,
         buffers=stage.buffers,
         random=stage.random,
@@ -72,3 +71,8 @@ def _stage(
         tied_to_later=tied_to_later,
         precision=nullcontext if target.autocast is None else target.precision,
     )
+
+
+def _loss(program: Program, target: Target) -> UserLoss:
+    written = frozenset(name for stage in program.stages for name in stage.written)
+    return UserLoss(program.outputs, target, written)

@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from pipecompile.errors import InputError, PipecompileError
 from pipecompile.frontend.signature import OutputStructure
 from pipecompile.frontend.target import LossFunction, Target
-from pipecompile.graph.storages import storage_key
+from pipecompile.graph.storages import is_irregular, storage_key
 from pipecompile.runtime.shards import local_part
 
 __all__ = ["UserLoss", "loss_of"]
@@ -76,8 +76,8 @@ class _RefuseReads(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         for value in tree_leaves((args, kwargs)):
-            # A subclass may have no storage.
-            if type(value) in (Tensor, torch.nn.Parameter):
+            # A subclass may have no storage, and neither has what a loss makes sparse.
+            if type(value) in (Tensor, torch.nn.Parameter) and not is_irregular(value):
                 name = self._names.get(storage_key(value))
                 if name is not None:
                     raise InputError(

@@ -303,6 +303,14 @@ def test_a_loss_may_read_what_is_its_own_and_shapes_of_the_model() -> None:
     )
 
 
+def test_a_loss_may_compute_with_sparse_tensors() -> None:
+    steps_alike(
+        between(nn.Tanh()),
+        BATCHES,
+        loss_fn=lambda output, _: (torch.eye(WIDTH).to_sparse() @ output.T).square().mean(),
+    )
+
+
 def _raise(output: Tensor, target: Tensor) -> Tensor:
     raise KeyError("nothing")
 

@@ -44,13 +44,8 @@ from pipecompile.memory_model.action_workspace import (
 from pipecompile.memory_model.allocator import ALLOCATORS, Allocator
 from pipecompile.memory_model.handover import most_handed_over
 from pipecompile.memory_model.messages import held_messages
-from pipecompile.memory_model.snapshots import (
-    Snapshot,
-    StageState,
-    all_snapshots,
-    peak_snapshots,
-    states,
-)
+from pipecompile.memory_model.peak_snapshots import peak_snapshots
+from pipecompile.memory_model.snapshots import Snapshot, StageState, all_snapshots, states
 
 __all__ = [
     "BackwardAllowance",

@@ -17,7 +17,8 @@ from pipecompile.ir.schedule import Schedule
 from pipecompile.ir.size import size_text
 from pipecompile.ir.stage import Stage
 from pipecompile.ir.stage_ranks import placement_of
-from pipecompile.memory_model.snapshots import Snapshot, peak_snapshots
+from pipecompile.memory_model.peak_snapshots import peak_snapshots
+from pipecompile.memory_model.snapshots import Snapshot
 from pipecompile.schedule.check import check_schedule
 from pipecompile.schedule.named_orders import (
     NAMES,

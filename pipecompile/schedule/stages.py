@@ -20,12 +20,13 @@ from pipecompile.ir.schedule import Schedule
 from pipecompile.ir.stage import ReplicaExchange, Stage
 from pipecompile.ir.stage_ranks import stage_ranks, stages_on
 from pipecompile.memory_model.allocator import ALLOCATORS
+from pipecompile.memory_model.peak_snapshots import peak_snapshots
 from pipecompile.memory_model.rank import (
     available_for_activations,
     most_for_activations,
     rank_memory,
 )
-from pipecompile.memory_model.snapshots import Snapshot, peak_snapshots
+from pipecompile.memory_model.snapshots import Snapshot
 from pipecompile.schedule.named_orders import generate, held_microbatches, lasting_microbatches
 from pipecompile.schedule.problem import PlacedProblem, StageCosts
 from pipecompile.schedule.receives import add_earliest_receives

@@ -26,8 +26,8 @@ from pipecompile.ir.graph import CostGraph
 from pipecompile.ir.schedule import Action, Kind
 from pipecompile.memory_model.allocator import ALLOCATORS
 from pipecompile.memory_model.live_ranges import LiveRanges
+from pipecompile.memory_model.peak_snapshots import peak_snapshots
 from pipecompile.memory_model.rank import activation_curve, rank_memory
-from pipecompile.memory_model.snapshots import peak_snapshots
 from pipecompile.memory_model.stage import footprint_of
 from pipecompile.passes.contract import apply_passes
 from pipecompile.passes.group import Group

@@ -19,13 +19,14 @@ from pipecompile.ir.schedule import BACKWARDS, COMPUTE, Action, Kind, Schedule
 from pipecompile.memory_model.allocator import ALLOCATORS
 from pipecompile.memory_model.live_ranges import LiveRanges
 from pipecompile.memory_model.lower_bounds import bytes_lower_bounds
+from pipecompile.memory_model.peak_snapshots import peak_snapshots
 from pipecompile.memory_model.rank import (
     activation_curve,
     available_for_activations,
     rank_memory,
     stage_memory,
 )
-from pipecompile.memory_model.snapshots import all_snapshots, peak_snapshots
+from pipecompile.memory_model.snapshots import all_snapshots
 from pipecompile.memory_model.stage import footprint_of
 from pipecompile.schedule.named_orders import ASYNCHRONOUS, fitting_names, generate
 from pipecompile.schedule.placement import place

@@ -29,9 +29,9 @@ def group_of_own_stage(peers: Peers) -> dist.ProcessGroup | None:
 
     Every process must call this, since ranks create process groups together.
     """
-    own, group = dist.get_rank(), None
+    group = None
     for replicas in peers:
         if len(replicas) > 1:
             made = dist.new_group(list(replicas))
-            group = made if own in replicas else group
+            group = made if dist.get_rank() in replicas else group
     return group

@@ -10,8 +10,9 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from pipecompile.runtime.update_rule import UpdateRule
-from pipecompile.training.continuous_training import ContinuousTraining, PipelineParts
+from pipecompile.training.continuous_training import ContinuousTraining
 from pipecompile.training.early_training import EarlyTraining
+from pipecompile.training.pipeline_parts import PipelineParts
 from pipecompile.training.run_conditions import refuse_without_gradients
 from pipecompile.training.saved_versions import SavedVersions
 from pipecompile.training.stage_optimizers import (

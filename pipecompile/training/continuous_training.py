@@ -18,18 +18,14 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 
 from pipecompile.errors import InputError
 from pipecompile.frontend.microbatch import MicrobatchSizes
-from pipecompile.frontend.target import Target
-from pipecompile.ir.plan import Plan
-from pipecompile.runtime.action_recorder import ActionRecorder
 from pipecompile.runtime.in_flight import MinibatchesInFlight
-from pipecompile.runtime.local_share import LocalShare
 from pipecompile.runtime.messages import Messages
 from pipecompile.runtime.rank_step import Minibatch, recomputed_microbatches
 from pipecompile.runtime.weight_updates import OwnedWeights, WeightUpdates
@@ -37,27 +33,12 @@ from pipecompile.runtime.weight_versions import WeightVersions
 from pipecompile.schedule.asynchronous_versions import PipelineSize, rule_of
 from pipecompile.schedule.continuous_order import ContinuousOrder, UpdatedWeights
 from pipecompile.schedule.replicated_order import ReplicatedOrder
-from pipecompile.training.batch_reader import BatchReader, input_and_target
-from pipecompile.training.programs import Programs
-from pipecompile.training.runner import Runner
+from pipecompile.training.batch_reader import input_and_target
+from pipecompile.training.pipeline_parts import PipelineParts
 from pipecompile.training.stage_optimizers import StageOptimizers, owned_parameters
-from pipecompile.training.step_loss import StepLoss
 from pipecompile.training.training_run import TrainingRun
 
-__all__ = ["ContinuousTraining", "PipelineParts"]
-
-
-class PipelineParts(NamedTuple):
-    """What a pipeline trains with; `recorders` are those of the blocks that record it now."""
-
-    plan: Plan
-    target: Target
-    share: LocalShare
-    programs: Programs
-    runner: Runner
-    data: BatchReader
-    loss: StepLoss
-    recorders: Sequence[ActionRecorder]
+__all__ = ["ContinuousTraining"]
 
 
 class ContinuousTraining(Iterator[Any]):

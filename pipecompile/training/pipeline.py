@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Self, overload
 
@@ -15,39 +14,35 @@ from torch.amp.grad_scaler import GradScaler
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim.lr_scheduler import LRScheduler
 
-from pipecompile.frontend.microbatch import MicrobatchSizes
 from pipecompile.frontend.target import Target
 from pipecompile.frontend.target_capture import Captured
 from pipecompile.graph.loss_module import state_names
 from pipecompile.ir.plan import Plan
 from pipecompile.ir.schedule import Timeline
 from pipecompile.runtime.action_recorder import ActionRecorder
-from pipecompile.runtime.batch_statistics import MinibatchStatistics
 from pipecompile.runtime.communication_hook import CommunicationHook
 from pipecompile.runtime.distributed_pipeline import Engine
-from pipecompile.runtime.gradients import StepGradients, divide_gradients
 from pipecompile.runtime.local_share import LocalShare
-from pipecompile.runtime.messages import Boundaries
 from pipecompile.runtime.norm import NormOnItsWay, clip_to_norm
 from pipecompile.runtime.place import RankPlace
-from pipecompile.runtime.rank_step import Minibatch, StepResult
+from pipecompile.runtime.rank_step import Minibatch
 from pipecompile.runtime.shards import gradient_parts
 from pipecompile.runtime.update_rule import UpdateRule
 from pipecompile.schedule.simulator import simulate_plan
 from pipecompile.training.batch_reader import BatchReader
 from pipecompile.training.begun_training import BegunTraining
 from pipecompile.training.checkpoint import Checkpoint
-from pipecompile.training.continuous_training import PipelineParts
 from pipecompile.training.held_model import HeldModel
 from pipecompile.training.materialisation import allocate, check_all_set, initialise, lacks_values
+from pipecompile.training.minibatch_step import MinibatchStep
 from pipecompile.training.parallel_stages import Parallelize, refuse_parallelize
-from pipecompile.training.program import Program
+from pipecompile.training.pipeline_parts import PipelineParts
+from pipecompile.training.program import modes_of_both
 from pipecompile.training.programs import DeclaredShape, Programs
 from pipecompile.training.run_conditions import (
     check_links,
     refuse_shared_memory,
     refuse_stage_replicas,
-    refuse_untrainable,
     refuse_without_steps,
     warn_of_averages,
     warn_of_other_replicas,
@@ -119,21 +114,18 @@ class Pipeline(HeldModel):
         self._data = BatchReader(plan, self._programs, self._runner, target.target_batch_dims)
         self._loss = StepLoss(target.loss_reduction, self._share.place, self._runner)
         self._recorders: list[ActionRecorder] = []
-        self._gradients = StepGradients()
-        self._batch_norms = MinibatchStatistics(self._share.place.replica_group)
-        self._training = BegunTraining(
-            PipelineParts(
-                plan,
-                target,
-                self._share,
-                self._programs,
-                self._runner,
-                self._data,
-                self._loss,
-                self._recorders,
-            ),
-            self,
+        parts = PipelineParts(
+            plan,
+            target,
+            self._share,
+            self._programs,
+            self._runner,
+            self._data,
+            self._loss,
+            self._recorders,
         )
+        self._step = MinibatchStep(parts, self)
+        self._training = BegunTraining(parts, self)
         if was_on_meta:
             self._set_values(weights)
         if parallelize is not None:
@@ -233,61 +225,9 @@ class Pipeline(HeldModel):
         whose figures do not hold for them.
         """
         self._training.validate()
-        return self._step(
+        return self._step.take(
             batch, target, accumulate=accumulate, scaler=scaler, everywhere=everywhere
         )
-
-    def _step(
-        self,
-        batch: Any,
-        target: Any,
-        validate: Callable[[], bool] | None = None,
-        rule: UpdateRule | None = None,
-        *,
-        accumulate: bool = False,
-        scaler: GradScaler | None = None,
-        everywhere: bool = False,
-    ) -> Any:
-        """Step; `validate` makes the weights right after the leading forwards. Ranks compare the
-        `rule` by which they will update them.
-        """
-        name = f"step {self.steps}"
-        with self._runner.refusing_together(name):
-            refuse_untrainable(self.plan.schedule)
-            for recorder in self._recorders:
-                recorder.begin_step()
-            cut = self._data.read_planned(batch)
-            sizes = cut.sizes
-            minibatch = Minibatch(
-                cut.rows,
-                self._data.targets(sizes, target),
-                self.seed,
-                self.steps,
-                self._loss.gradients(sizes, scaler),
-                first=self._share.place.replica * len(cut.rows),
-                samples=sizes.samples,
-            )
-            with self._target.precision():
-                program = self._programs.current(cut.shape)
-                program.check_unchanged()
-                program.refuse_hooks()
-                remainder = self._programs.for_remainder(program, sizes.remainder, cut.shape)
-            cut.check(program, remainder)
-        with self._watched(name):
-            flags = {
-                "accumulate=True": accumulate,
-                "a scaler": scaler is not None,
-                "everywhere=True": everywhere,
-                **({} if rule is None else {str(rule): True}),
-                "a communication hook": self._runner.has_communication_hook,
-                **self._loss.flags,
-            }
-            result = self._train(program, remainder, minibatch, sizes, flags, validate)
-            if scaler is not None and not accumulate:
-                self._runner.spread_overflow(program.parameters)
-            self.steps += 1
-            returned = self._loss.joined(result, sizes)
-            return self._runner.everywhere(returned) if everywhere else returned
 
     @contextmanager
     def record(self) -> Iterator[RunRecorder]:
@@ -339,8 +279,8 @@ class Pipeline(HeldModel):
             minibatch = Minibatch(cut.rows, targets, self.seed, number, samples=sizes.samples)
         # An evaluation of many samples may take as long as steps with all of them.
         steps = -(-len(cut.rows) // self.plan.microbatches)
-        watched = self._watched(name, steps)
-        with watched, _modes(program, remainder):
+        watched = self._runner.watched(name, steps)
+        with watched, modes_of_both(program, remainder):
             result = self._runner.evaluate(
                 program, minibatch, with_loss=with_loss, remainder=remainder
             )
@@ -355,7 +295,7 @@ class Pipeline(HeldModel):
         tied parameter counts once. After `step`, and with a scaler after its `unscale_`.
         """
         refuse_without_steps(self.plan.schedule, "clip_grad_norm_() is for what a step leaves")
-        with self._watched(f"the clipping after {self.steps} steps"):
+        with self._runner.watched(f"the clipping after {self.steps} steps"):
             norm = self._begin_norm(norm_type).wait(self._runner.deadline)
         clip_to_norm(gradient_parts(self.parameters()), norm, max_norm)
         return norm
@@ -380,9 +320,7 @@ class Pipeline(HeldModel):
 
     def zero_grad(self) -> None:
         """Drop the gradients of this process, and those that steps have put aside."""
-        self._gradients.clear()
-        self._loss.clear()
-        self._batch_norms.clear()
+        self._step.clear()
         for parameter in self._programs.planned.parameters:
             parameter.grad = None
 
@@ -434,12 +372,12 @@ class Pipeline(HeldModel):
                 self._target.loss_fn.train(mode)
             return self
         steps = PipelineSteps(
-            self._step,
+            self._step.take,
             self.zero_grad,
             lambda: gradient_parts(self.parameters()),
             self._begin_norm,
             lambda norm: norm.wait(self._runner.deadline),
-            lambda: self._watched(f"the update after {self.steps} steps"),
+            lambda: self._runner.watched(f"the update after {self.steps} steps"),
         )
         rule = UpdateRule(max_norm, skip_nonfinite)
         return self._training.begin(mode, optimizer, scheduler, rule, steps)
@@ -478,81 +416,10 @@ class Pipeline(HeldModel):
 
     def _check_savable(self) -> None:
         self.drain()
-        self._gradients.check_none_aside()
-
-    # -- what a step needs
-
-    def _train(
-        self,
-        program: Program,
-        remainder: Program | None,
-        minibatch: Minibatch,
-        sizes: MicrobatchSizes,
-        flags: Mapping[str, bool],
-        validate: Callable[[], bool] | None,
-    ) -> StepResult | None:
-        """Leave the gradients of a minibatch on the parameters; return what the last stage does."""
-        parameters, rows = program.parameters, len(minibatch.inputs)
-        accumulate = flags["accumulate=True"]
-        summed = [*parameters, *self._runner.whole_parameters]
-        count = self._loss.count(sizes)
-        gradients = self._gradients.of_step(summed, count, accumulate=accumulate)
-        with _modes(program, remainder), self._statistics(accumulate), gradients:
-            result = self._runner.train(
-                program,
-                self.plan.schedule.first_microbatches(rows),
-                minibatch,
-                flags,
-                reduces=not accumulate,
-                observers=self._recorders,
-                remainder=remainder,
-                validate=None if validate is None else partial(self._validate, validate),
-            )
-            divisor = self._loss.divisor(result, sizes, accumulate=accumulate)
-            if not accumulate:
-                divide_gradients(parameters, divisor)
-        self._loss.put_aside(divisor if accumulate else 0.0)
-        for recorder in self._recorders:
-            recorder.end_step(self.steps, rows, partial(_boundaries, program, remainder, rows))
-        return result
+        self._step.check_none_aside()
 
     def _begin_norm(self, norm_type: float = 2.0) -> NormOnItsWay:
         """Begin to reduce the norm of all gradients over ranks; a tied parameter counts once."""
         named = self.named_parameters()
         counted = gradient_parts(each for name, each in named if self._share.counts(name))
         return self._runner.begin_norm(counted, norm_type)
-
-    def _validate(self, validate: Callable[[], bool]) -> bool:
-        """Validate the weights; a step that begins once more is recorded from there on."""
-        is_right = validate()
-        for recorder in () if is_right else self._recorders:
-            recorder.begin_step()
-        return is_right
-
-    def _watched(self, name: str, steps: int = 1) -> AbstractContextManager[None]:
-        """Return the context in which a failure is traced to the rank at fault.
-
-        It has the time of `steps` steps.
-        """
-        watch = self._runner.watch
-        return nullcontext() if watch is None else watch.watched(name, steps)
-
-    def _statistics(self, accumulate: bool) -> AbstractContextManager[None]:
-        """Return the context in which a step collects the batch statistics of the minibatch."""
-        if self.plan.options.batch_norm == "minibatch":
-            deadline = self._runner.deadline
-            return self._batch_norms.of_step(accumulate=accumulate, deadline=deadline)
-        return nullcontext()
-
-
-@contextmanager
-def _modes(program: Program, remainder: Program | None) -> Iterator[None]:
-    """Put modules into the modes of a program, which are also those of its remainder."""
-    with program.mode(), nullcontext() if remainder is None else remainder.mode():
-        yield
-
-
-def _boundaries(program: Program, remainder: Program | None, count: int) -> Sequence[Boundaries]:
-    """Return what enters each stage in each of `count` microbatches."""
-    last = program if remainder is None else remainder
-    return [program.boundary_shapes()] * (count - 1) + [last.boundary_shapes()]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from operator import attrgetter, is_
 from typing import Any
 
@@ -26,7 +26,7 @@ from pipecompile.passes.contract import apply_passes
 from pipecompile.passes.device_constants import LeaveMeta
 from pipecompile.runtime.messages import BoundaryShape
 
-__all__ = ["Program", "modes_of"]
+__all__ = ["Program", "modes_of", "modes_of_both"]
 
 # A setting that is gone or new; None would be a value that a setting may have.
 ABSENT = object()
@@ -259,6 +259,13 @@ class Program:
 
 
 _trained_as = attrgetter("requires_grad", "dtype")
+
+
+@contextmanager
+def modes_of_both(program: Program, remainder: Program | None) -> Iterator[None]:
+    """Put modules into the modes of a program, which are also those of its remainder."""
+    with program.mode(), nullcontext() if remainder is None else remainder.mode():
+        yield
 
 
 def modes_of(named_modules: Iterable[tuple[str, nn.Module]]) -> frozenset[str]:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import cached_property
 from itertools import chain
 from typing import Any
 
@@ -14,7 +13,6 @@ from torch import Tensor, fx, nn
 
 from pipecompile.errors import InputError, PipecompileError
 from pipecompile.frontend.target import Target
-from pipecompile.graph.model_state import named_state
 from pipecompile.ir.plan import Plan
 from pipecompile.ir.schedule import Schedule
 from pipecompile.runtime import one_process, world
@@ -24,25 +22,25 @@ from pipecompile.runtime.gradients import spread_overflow
 from pipecompile.runtime.leading_forwards import LeadingForwards
 from pipecompile.runtime.local_share import LocalShare
 from pipecompile.runtime.messages import Messages
-from pipecompile.runtime.model_state import set_to_that_of
 from pipecompile.runtime.norm import NormOnItsWay, begin_norm
-from pipecompile.runtime.peers import group_of_own_stage, peers_at
+from pipecompile.runtime.peers import Peers, group_of_own_stage, peers_at
 from pipecompile.runtime.place import device_of_this_rank
 from pipecompile.runtime.rank_step import ActionObserver, Minibatch, StepResult
 from pipecompile.runtime.replicas import ReplicaSums
 from pipecompile.runtime.shards import gradient_parts
 from pipecompile.runtime.stage import EagerStage
-from pipecompile.runtime.ties import Ties, sum_tied_gradients, tie_groups
+from pipecompile.runtime.ties import sum_tied_gradients
 from pipecompile.runtime.update_rule import UpdateRule
 from pipecompile.runtime.watch import Deadline, StepWatch
 from pipecompile.runtime.weight_updates import GradientExchange
 from pipecompile.schedule.plan_orders import PlanOrders
 from pipecompile.schedule.post_validation import leading_forwards
-from pipecompile.training.eager_stages import local_stages, rank_stages, tied_parameters
+from pipecompile.training.eager_stages import local_stages, rank_stages
 from pipecompile.training.parallel_stages import Parallelize, ParallelStages, first_holders
 from pipecompile.training.program import Program
 from pipecompile.training.run_conditions import refuse_hook, refuse_in_flight
 from pipecompile.training.step_agreement import StepAgreement
+from pipecompile.training.tensor_copies import TensorCopies
 from pipecompile.training.trial_forward import TrialOutputs, check_trial, trial_outputs
 
 __all__ = ["Runner"]
@@ -82,11 +80,13 @@ class Runner:
         self._agreement = StepAgreement(plan, share.place)
         self._parallel: ParallelStages | None = None
         self._hook: CommunicationHook | None = None
-        self._stage_replicas: dist.ProcessGroup | None = None
+        place = share.place
+        peers: Peers = []
         if share.is_distributed:
-            place = share.place
             peers = peers_at(plan.schedule.placement, place.global_ranks)
-            self._stage_replicas = group_of_own_stage(peers)
+        self._stage_replicas = group_of_own_stage(peers)
+        self._copies = TensorCopies(plan, target, share, planned, self._stage_replicas)
+        if share.is_distributed:
             self.watch = StepWatch(sorted(chain(*place.pipelines)), peers, step_timeout)
             self.move_stages()
             # Buffers that moved to a GPU are other objects now.
@@ -97,6 +97,13 @@ class Runner:
     def deadline(self) -> Deadline:
         """When the step that is watched must be over."""
         return Deadline() if self.watch is None else self.watch.deadline
+
+    def watched(self, name: str, steps: int = 1) -> AbstractContextManager[None]:
+        """Return the context in which a failure is traced to the rank at fault.
+
+        It has the time of `steps` steps.
+        """
+        return nullcontext() if self.watch is None else self.watch.watched(name, steps)
 
     @property
     def stages(self) -> tuple[fx.GraphModule, ...]:
@@ -121,8 +128,7 @@ class Runner:
                 parallelize, planned, self._share, model, self.watch, shard
             )
             self._own.clear()
-            for name in ("_tied", "_ties"):  # they have the parameters from before
-                vars(self).pop(name, None)
+            self._copies.forget()
             check_trial(self._trial(self._parallel.sharded.whole), expected, self._target.autocast)
         self._share.divide(first_holders(model, self._share, planned))
         return self._parallel.as_built
@@ -188,7 +194,7 @@ class Runner:
         if reduces:
             # A rank that sums ties earlier could wait for ever for a rank that itself waits for a
             # message of the first one.
-            sum_tied_gradients(self._ties, self.watch.deadline)
+            sum_tied_gradients(self._copies.ties, self.watch.deadline)
         if sums is not None:
             sums.finish()
         return result
@@ -295,7 +301,7 @@ class Runner:
         return GradientExchange(
             lambda: self.deadline,
             place.replica_group or self._stage_replicas,
-            self._ties,
+            self._copies.ties,
             self._stage_replicas is not None,
             place.pipeline_group,
             is_distributed=len(place.global_ranks) > 1,
@@ -343,8 +349,7 @@ class Runner:
 
     def equalise(self) -> None:
         """Set copies of tied parameters to the owner's, and replicas to the first one's values."""
-        self._equalise_ties()
-        self._equalise_replicas()
+        self._copies.equalise()
 
     def move_stages(self) -> None:
         """Move the stages to this rank's device. Buffers become other objects there, which the
@@ -359,55 +364,6 @@ class Runner:
                 if name in own:
                     model.get_submodule(path)._buffers[last] = buffer
 
-    # -- tied parameters and replicas
-
-    @cached_property
-    def _tied(self) -> dict[str, nn.Parameter]:
-        return tied_parameters(self._planned, self._target.model_with_loss)
-
-    @cached_property
-    def _tie_groups(self) -> dict[str, dist.ProcessGroup]:
-        """The process group of the ranks that hold each tensor that several stages read: a tied
-        parameter, a buffer or a constant.
-        """
-        ties = self._planned.ties.items()
-        stages = {name: tie.stages for name, tie in ties if len(tie.stages) > 1}
-        return tie_groups(stages, self._plan.schedule.placement, self._share.place.pipelines)
-
-    @cached_property
-    def _ties(self) -> Ties:
-        return [
-            (self._tied[name], group)
-            for name, group in sorted(self._tie_groups.items())
-            if name in self._tied and self._share.holds(name) and self._tied[name].requires_grad
-        ]
-
-    def _equalise_ties(self) -> None:
-        """Set all copies of a tensor that several stages read to the owner's: the ranks may have
-        initialised theirs differently, or drawn them without a common seed.
-        """
-        # Constants are no part of the model's state: only the stages have them under their names.
-        copies = {name: value for stage in self.stages for name, value in stage.named_buffers()}
-        copies.update(named_state(self._target.model_with_loss))
-        for name, group in self._tie_groups.items():
-            stages = self._planned.ties[name].stages
-            if not set(stages).isdisjoint(self._share.stages):
-                rank = self._plan.schedule.placement[stages[0]]
-                owner = self._share.place.global_ranks[rank]
-                set_to_that_of(owner, copies[name], group)
-
-    def _equalise_replicas(self) -> None:
-        """Set all parameters and buffers to those of the first replica, of the pipeline or of the
-        own stage.
-        """
-        place, group = self._share.place, self._share.place.stage_group or self._stage_replicas
-        if group is not None:
-            source = place.pipelines[0][place.rank]
-            if self._stage_replicas is not None:
-                source = dist.get_global_rank(group, 0)
-            for _, value in self._share.named_state(self._target.model_with_loss):
-                set_to_that_of(source, value, group)
-
     @contextmanager
     def _sharded(self, *, all_stages: bool = False) -> Iterator[Sequence[ActionObserver]]:
         """What gathers sharded parameters for the actions of the block, and frees them after it."""
@@ -421,28 +377,8 @@ class Runner:
             self._parallel.sharded.free()
 
     def _replica_sums(self, program: Program) -> ReplicaSums | None:
-        group = self._share.place.replica_group or self._stage_replicas
         sharded = None if self._parallel is None else self._parallel.sharded
-        if group is None and sharded is None:
-            return None
-        managed: Collection[Tensor] = () if sharded is None else sharded.managed
-        parameters = {
-            index: [p for p in program.stages[index].module.parameters() if p not in managed]
-            for index in self._share.stages
-        }
-        # Also those that only planned stages read: ranks sum them in every mode.
-        summed = dict.fromkeys(parameter for parameter, _ in self._ties)
-        tied = {*tied_parameters(program, self._target.model_with_loss).values(), *summed}
-        own = {
-            index: [parameter for parameter in each if parameter not in tied]
-            for index, each in parameters.items()
-        }
-        # Each once, in the same order on every replica.
-        read = [p for each in parameters.values() for p in each if p in tied]
-        late = dict.fromkeys([*read, *(p for p in summed if p not in managed)])
-        if self._stage_replicas is not None:
-            late = {}  # replicas of a stage are among the ranks over which ties are summed
-        return ReplicaSums(own, list(late), group, self.deadline, sharded, self._hook)
+        return self._copies.replica_sums(program, sharded, self._hook, self.deadline)
 
     def _pipeline(self, program: Program) -> DistributedPipeline:
         """Return the stages of this rank, for the microbatches of the planned size."""

@@ -29,7 +29,7 @@ CUT = {
 }
 
 
-@pytest.mark.one_case_in(3)
+@pytest.mark.one_case_in(6)
 @pytest.mark.parametrize("name", CUT)
 def test_cut_at_every_legal_place(name: str) -> None:
     target = Target.of(MODELS[name](), name)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from pipecompile.runtime.early_update import EarlyUpdate
 from pipecompile.runtime.rank_step import RankStep
+from pipecompile.training.minibatch_step import MinibatchStep
 from pipecompile.training.pipeline import Pipeline
 from tests.distributed.training_jobs import MICROBATCH, Run, run_of
 from tests.training.test_continuous_training import batches_of
@@ -98,16 +99,16 @@ def _counted() -> Iterator[list[bool]]:
 @contextmanager
 def _planting(value: float | None) -> Iterator[None]:
     """Put `value` into a gradient of the second rank in some steps."""
-    train = Pipeline._train
+    train = MinibatchStep._train
 
-    def planting(pipeline: Pipeline, *args: Any) -> Any:
-        result = train(pipeline, *args)
-        if value is not None and dist.get_rank() == 1 and pipeline.steps in PLANTED:
-            gradients = [p.grad for p in pipeline.parameters() if p.grad is not None]
+    def planting(step: MinibatchStep, ready: Any, *args: Any) -> Any:
+        result = train(step, ready, *args)
+        if value is not None and dist.get_rank() == 1 and ready.minibatch.step in PLANTED:
+            gradients = [p.grad for p in ready.program.parameters if p.grad is not None]
             gradients[0].view(-1)[0] = value
         return result
 
-    with patch.object(Pipeline, "_train", planting):
+    with patch.object(MinibatchStep, "_train", planting):
         yield
 
 

@@ -74,6 +74,7 @@ def test_a_file_may_have_any_values(workers: Workers, tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.one_case_in(3)
 @pytest.mark.parametrize("by_torch", [False, True], ids=["Checkpoint", "dcp.save"])
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_weights_come_from_a_checkpoint_of_the_unsplit_model(

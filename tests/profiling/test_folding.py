@@ -142,6 +142,7 @@ def costs(module: fx.GraphModule, inputs: list[Tensor]) -> CostGraph:
     return profiling.profile(module, inputs, Roofline.of("h100"))
 
 
+@pytest.mark.one_case_in(2)
 @pytest.mark.parametrize("name", MODELS)
 def test_the_costs_are_those_of_all_blocks(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model, counts = MODELS[name]

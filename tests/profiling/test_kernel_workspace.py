@@ -105,7 +105,7 @@ RARE = {
 }
 
 
-@pytest.mark.one_case_in(3)
+@pytest.mark.one_case_in(5)
 @LAYOUTS
 @pytest.mark.parametrize("convolution", RARE.values(), ids=list(RARE))
 def test_a_rare_convolution_takes_no_more_than_its_margin(

@@ -43,7 +43,7 @@ ALIKE = {
 """They have no kind of layer that other models do not have."""
 
 
-@pytest.mark.one_case_in(6)
+@pytest.mark.one_case_in(9)
 @pytest.mark.parametrize("name", [sweep(name) if name in ALIKE else name for name in MODELS])
 def test_the_capture_is_the_model(name: str) -> None:
     if name in REFUSED:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
@@ -25,6 +26,9 @@ from pipecompile.profiling.observer import observe
 from pipecompile.profiling.workload import Loss, Workload
 
 __all__ = ["profile"]
+
+_FAKE_RESULTS: dict[Any, Any] = {}
+"""What operators return on fake tensors in a profile: torch fills and reads it."""
 
 
 def profile(
@@ -112,15 +116,16 @@ def _reproducible_fakes() -> Iterator[None]:
     """Make a run on fake tensors the same in every process.
 
     Otherwise it depends on what ran before in this process (fake results are cached), and on its
-    switch for oneDNN.
+    switch for oneDNN. Profiles have a cache of their own, which they fill with that switch on.
     """
-    FakeTensorMode.cache_clear()
-    before = torch._C._get_mkldnn_enabled()
+    others, before = FakeTensorMode.cache, torch._C._get_mkldnn_enabled()
+    FakeTensorMode.cache = _FAKE_RESULTS
     torch._C._set_mkldnn_enabled(True)
     try:
         yield
     finally:
         torch._C._set_mkldnn_enabled(before)
+        FakeTensorMode.cache = others
 
 
 def _storage_numbering(graph: fx.Graph, observation: StepObservation) -> dict[int, int]:

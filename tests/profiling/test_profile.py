@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import pytest
 import torch
 from torch import Tensor, fx, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from pipecompile.cost_models.flops import Flops
+from pipecompile.cost_models.protocol import CostModel
+from pipecompile.cost_models.roofline import Roofline
+from pipecompile.frontend.capture import capture
+from pipecompile.frontend.target import Target
 from pipecompile.ir.graph import CostGraph, Parameter
+from pipecompile.profiling import profile as profiling
 from pipecompile.profiling.profile import profile
+from tests.zoo.models import MODELS
 
 
 class Tied(nn.Module):
@@ -140,3 +150,22 @@ def test_a_custom_function_goes_by_its_own_name() -> None:
     traced.output([traced.call_function(Double.apply, (value,))])
     costs = profile(fx.GraphModule(nn.Module(), traced), [torch.randn(4)], Flops())
     assert costs.nodes[1].operator == f"{__name__}.Double.apply"
+
+
+@pytest.mark.parametrize("cost_model", [Flops(), Roofline.of("h100")], ids=["cpu", "h100"])
+def test_what_ran_before_changes_nothing(
+    cost_model: CostModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    captured = [captured_of(MODELS[name]()) for name in ("unet", "transformer")]
+    warm = [profile(*each, cost_model) for _ in range(2) for each in captured]
+    for index, each in enumerate(captured):
+        monkeypatch.setattr(profiling, "_FAKE_RESULTS", {})
+        FakeTensorMode.cache_clear()
+        with torch.backends.mkldnn.flags(enabled=False):
+            assert profile(*each, cost_model) == warm[index] == warm[index + len(captured)]
+
+
+def captured_of(made: Any) -> tuple[fx.GraphModule, list[Tensor]]:
+    target = Target.of(made, "here")
+    captured = capture(target.model, target.call)
+    return captured.instantiate(target.call), captured.inputs.flatten(target.call)

@@ -8,7 +8,6 @@ from itertools import chain
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, fx, nn
 
 from pipecompile.errors import InputError, PipecompileError

@@ -11,6 +11,8 @@ from pipecompile.cost_models.device import devices_of, load_device
 from pipecompile.errors import InputError, unknown
 from pipecompile.ir.encodings import ENCODINGS, Encoding
 from pipecompile.ir.graph import CostGraph
+from pipecompile.ir.option import Option
+from pipecompile.ir.option_help import python_help
 from pipecompile.ir.options import (
     DEFAULT_COSTS,
     DEFAULT_STAGES,
@@ -18,11 +20,9 @@ from pipecompile.ir.options import (
     JOINT_SEARCH,
     OPTIONS,
     ChoiceTypes,
-    Option,
     implied_objective,
     implied_schedule,
     known_name,
-    python_help,
 )
 from pipecompile.ir.plan import Options
 from pipecompile.ir.serialization import read

@@ -10,7 +10,8 @@ from typing import Any
 import click
 
 from pipecompile.errors import InputError
-from pipecompile.ir.options import OPTIONS, Option, known_name
+from pipecompile.ir.option import Option
+from pipecompile.ir.options import OPTIONS, known_name
 
 __all__ = [
     "LOWERCASE",

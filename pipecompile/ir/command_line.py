@@ -7,13 +7,8 @@ from shlex import join
 from typing import Any
 
 from pipecompile.ir.links import FREE, Links
-from pipecompile.ir.options import (
-    DEFAULT_COSTS,
-    OPTIONS,
-    Option,
-    implied_objective,
-    implied_schedule,
-)
+from pipecompile.ir.option import Option
+from pipecompile.ir.options import DEFAULT_COSTS, OPTIONS, implied_objective, implied_schedule
 from pipecompile.ir.plan import Options
 from pipecompile.ir.size import option_text
 

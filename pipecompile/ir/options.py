@@ -3,18 +3,16 @@
 The Python keywords with their types (`pipecompile.Choices`), the command line, and
 docs/reference/options.md come from the declarations below; a plan's file has fields of the same
 names, which a test compares. Needs no PyTorch.
-`python -m pipecompile.ir.options` prints the page.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from textwrap import fill
-from typing import Annotated, Any, Literal, TypedDict, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, TypedDict, get_args, get_type_hints
 
 from pipecompile.errors import InputError, unknown
 from pipecompile.ir.encodings import Encoding
+from pipecompile.ir.option import Option
 from pipecompile.ir.plan import (
     BatchNormUpdate,
     Communication,
@@ -35,14 +33,11 @@ __all__ = [
     "ChoiceTypes",
     "Objective",
     "OptimizerName",
-    "Option",
     "PlacementShape",
     "ScheduleName",
     "implied_objective",
     "implied_schedule",
     "known_name",
-    "options_page",
-    "python_help",
 ]
 
 ScheduleName = Literal[
@@ -74,60 +69,6 @@ DEFAULT_EFFORT = 16
 DEFAULT_TOP = 5
 JOINT_SEARCH = ("devices", "effort", "time_limit", "top")
 """The options that ask for a joint search, and of what size."""
-INDENT = "    "
-
-Form = Literal["value", "switch", "list", "repeated", "pins", "groups"]
-"""How the command line takes an option: one value, on or off, values between commas, the option
-several times, NODE=STAGE several times, or lists between commas several times.
-"""
-
-
-@dataclass(frozen=True)
-class Option:
-    """One option, declared beside its type: `python_keyword: Annotated[its type, Option(…)]`.
-
-    `flag` is its command-line option, `--python-keyword` unless given. `default_text` says what a
-    default of None, or an empty one, stands for. `field` is the field of a plan's options that
-    holds it: that of the same name, another one, or None if the plan does not hold it. `is_choice`
-    is false for what `pipecompile()` takes beside its choices.
-    """
-
-    default: Any
-    help: str
-    default_text: str = ""
-    form: Form = "value"
-    metavar: str | None = None
-    flag: str = ""
-    field: str | None = ""
-    name: str = ""
-    type: Any = None
-    is_choice: bool = True
-
-    def declared_as(self, name: str, kind: Any, *, is_choice: bool) -> Option:
-        """Return this option with its keyword and type."""
-        flag = self.flag or f"--{name.replace('_', '-')}"
-        field = name if self.field == "" else self.field
-        return replace(self, name=name, type=kind, flag=flag, field=field, is_choice=is_choice)
-
-    @property
-    def choices(self) -> tuple[str, ...]:
-        """The names that it may have, () if it is not one of a few."""
-        return tuple(_literals(self.type))
-
-    @property
-    def shown_default(self) -> str:
-        """Its default for people."""
-        if self.default_text:
-            return self.default_text
-        return ("no", "yes")[self.default] if isinstance(self.default, bool) else str(self.default)
-
-
-def _literals(kind: Any) -> Iterable[str]:
-    if get_origin(kind) is Literal:
-        yield from get_args(kind)
-    else:
-        for part in get_args(kind):
-            yield from _literals(part)
 
 
 class ChoiceTypes(TypedDict, total=False):
@@ -502,52 +443,3 @@ def known_name(what: str, name: object, known: Iterable[str]) -> str:
     if name.lower() not in names:
         raise unknown(what, name, names)
     return name.lower()
-
-
-def python_help() -> str:
-    """Return the choices for `help(pipecompile.Choices)`, each with its default, help and names."""
-    entries = []
-    for option in OPTIONS:
-        if option.is_choice:
-            text = [option.help]
-            if option.choices:
-                text.append(f"One of {', '.join(map(repr, option.choices))}.")
-            lines = [
-                fill(line, 92, initial_indent=INDENT, subsequent_indent=INDENT) for line in text
-            ]
-            entries.append("\n".join([f"{option.name}  (default: {option.shown_default})", *lines]))
-    return "\n\n".join(entries)
-
-
-def options_page() -> str:
-    """Return the page docs/reference/options.md: all options as a Markdown table."""
-    rows = []
-    for option in OPTIONS:
-        names = f"`{option.flag}`", f"`{option.name}`"
-        cells = (*names, _values(option), option.shown_default, option.help)
-        rows.append(f"| {' | '.join(cells)} |")
-    return "\n".join([PAGE_HEAD, *rows]) + "\n"
-
-
-PAGE_HEAD = """\
-# Options of a plan
-
-The same options go to `pipecompile plan` on the command line and to `pipecompile()` in Python; to
-`pipecompile verify` go all but those of a joint search (devices, effort, time limit, top).
-Names are known in whatever case; an unknown one is answered with the nearest.
-
-| command line | Python | values | default | what it does |
-|---|---|---|---|---|"""
-
-
-def _values(option: Option) -> str:
-    if option.choices:
-        names = ", ".join(f"`{name}`" for name in option.choices)
-        return f"several of {names}" if option.form == "list" else names
-    if option.metavar is not None:
-        return f"`{option.metavar}`"
-    return {bool: "yes or no", str | None: "name"}.get(option.type, "whole number")
-
-
-if __name__ == "__main__":
-    print(options_page(), end="")

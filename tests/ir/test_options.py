@@ -8,6 +8,7 @@ from typing import get_args
 import pytest
 
 from pipecompile.errors import InputError
+from pipecompile.ir.option_help import options_page
 from pipecompile.ir.options import (
     OPTIONS,
     Objective,
@@ -15,7 +16,6 @@ from pipecompile.ir.options import (
     PlacementShape,
     ScheduleName,
     known_name,
-    options_page,
 )
 from pipecompile.ir.plan import Options
 from pipecompile.memory_model.optimizer import OPTIMIZERS
@@ -64,5 +64,5 @@ def test_a_name_in_another_case_is_known_and_a_near_one_is_suggested() -> None:
 
 def test_the_page_of_the_documentation_is_current() -> None:
     assert PAGE.read_text() == options_page(), (
-        "write it with: python -m pipecompile.ir.options > docs/reference/options.md"
+        "write it with: python -m pipecompile.ir.option_help > docs/reference/options.md"
     )

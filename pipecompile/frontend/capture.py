@@ -132,14 +132,16 @@ def captures(
         if method.allows_data and answers is None:
             answers = _probe_data(model, call, failures)
         by = partial(_capture_by, model, call, leaves=leaves, recapture=recapture)
+        if method is IN_SIGHT and as_outside:
+            for recorded in _as_outside(by):
+                has_capture = True
+                yield recorded
         try:
             recorded = by(method, answers=answers if method.allows_data else None)
         except UnsupportedError as error:
             failures.append(error)
         else:
             has_capture = True
-            if method is IN_SIGHT and as_outside:
-                yield from _as_outside(by)
             yield recorded
     try:
         yield export_capture(model, call, recapture)

@@ -145,7 +145,9 @@ def pipecompile(
         loss_reduction=loss_reduction,
     )
     _check_weights(target, weights)
-    with target.precision(), on_meta(model), _unchanged(loss_fn):
+    # Anomaly detection would look for NaN in the gradients of tensors without values.
+    unwatched = torch.autograd.set_detect_anomaly(False)
+    with target.precision(), on_meta(model), _unchanged(loss_fn), unwatched:
         if plan is None and choices.get("devices") is not None:
             committed = _jointly_planned(target, k, costs, links, choices, self_check=self_check)
             target = planned_target(target, committed)

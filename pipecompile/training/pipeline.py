@@ -308,6 +308,8 @@ class Pipeline(HeldModel):
             yield run
             self.drain()
 
+    # What inference mode makes could not be saved by a later step, nor be captured.
+    @torch.inference_mode(False)
     def evaluate(self, batch: Any, target: Any = None) -> Any:
         """Return the model's output in eval mode, without gradients; None on ranks without the last
         stage.

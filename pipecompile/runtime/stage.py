@@ -26,7 +26,6 @@ from pipecompile.graph.batch_statistics import record_forward
 from pipecompile.graph.model_state import swapped_state
 from pipecompile.graph.random_streams import StreamKey, use_stream
 from pipecompile.graph.recomputed_region import has_recomputed_regions
-from pipecompile.runtime.stage_failures import explaining_backward, failure_of_forward
 from pipecompile.runtime.random_generators import packed_generators, replayed_generators
 from pipecompile.runtime.split_backward import (
     BackwardPart,
@@ -34,6 +33,7 @@ from pipecompile.runtime.split_backward import (
     input_backward,
     weight_backward,
 )
+from pipecompile.runtime.stage_failures import explaining_backward, failure_of_forward
 from pipecompile.runtime.stage_loss import Loss, StageLoss
 
 __all__ = ["BackwardParts", "EagerStage", "Loss", "SavedForward", "TiedGradients"]

@@ -28,7 +28,7 @@ from pipecompile.runtime.distributed_pipeline import Engine
 from pipecompile.runtime.gradients import StepGradients, divide_gradients
 from pipecompile.runtime.local_share import LocalShare
 from pipecompile.runtime.messages import Boundaries
-from pipecompile.runtime.norm import NormOnItsWay, clip_to_norm
+from pipecompile.runtime.norm import NormOnItsWay
 from pipecompile.runtime.place import RankPlace
 from pipecompile.runtime.rank_step import Minibatch, StepResult
 from pipecompile.runtime.shards import gradient_parts
@@ -357,9 +357,10 @@ class Pipeline(HeldModel):
         tied parameter counts once. After `step`, and with a scaler after its `unscale_`.
         """
         refuse_without_steps(self.plan.schedule, "clip_grad_norm_() is for what a step leaves")
+        rule = UpdateRule(max_norm)
         with self._watched(f"the clipping after {self.steps} steps"):
             norm = self._begin_norm(norm_type).wait(self._runner.deadline)
-        clip_to_norm(gradient_parts(self.parameters()), norm, max_norm)
+        rule.apply(gradient_parts(self.parameters()), norm)
         return norm
 
     @property

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, fx, nn
 from zoo import same
 
-from pipecompile.errors import InputError
 from pipecompile.codegen.stages import emit
+from pipecompile.errors import InputError
 from pipecompile.frontend.capture import capture
 from pipecompile.frontend.signature import Arguments
 from pipecompile.graph.random_streams import StreamKey

@@ -161,7 +161,10 @@ FAILURES: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
         lambda x: x @ torch.linalg.cholesky(torch.eye(WIDTH) * (1e4 - x.abs().max())),
         "LinAlgError",
     ),
-    "a hook on a gradient": (torch.tanh, "backward of a microbatch raised AssertionError: too large"),
+    "a hook on a gradient": (
+        torch.tanh,
+        "backward of a microbatch raised AssertionError: too large",
+    ),
 }
 
 

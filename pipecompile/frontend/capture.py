@@ -22,7 +22,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from pipecompile.errors import CaptureError, InputError
+from pipecompile.errors import CaptureError, InputError, PipecompileError
 from pipecompile.frontend.assigned_attributes import (
     Attribute,
     changed_attributes,
@@ -158,9 +158,12 @@ def _probe_data(
     try:
         return probe_data(model, call)
     except Exception as error:
-        if failures:
+        # What we refuse in the probe is no failure of the model.
+        if failures and isinstance(error, PipecompileError):
             raise failures[0] from error
-        raise CaptureError(f"the model fails on the sample input: {error}") from error
+        raise CaptureError(
+            f"the model fails on the sample input: {type(error).__name__}: {error}"
+        ) from error
 
 
 def _as_outside(by: Callable[[_RecordingMethod], Capture]) -> Iterator[Capture]:

@@ -65,6 +65,8 @@ class BatchReader:
 
         InputError if it differs from each declared shape in more than the number of samples.
         """
+        if batch is None:
+            raise InputError("the batch is None; give all ranks of a pipeline the same batch")
         captured = self._declared[0].captured
         try:
             tensors = captured.inputs.flatten(call_of(batch))

@@ -45,6 +45,7 @@ from pipecompile.training.program import Program
 from pipecompile.training.programs import DeclaredShape, Programs
 from pipecompile.training.run_conditions import (
     check_links,
+    refuse_frozen,
     refuse_shared_memory,
     refuse_stage_replicas,
     refuse_untrainable,
@@ -254,6 +255,7 @@ class Pipeline(HeldModel):
         name = f"step {self.steps}"
         with self._runner.refusing_together(name):
             refuse_untrainable(self.plan.schedule)
+            refuse_frozen(self._target.model_with_loss)
             for recorder in self._recorders:
                 recorder.begin_step()
             cut = self._data.read_planned(batch)

@@ -36,6 +36,7 @@ from pipecompile.frontend.recorded_forward import RecordedForward, record_forwar
 from pipecompile.frontend.recorder import RecordingOptions
 from pipecompile.frontend.refusals import UnsupportedError
 from pipecompile.frontend.signature import Arguments
+from pipecompile.frontend.source import error_line
 from pipecompile.graph.attributes import ModuleAttributes
 from pipecompile.graph.model_state import has_values, named_state
 from pipecompile.graph.torch_repairs import repair_torch
@@ -161,8 +162,13 @@ def _probe_data(
         # What we refuse in the probe is no failure of the model.
         if failures and isinstance(error, PipecompileError):
             raise failures[0] from error
+        # A recording that failed likewise knows in which module; others failed of something else.
+        for failure in failures:
+            if type(failure.__cause__) is type(error):
+                raise failure from error
         raise CaptureError(
-            f"the model fails on the sample input: {type(error).__name__}: {error}"
+            f"the model fails on the sample input ({error_line(error)}): {type(error).__name__}: "
+            f"{error}"
         ) from error
 
 

@@ -125,11 +125,8 @@ def pipecompile(
     StalePlanError.
     """
     check_names(choices)
-    if step_timeout is not None and not step_timeout > 0:
-        raise InputError(f"step_timeout={step_timeout}, but it is a number of seconds above 0")
     known_name("engine", engine, get_args(Engine))
-    if mesh is not None and not isinstance(mesh, DeviceMesh):
-        raise InputError(f"mesh is a {type(mesh).__name__}; make it with init_device_mesh")
+    _check_kinds(step_timeout, mesh, autocast, shapes)
     # Before anything is planned: from here on the ranks of a torchrun job talk to each other.
     world.join()
     function = costs if callable(costs) else None
@@ -145,7 +142,9 @@ def pipecompile(
         loss_reduction=loss_reduction,
     )
     _check_weights(target, weights)
-    with target.precision(), on_meta(model), _unchanged(loss_fn):
+    # Anomaly detection would look for NaN in the gradients of tensors without values.
+    unwatched = torch.autograd.set_detect_anomaly(False)
+    with target.precision(), on_meta(model), _unchanged(loss_fn), unwatched:
         if plan is None and choices.get("devices") is not None:
             committed = _jointly_planned(target, k, costs, links, choices, self_check=self_check)
             target = planned_target(target, committed)
@@ -179,6 +178,22 @@ def pipecompile(
             parallelize=parallelize,
             engine=engine,
         )
+
+
+def _check_kinds(step_timeout: object, mesh: object, autocast: object, shapes: object) -> None:
+    """Raise InputError for an argument that is of another kind than it has to be."""
+    is_number = isinstance(step_timeout, int | float) and step_timeout > 0
+    if step_timeout is not None and not is_number:
+        raise InputError(f"step_timeout={step_timeout!r}, but it is a number of seconds above 0")
+    if mesh is not None and not isinstance(mesh, DeviceMesh):
+        raise InputError(f"mesh is a {type(mesh).__name__}; make it with init_device_mesh")
+    is_type = isinstance(autocast, torch.dtype) and autocast.is_floating_point
+    if autocast is not None and not is_type:
+        raise InputError(
+            f"autocast={autocast!r}, but it is a type of floating point, such as torch.bfloat16"
+        )
+    if not isinstance(shapes, list | tuple):
+        raise InputError(f"shapes is a {type(shapes).__name__}, but it is a list of minibatches")
 
 
 def _unchanged(loss_fn: object) -> AbstractContextManager[object]:

@@ -31,6 +31,11 @@ def links_of(given: LinksInput) -> Links:
     if isinstance(given, Mapping):
         # Through JSON, so that a mapping is checked as strictly as a file.
         return decode(encode(given), Links, origin="links")
+    if not isinstance(given, str | Path):
+        raise InputError(
+            f"links is a {type(given).__name__}; give a file that `pipecompile links` wrote, or "
+            "its content"
+        )
     return read(given, Links)
 
 

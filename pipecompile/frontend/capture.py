@@ -22,7 +22,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from pipecompile.errors import CaptureError, InputError
+from pipecompile.errors import CaptureError, InputError, PipecompileError
 from pipecompile.frontend.assigned_attributes import (
     Attribute,
     changed_attributes,
@@ -36,6 +36,7 @@ from pipecompile.frontend.recorded_forward import RecordedForward, record_forwar
 from pipecompile.frontend.recorder import RecordingOptions
 from pipecompile.frontend.refusals import UnsupportedError
 from pipecompile.frontend.signature import Arguments
+from pipecompile.frontend.source import error_line
 from pipecompile.graph.attributes import ModuleAttributes
 from pipecompile.graph.model_state import has_values, named_state
 from pipecompile.graph.torch_repairs import repair_torch
@@ -160,9 +161,17 @@ def _probe_data(
     try:
         return probe_data(model, call)
     except Exception as error:
-        if failures:
+        # What we refuse in the probe is no failure of the model.
+        if failures and isinstance(error, PipecompileError):
             raise failures[0] from error
-        raise CaptureError(f"the model fails on the sample input: {error}") from error
+        # A recording that failed likewise knows in which module; others failed of something else.
+        for failure in failures:
+            if type(failure.__cause__) is type(error):
+                raise failure from error
+        raise CaptureError(
+            f"the model fails on the sample input ({error_line(error)}): {type(error).__name__}: "
+            f"{error}"
+        ) from error
 
 
 def _as_outside(by: Callable[[_RecordingMethod], Capture]) -> Iterator[Capture]:

@@ -15,13 +15,13 @@ from torch.utils import _pytree as pytree
 from pipecompile.errors import CaptureError
 from pipecompile.frontend.captured_graph import Capture, CaptureNote, aliases_of
 from pipecompile.frontend.guards import Guards
+from pipecompile.frontend.randomness import require_torch_randomness
 from pipecompile.frontend.refusals import UnsupportedError
 from pipecompile.frontend.signature import Arguments, InputStructure, OutputStructure
 from pipecompile.frontend.source import is_user_file, line_text
 from pipecompile.frontend.torch_patches import (
     redirect_autograd_functions,
     refuse_own_saving_hooks,
-    require_torch_randomness,
     silence_torch,
 )
 from pipecompile.graph.attributes import ModuleAttributes
@@ -79,7 +79,7 @@ def _exported_program(model: nn.Module, sample: Arguments) -> torch.export.Expor
         _failing_as_unsupported(),
         silence_torch(),
         _refuse_assignments(model),
-        require_torch_randomness(),
+        require_torch_randomness(model),
         refuse_own_saving_hooks(),
         redirect_autograd_functions(_refuse_autograd_function),
         _refuse_tensor_hooks(),

@@ -43,6 +43,7 @@ from pipecompile.frontend.data_probe import ProbedAnswers
 from pipecompile.frontend.guards import ValueRead
 from pipecompile.frontend.leaves import is_torch_leaf
 from pipecompile.frontend.nested_values import contains_tensor, tensors_in
+from pipecompile.frontend.randomness import require_torch_randomness
 from pipecompile.frontend.recording import SYMBOLS, Recording
 from pipecompile.frontend.refusals import (
     DataDependentError,
@@ -55,7 +56,6 @@ from pipecompile.frontend.torch_patches import (
     notify_autocast_clears,
     redirect_calls,
     refuse_own_saving_hooks,
-    require_torch_randomness,
     run_inference_as_no_grad,
     set_export_flags,
 )
@@ -156,7 +156,7 @@ class ForwardRecorder(TorchFunctionMode):
             tensor.grad = None
         # The tracker is entered after the fake mode, so that it sees each operator first.
         with (
-            require_torch_randomness(),
+            require_torch_randomness(self.root),
             redirect_calls(self.call_module, self.call_autograd_function, self._note_assignment),
             set_export_flags(self.options.exporting),
             hide_fake_tensors(self.options.hiding),

@@ -71,6 +71,11 @@ def arguments_of(
         )
     call = call_of(sample, sample_kwargs, batch_dim)
     for leaf in pytree.tree_leaves((call.args, call.kwargs)):
+        if isinstance(leaf, Tensor) and leaf.is_quantized:
+            raise InputError(
+                "an input is quantized, which no capture knows; give floating-point numbers "
+                "(dequantize), and quantize in the forward"
+            )
         if isinstance(leaf, Tensor) and is_irregular(leaf):
             raise InputError(
                 f"an input is {layout_name(leaf)}, of which no microbatches can be cut; give dense "

@@ -20,6 +20,7 @@ from torch import Tensor
 from pipecompile.errors import InputError
 from pipecompile.frontend.batch_dims import BatchDims
 from pipecompile.graph.pytrees import register_dataclasses
+from pipecompile.graph.storages import is_irregular, layout_name
 
 __all__ = ["cut_targets"]
 
@@ -106,6 +107,11 @@ def _cut(leaf: Any, dim: int | None, sizes: Sequence[int]) -> Sequence[Any]:
     """Return the parts of a leaf along `dim`, in proportion to `sizes`."""
     if dim is None or not isinstance(leaf, Tensor):
         return [leaf] * len(sizes)
+    if is_irregular(leaf):
+        raise InputError(
+            f"a target is {layout_name(leaf)}, of which no microbatches can be cut; give a dense "
+            "tensor (to_dense, to_padded_tensor)"
+        )
     samples = sum(sizes)
     rows = leaf.shape[dim] if -leaf.dim() <= dim < leaf.dim() else 0
     if not rows or rows % samples:

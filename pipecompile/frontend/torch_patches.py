@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import io
 import logging
-import random
 import sys
 import types
 from collections.abc import Callable, Iterator
@@ -31,7 +30,6 @@ __all__ = [
     "redirect_autograd_functions",
     "redirect_calls",
     "refuse_own_saving_hooks",
-    "require_torch_randomness",
     "run_inference_as_no_grad",
     "set_export_flags",
     "silence_torch",
@@ -269,86 +267,3 @@ def silence_torch() -> Iterator[None]:
     finally:
         for logger, level in zip(loggers, levels, strict=True):
             logger.setLevel(level)
-
-
-@contextlib.contextmanager
-def require_torch_randomness() -> Iterator[None]:
-    """Raise CaptureError if the block draws random numbers that `reseed` would not decide.
-
-    These are draws from Python's and numpy's generators. On fake tensors no operator moves torch's
-    own generator; if it moved, the forward seeded it, or drew from it on real tensors. All states
-    are restored.
-    """
-    torch_state, python_state, numpy_state = (
-        torch.get_rng_state(),
-        random.getstate(),
-        _numpy_state(),
-    )
-    try:
-        with _refuse_seeding():
-            yield
-    finally:
-        is_torch_moved = not torch.equal(torch.get_rng_state(), torch_state)
-        torch.set_rng_state(torch_state)
-        is_python_moved = random.getstate() != python_state
-        random.setstate(python_state)
-        is_numpy_moved = not _is_numpy_state(numpy_state)
-        _restore_numpy(numpy_state)
-    if is_torch_moved:
-        raise CaptureError(SEEDS)
-    if is_python_moved or is_numpy_moved:
-        raise CaptureError(
-            f"the forward draws from {'Python' if is_python_moved else 'numpy'}'s random module, "
-            "and one draw would be used for all steps; draw with torch, or switch it off (layer "
-            "drop, for example)"
-        )
-
-
-SEEDS = (
-    "the forward seeds torch's generator, or draws from it unseen, but every random node of a "
-    "pipeline is seeded by itself; seed outside the model"
-)
-
-
-class _UnseededGenerator:
-    """Torch's generator, which refuses to be seeded or set."""
-
-    def __init__(self, generator: torch.Generator) -> None:
-        self._generator = generator
-
-    def __getattr__(self, name: str) -> Any:
-        if name in ("manual_seed", "seed", "set_state"):
-            raise CaptureError(SEEDS)
-        return getattr(self._generator, name)
-
-
-@contextlib.contextmanager
-def _refuse_seeding() -> Iterator[None]:
-    """Raise CaptureError if the block seeds torch's generator, even if it sets it back later."""
-    functions = vars(torch.random)  # the globals of `torch.manual_seed`, `fork_rng` and the like
-    generator = functions["default_generator"]
-    functions["default_generator"] = _UnseededGenerator(generator)
-    try:
-        yield
-    finally:
-        functions["default_generator"] = generator
-
-
-def _numpy_state() -> Any:
-    """Return the state of numpy's generator, None if numpy is not imported."""
-    numpy = sys.modules.get("numpy")
-    return None if numpy is None else numpy.random.get_state()
-
-
-def _is_numpy_state(state: Any) -> bool:
-    """Return whether numpy's generator is still in `state`."""
-    current = _numpy_state()
-    if state is None or current is None:
-        return True
-    is_same_array = (current[1] == state[1]).all()
-    return bool(current[0] == state[0] and is_same_array and current[2:] == state[2:])
-
-
-def _restore_numpy(state: Any) -> None:
-    if state is not None:
-        sys.modules["numpy"].random.set_state(state)

@@ -21,11 +21,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from pipecompile.errors import InputError, PipecompileError
 from pipecompile.graph.batch_statistics import record_forward
 from pipecompile.graph.model_state import swapped_state
 from pipecompile.graph.random_streams import StreamKey, use_stream
 from pipecompile.graph.recomputed_region import has_recomputed_regions
-from pipecompile.runtime.overwritten import naming_overwritten
 from pipecompile.runtime.random_generators import packed_generators, replayed_generators
 from pipecompile.runtime.split_backward import (
     BackwardPart,
@@ -33,6 +33,7 @@ from pipecompile.runtime.split_backward import (
     input_backward,
     weight_backward,
 )
+from pipecompile.runtime.stage_failures import explaining_backward, failure_of_forward
 from pipecompile.runtime.stage_loss import Loss, StageLoss
 
 __all__ = ["BackwardParts", "EagerStage", "Loss", "SavedForward", "TiedGradients"]
@@ -186,7 +187,7 @@ class EagerStage:
         microbatch. Afterwards it holds what is to be handed to earlier stages.
         """
         roots, seeds = self._roots(saved, gradients)
-        with self._redirected(tied_gradients), naming_overwritten(self.module):
+        with self._redirected(tied_gradients), explaining_backward(self.module):
             BackwardPart(roots, seeds).run(self._pop_own(tied_gradients))
         input_gradients = [value.grad for value in saved.inputs]
         for index, gradient in saved.input_gradients.items():
@@ -205,7 +206,7 @@ class EagerStage:
         assert not self._has_regions, "each half would recompute the regions: go back as a whole"
         roots, seeds = self._roots(saved, gradients)
         leaves = [value for value in saved.inputs if value.requires_grad]
-        with naming_overwritten(self.module):
+        with explaining_backward(self.module):
             leaf_gradients, parts = input_backward(roots, seeds, leaves, self.tied_to_later)
         # `input_backward` returns gradients as they were computed. The hooks that filled this table
         # belong to the graph, which lives on until the weight backward.
@@ -215,7 +216,7 @@ class EagerStage:
 
     def backward_weight(self, parts: BackwardParts, tied_gradients: TiedGradients) -> None:
         """Run the weight backward: add to the parameters' `.grad`. `parts` is then empty."""
-        with self._redirected(tied_gradients), naming_overwritten(self.module):
+        with self._redirected(tied_gradients), explaining_backward(self.module):
             weight_backward(parts, self._pop_own(tied_gradients))
 
     def _redirected(self, tied_gradients: TiedGradients) -> AbstractContextManager[None]:
@@ -250,6 +251,10 @@ class EagerStage:
             with stream:
                 outputs: tuple[Tensor, ...] = self.module(*inputs)
             return outputs
+        except (PipecompileError, torch.OutOfMemoryError):
+            raise  # who catches these wants them as they are
+        except Exception as error:
+            raise InputError(failure_of_forward(error, inputs)) from error
         finally:
             # It may have failed in the middle of a no_grad region.
             if torch.is_grad_enabled() != is_enabled:

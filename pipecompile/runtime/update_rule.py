@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from numbers import Real
 
 from torch import Tensor
 
+from pipecompile.errors import InputError
 from pipecompile.runtime.norm import clip_to_norm
 
 __all__ = ["UpdateRule"]
@@ -20,6 +22,12 @@ class UpdateRule:
 
     max_norm: float | None = None
     skip_nonfinite: bool = False
+
+    def __post_init__(self) -> None:
+        if self.max_norm is not None and not (
+            isinstance(self.max_norm, Real) and self.max_norm >= 0
+        ):
+            raise InputError(f"max_norm={self.max_norm!r}, but it is a number, 0 or more")
 
     @property
     def needs_norm(self) -> bool:

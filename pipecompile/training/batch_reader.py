@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from pipecompile.errors import InputError
 from pipecompile.frontend.microbatch import MicrobatchSizes, shape_of
@@ -65,6 +65,8 @@ class BatchReader:
 
         InputError if it differs from each declared shape in more than the number of samples.
         """
+        if batch is None:
+            raise InputError("the batch is None; give all ranks of a pipeline the same batch")
         captured = self._declared[0].captured
         try:
             tensors = captured.inputs.flatten(call_of(batch))
@@ -116,6 +118,8 @@ class BatchReader:
     def targets(self, sizes: MicrobatchSizes, target: Any) -> list[Any]:
         """Return the target of each microbatch; InputError if it cannot be cut like the batch."""
         register_dataclasses(target)
+        if any(isinstance(each, Tensor) and each.is_meta for each in tree_leaves(target)):
+            raise InputError("the target is on the meta device, and so has no values; give some")
         move = partial(self._runner.at_stage, self._plan.k - 1)
         here = move(target) if isinstance(target, Tensor) else tree_map_only(Tensor, move, target)
         dims = self._declared[0].captured.inputs.batch_dims

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
+from pipecompile.errors import InputError
 from pipecompile.runtime.update_rule import UpdateRule
 from pipecompile.training.continuous_training import ContinuousTraining
 from pipecompile.training.early_training import EarlyTraining
@@ -48,6 +49,11 @@ class BegunTraining:
         """Return the losses of minibatches as they are trained on: without emptying the pipeline
         under an asynchronous schedule, and else by `steps`. Updates follow the `rule`.
         """
+        if not isinstance(batches, Iterable):
+            raise InputError(
+                f"batches is a {type(batches).__name__}; give pairs (input, target), such as a "
+                "DataLoader yields"
+            )
         if self._continuous is not None:
             self._continuous.end()
         self.validate()

@@ -81,6 +81,7 @@ class Checkpoint:
         versions: SavedVersions | None = None,
         check_complete: Callable[[], None] = lambda: None,
     ) -> None:
+        _check_parts(optimizers, schedulers, scaler)
         self.data = data
         self._model = model
         self._held = held
@@ -185,6 +186,8 @@ class Checkpoint:
         saved = SavedKeys(path)
         own = {name: value for name, value in self._own_state() if isinstance(value, Tensor)}
         problem = saved.problem(self._required(saved), own, self._model.state_dict())
+        # Before the weights, which are read in place.
+        problem = problem or self._optimizer_problem(self._saved_classes(path))
         for message in world.gather(problem) if self._is_distributed else [problem]:
             if message is not None:
                 raise InputError(message)
@@ -208,6 +211,8 @@ class Checkpoint:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Set everything to `state`, which has the keys of `state_dict`."""
+        if (problem := self._optimizer_problem(state)) is not None:
+            raise InputError(problem)
         self._run.drain()
         named = {key.removeprefix("model."): key for key in _keys(state, "model.")}
         values = {name: _unwrapped(state[key]) for name, key in named.items()}
@@ -331,6 +336,20 @@ class Checkpoint:
         if self.data is not None and not saved.beginning_with("data."):
             yield "data.0"
 
+    def _saved_classes(self, path: str | Path) -> dict[str, Any]:
+        """Return the entries of a checkpoint that say which optimizers saved it."""
+        named = map(self._named_optimizer, self._optimizers)
+        entries = dict.fromkeys(key for each in named for key in each.first_options)
+        _silence_warnings()
+        with _failing_as("read"):
+            state_dict_loader.load(entries, checkpoint_id=path, no_dist=True)
+        return entries
+
+    def _optimizer_problem(self, state: Mapping[str, Any]) -> str | None:
+        """Return what is wrong if other optimizers saved the entries of `state`; else None."""
+        named = map(self._named_optimizer, self._optimizers)
+        return next(filter(None, (each.problem(state) for each in named)), None)
+
     def _readable(self, saved: SavedKeys) -> dict[str, Any]:
         """Return the keys that this process reads, with tensors to read into."""
         state = {f"model.{name}": _wrapped(value) for name, value in self._own_state()}
@@ -376,6 +395,20 @@ class Checkpoint:
 def given(part: _Part | None) -> tuple[_Part, ...]:
     """Return a tuple of what was given, empty if nothing was."""
     return () if part is None else (part,)
+
+
+def _check_parts(
+    optimizers: Sequence[object], schedulers: Sequence[object], scaler: object
+) -> None:
+    """Raise InputError for a part of a run that has no state to be saved."""
+    parts = {"optimizer": (*optimizers,), "scheduler": (*schedulers,), "scaler": given(scaler)}
+    for name, each in ((name, each) for name, values in parts.items() for each in values):
+        needed = "param_groups" if name == "optimizer" else "load_state_dict"
+        if not hasattr(each, needed):
+            raise InputError(
+                f"the {name} of a checkpoint is a {type(each).__name__}; give the {name} itself, "
+                "or leave it out"
+            )
 
 
 def _keys(state: Mapping[str, Any], prefix: str) -> list[str]:

@@ -67,6 +67,10 @@ class HeldModel:
         """Load a checkpoint of the original model; InputError names what is missing, unknown or of
         another shape. One that has nothing of the loss leaves the loss as it is.
         """
+        if not isinstance(state, Mapping):
+            raise InputError(
+                f"a state dict maps names to tensors, but a {type(state).__name__} was given"
+            )
         self.drain()
         model = self._model
         own, known = self.state_dict(), model.state_dict().keys()

@@ -92,7 +92,7 @@ class HostOptimizer(torch.optim.Optimizer):
         groups = self._pairs_of_groups()
         for own, inner in groups:
             inner.update(_options(own))
-        self._stepping.step()
+        self.stepping.step()
         for own, inner in groups:  # some optimizers count there
             own.update(_options(inner))
         for parameter in stepped:
@@ -121,9 +121,9 @@ class HostOptimizer(torch.optim.Optimizer):
         if parameter._version != self._versions[parameter] and not is_known:
             copy.data.copy_(parameter)
         if slots:
-            self._stepping.state[copy] = slots
+            self.stepping.state[copy] = slots
         else:  # as before the first step
-            self._stepping.state.pop(copy, None)
+            self.stepping.state.pop(copy, None)
         assert parameter.grad is not None
         if copy.grad is None:
             copy.grad = _on_host(parameter.grad, copy.dtype)
@@ -134,7 +134,7 @@ class HostOptimizer(torch.optim.Optimizer):
         copy = self._copies[parameter]
         parameter.copy_(copy, non_blocking=True)
         self._versions[parameter] = parameter._version
-        slots = dict(self._stepping.state.get(copy, {}))
+        slots = dict(self.stepping.state.get(copy, {}))
         if copy.dtype != parameter.dtype:
             slots[MASTER] = copy.data
         self.state[parameter] = slots
@@ -156,14 +156,14 @@ class HostOptimizer(torch.optim.Optimizer):
         return {**group, "params": [self._copies[parameter] for parameter in group["params"]]}
 
     @property
-    def _stepping(self) -> torch.optim.Optimizer:
+    def stepping(self) -> torch.optim.Optimizer:
         """The optimizer of the copies."""
         assert self._inner is not None, "it is made with the first groups"
         return self._inner
 
     def _pairs_of_groups(self) -> list[tuple[dict[str, Any], dict[str, Any]]]:
         """Return the own groups, each with that of the copies."""
-        return list(zip(self.param_groups, self._stepping.param_groups, strict=True))
+        return list(zip(self.param_groups, self.stepping.param_groups, strict=True))
 
 
 def _options(group: Mapping[str, Any]) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from pipecompile.runtime.rank_step import Minibatch, StepResult
 from pipecompile.runtime.update_rule import UpdateRule
 from pipecompile.training.pipeline_parts import PipelineParts
 from pipecompile.training.program import Program, modes_of_both
-from pipecompile.training.run_conditions import refuse_untrainable
+from pipecompile.training.run_conditions import refuse_frozen, refuse_untrainable
 from pipecompile.training.training_run import TrainingRun
 
 __all__ = ["MinibatchStep"]
@@ -84,6 +84,7 @@ class MinibatchStep:
         """Return what the ranks need for a step; InputError where the step cannot be right."""
         parts = self._parts
         refuse_untrainable(parts.plan.schedule)
+        refuse_frozen(parts.target.model_with_loss)
         for recorder in parts.recorders:
             recorder.begin_step()
         cut = parts.data.read_planned(batch)

@@ -4,7 +4,8 @@ An optimizer numbers its parameters, and the numbers change with the ranks and w
 are grouped. Names do not, so that the state of any optimizer of the same class goes to any other:
 
     optim.layer.weight.exp_avg      a slot: a tensor (or value) that is kept for one parameter
-    hyperparameters.layer.weight    the options of its group, such as lr, and the names of its slots
+    hyperparameters.layer.weight    the options of its group, such as lr, the names of its slots,
+                                    and the class of the optimizer
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from pipecompile.errors import InputError
+from pipecompile.training.host_optimizer import HostOptimizer
 
 __all__ = ["NamedOptimizerState"]
 
@@ -59,10 +61,38 @@ class NamedOptimizerState:
             name, slots = member.name, packed["state"].get(member.number, {})
             options = _options(packed["param_groups"][member.group])
             # A tuple, because torch's checkpoints take dicts apart.
-            yield f"hyperparameters.{name}", name, (options, tuple(slots))
+            yield f"hyperparameters.{name}", name, (options, tuple(slots), self._kind)
             for slot, value in slots.items():
                 wrapped = value if isinstance(value, Tensor) else (value,)
                 yield f"optim.{name}.{slot}", name, wrapped
+
+    @property
+    def first_options(self) -> tuple[str, ...]:
+        """The key that says the class of the optimizer that saved a state; empty without one."""
+        return tuple(f"hyperparameters.{name}" for name in list(self.parameters)[:1])
+
+    def problem(self, state: Mapping[str, Any]) -> str | None:
+        """Return what is wrong if an optimizer of another class saved the state, whose slots are
+        others or mean something else; None if it can be loaded.
+        """
+        for key in self.first_options:
+            # Checkpoints of before do not say the class.
+            _, _, *saved = state[key]
+            if saved and saved[0] != self._kind:
+                return (
+                    f"the checkpoint has the state of {saved[0]}, but the optimizer is "
+                    f"{self._kind}; make one like that which saved it, or load the weights alone: "
+                    "a checkpoint without an optimizer"
+                )
+        return None
+
+    @property
+    def _kind(self) -> str:
+        """The class of what steps: an optimizer on the host steps as the one that it holds."""
+        stepping = self._optimizer
+        if isinstance(stepping, HostOptimizer):
+            stepping = stepping.stepping
+        return type(stepping).__name__
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Load the state from the keys of a checkpoint.
@@ -73,7 +103,7 @@ class NamedOptimizerState:
         slots_by_number: dict[int, dict[str, Any]] = {}
         options_by_group: dict[int, tuple[str, dict[str, Any]]] = {}
         for member in self._members(packed):
-            options, slots = state[f"hyperparameters.{member.name}"]
+            options, slots, *_ = state[f"hyperparameters.{member.name}"]
             first, expected = options_by_group.setdefault(member.group, (member.name, options))
             _check_same_options(first, expected, member.name, options)
             if slots:

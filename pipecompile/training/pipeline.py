@@ -23,7 +23,7 @@ from pipecompile.runtime.action_recorder import ActionRecorder
 from pipecompile.runtime.communication_hook import CommunicationHook
 from pipecompile.runtime.distributed_pipeline import Engine
 from pipecompile.runtime.local_share import LocalShare
-from pipecompile.runtime.norm import NormOnItsWay, clip_to_norm
+from pipecompile.runtime.norm import NormOnItsWay
 from pipecompile.runtime.place import RankPlace
 from pipecompile.runtime.rank_step import Minibatch
 from pipecompile.runtime.shards import gradient_parts
@@ -248,6 +248,8 @@ class Pipeline(HeldModel):
             yield run
             self.drain()
 
+    # What inference mode makes could not be saved by a later step, nor be captured.
+    @torch.inference_mode(False)
     def evaluate(self, batch: Any, target: Any = None) -> Any:
         """Return the model's output in eval mode, without gradients; None on ranks without the last
         stage.
@@ -295,9 +297,10 @@ class Pipeline(HeldModel):
         tied parameter counts once. After `step`, and with a scaler after its `unscale_`.
         """
         refuse_without_steps(self.plan.schedule, "clip_grad_norm_() is for what a step leaves")
+        rule = UpdateRule(max_norm)
         with self._runner.watched(f"the clipping after {self.steps} steps"):
             norm = self._begin_norm(norm_type).wait(self._runner.deadline)
-        clip_to_norm(gradient_parts(self.parameters()), norm, max_norm)
+        rule.apply(gradient_parts(self.parameters()), norm)
         return norm
 
     @property

@@ -27,6 +27,7 @@ from pipecompile.runtime.update_rule import UpdateRule
 
 __all__ = [
     "check_links",
+    "refuse_frozen",
     "refuse_hook",
     "refuse_in_flight",
     "refuse_shared_memory",
@@ -193,6 +194,17 @@ def refuse_without_gradients(schedule: Schedule) -> None:
         raise InputError(
             "the plan's schedule is forward-only, which trains nothing; evaluate, or plan with "
             "'1f1b'"
+        )
+
+
+def refuse_frozen(model: nn.Module) -> None:
+    """Raise InputError if nothing of the model is trained, on all ranks: only the last one sees
+    that its loss has no gradient.
+    """
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise InputError(
+            "a step trains, but no parameter of the model requires a gradient; set requires_grad "
+            "of some and compile again, or call evaluate"
         )
 
 

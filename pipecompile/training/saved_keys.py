@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from os import PathLike
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
@@ -25,6 +26,8 @@ class SavedKeys:
 
     def __init__(self, path: str | Path) -> None:
         self._path = path
+        if not isinstance(path, str | PathLike):
+            raise InputError(f"a checkpoint is a folder, but a {type(path).__name__} was given")
         try:
             metadata = FileSystemReader(path).read_metadata()
         except FileNotFoundError:

@@ -56,6 +56,12 @@ class StageOptimizers:
         """Call the user's factories once for each stage; InputError for what is no optimizer of its
         parameters.
         """
+        for name, factory in (("optimizer", optimizer), ("scheduler", scheduler)):
+            if factory is not None and not callable(factory):
+                raise InputError(
+                    f"{name} is a {type(factory).__name__}, but must be a function that makes one "
+                    f"for each stage: lambda {_MADE_OF[name]}: …"
+                )
         optimizers = {
             stage: _checked(optimizer(list(parameters)), parameters)
             for stage, parameters in owned.items()
@@ -77,12 +83,21 @@ class StageOptimizers:
             scheduler.step()
 
 
+# What the factories are called with.
+_MADE_OF = {"optimizer": "parameters", "scheduler": "optimizer"}
+
+
 def _checked(made: Any, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
     """Return `made`, or raise InputError if it is no optimizer of these parameters only."""
     if not isinstance(made, torch.optim.Optimizer):
         raise InputError(
             f"the optimizer factory returned a {type(made).__name__}; return an optimizer of the "
             "parameters that it is given: lambda parameters: torch.optim.SGD(parameters, lr=0.1)"
+        )
+    if isinstance(made, torch.optim.LBFGS):
+        raise InputError(
+            "LBFGS evaluates the loss several times in a step, which a pipeline takes once; choose "
+            "an optimizer that needs gradients only"
         )
     own = set(parameters)
     if not all(p in own for group in made.param_groups for p in group["params"]):

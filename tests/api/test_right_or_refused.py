@@ -140,7 +140,7 @@ STEPS: dict[str, tuple[Callable[[Tensor, Any], Tensor], Any, bool, str]] = {
     "no target": (square, None, True, "give the step one: step(batch, target)"),
     "a detached loss": (lambda o, _: o.detach().sum(), X, True, "the loss carries no gradient"),
     "a loss of indices": (lambda o, _: o.argmax().float(), X, True, "the loss carries no gradient"),
-    "nothing to train": (square, X, False, "the loss carries no gradient"),
+    "nothing to train": (square, X, False, "no parameter of the model requires a gradient"),
 }
 
 

@@ -92,6 +92,21 @@ def test_a_failure_of_the_model_itself_is_reported_with_its_line() -> None:
     assert "cannot run on fake tensors" in message
 
 
+def test_so_is_one_behind_a_branch_on_data() -> None:
+    """What the first recording could not do is no cause, since the model itself fails later."""
+
+    class Branches(Inner):
+        def act(self, x: Tensor) -> Tensor:
+            if x.sum() > -1e9:
+                x = x.sin()
+            first, second = x.split(1, dim=1)
+            return first + second
+
+    message = refusal(Branches())
+    assert f"test_refusals.py:{line(Branches.act, 'first, second')})" in message
+    assert "ValueError: too many values to unpack" in message and "branches" not in message
+
+
 def test_a_failure_inside_a_torch_module_is_reported_with_its_path() -> None:
     class Wrong(nn.Module):
         def __init__(self) -> None:

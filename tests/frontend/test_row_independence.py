@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -51,6 +52,13 @@ class Switching(nn.Module):
         return torch.where(self.is_positive, value, -value)
 
 
+class Drawing(nn.Module):
+    """Scales by what no generator of torch gives."""
+
+    def forward(self, value: Tensor) -> Tensor:
+        return value * int.from_bytes(os.urandom(8), "big")
+
+
 class Contrasting(nn.Module):
     """Compares each sample with each."""
 
@@ -94,7 +102,10 @@ DEPENDENT = {
 INDEPENDENT = {
     "linear": (Mixed(torch.tanh), (6,)),
     "batch norm": (nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6)), (6,)),
+    "batch norm without statistics": (nn.BatchNorm1d(6, track_running_stats=False), (6,)),
+    "such a one without weights": (nn.BatchNorm1d(6, 1e-5, 0.1, False, False), (6,)),
     "dropout": (nn.Dropout(), (6,)),
+    "chance that nobody seeds": (Drawing(), (6,)),
     "lstm, batch first, with its states": (nn.LSTM(6, 6, 2, batch_first=True), (5, 6)),
     "noise in eval mode": (Mixed(lambda v: v + torch.randn_like(v)), (6,)),
     "a running mean": (Counting(), (6,)),

@@ -11,6 +11,7 @@ from torch import Tensor, fx, nn
 from zoo import same
 
 from pipecompile.codegen.stages import emit
+from pipecompile.errors import InputError
 from pipecompile.frontend.capture import capture
 from pipecompile.frontend.signature import Arguments
 from pipecompile.graph.random_streams import StreamKey
@@ -275,6 +276,6 @@ def test_a_failing_forward_leaves_the_gradient_mode() -> None:
             torch.set_grad_enabled(False)
             raise ZeroDivisionError
 
-    with pytest.raises(ZeroDivisionError):
+    with pytest.raises(InputError, match="raised ZeroDivisionError; the stage was given"):
         EagerStage(Fails(), gradient_inputs=(True,)).forward([torch.zeros(1)], NOW)
     assert torch.is_grad_enabled()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -20,6 +21,7 @@ from pipecompile.api.compilation import pipecompile
 from pipecompile.errors import FormatError, InputError, PipecompileError
 from pipecompile.training import safetensors_file
 from pipecompile.training.checkpoint import Checkpoint
+from pipecompile.training.host_optimizer import HostOptimizer
 from pipecompile.training.pipeline import Pipeline
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -117,6 +119,44 @@ def test_an_optimizer_that_has_not_stepped_is_saved_as_that(tmp_path: Path) -> N
     Checkpoint.of_model(model, other).load(tmp_path)
     assert other.state_dict()["state"] == {}
     assert other.param_groups[0]["lr"] == 0.5
+
+
+@pytest.mark.parametrize(
+    ("saved", "loaded"),
+    [
+        (torch.optim.AdamW, torch.optim.SGD),
+        (torch.optim.Adam, torch.optim.AdamW),
+        (torch.optim.SGD, lambda p: HostOptimizer(p, torch.optim.AdamW)),
+        (lambda p: HostOptimizer(p, torch.optim.AdamW), torch.optim.RMSprop),
+    ],
+)
+def test_the_state_of_another_optimizer_is_refused(
+    saved: Callable[[Any], torch.optim.Optimizer],
+    loaded: Callable[[Any], torch.optim.Optimizer],
+    tmp_path: Path,
+) -> None:
+    torch.manual_seed(0)
+    model, other = Tied(), Tied()
+    Checkpoint.of_model(model, stepped(model, saved)).save(tmp_path)
+    before = other.table.weight.detach().clone()
+    with pytest.raises(InputError, match=r"has the state of (\w+), but the optimizer is (\w+); "):
+        Checkpoint.of_model(other, loaded(list(other.parameters()))).load(tmp_path)
+    assert torch.equal(other.table.weight, before)
+    # What the message advises.
+    Checkpoint.of_model(other).load(tmp_path)
+    assert torch.equal(other.table.weight, model.table.weight)
+
+
+def test_an_optimizer_goes_to_the_host_and_back(tmp_path: Path) -> None:
+    model = Tied()
+
+    def on_host(parameters: Any) -> torch.optim.Optimizer:
+        return HostOptimizer(parameters, torch.optim.AdamW)
+
+    Checkpoint.of_model(model, stepped(model, torch.optim.AdamW)).save(tmp_path)
+    Checkpoint.of_model(model, stepped(model, on_host)).load(tmp_path)
+    Checkpoint.of_model(model, stepped(model, on_host)).save(tmp_path)
+    Checkpoint.of_model(model, stepped(model, torch.optim.AdamW)).load(tmp_path)
 
 
 def test_options_follow_parameters_into_other_groups(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""A backward that finds something overwritten says what it is, and what to do."""
+"""What a forward or a backward raises is said in one line, with what to do."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from pipecompile import CaptureError, InputError, pipecompile
-from pipecompile.runtime.overwritten import naming_overwritten
+from pipecompile.runtime.stage_failures import explaining_backward
 from pipecompile.training.pipeline import Pipeline
 
 WIDTH = 8
@@ -106,12 +106,12 @@ def test_what_has_no_name_is_told_by_its_shape() -> None:
     value.mul_(2)
     with (
         pytest.raises(InputError, match=r"has written in place to a tensor of shape \[3, 5\]"),
-        naming_overwritten(nn.Linear(2, 2)),
+        explaining_backward(nn.Linear(2, 2)),
     ):
         product.backward()
     again = factor.exp().sum()
     again.backward()
-    with pytest.raises(RuntimeError, match="second time"), naming_overwritten(nn.Linear(2, 2)):
+    with pytest.raises(InputError, match="second time"), explaining_backward(nn.Linear(2, 2)):
         again.backward()
 
 
@@ -135,3 +135,64 @@ def test_a_write_on_data_that_the_self_check_tries_is_refused_at_once(
     with pytest.raises(CaptureError, match="with two microbatches in flight"):
         compiled(write, lambda x: bool(x.sum() < 0))
     compiled(write, lambda x: bool(x.sum() < 0), copies=True)
+
+
+class Applying(nn.Module):
+    """A layer after a function; one node, if the function branches on data."""
+
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.layer, self.function = nn.Linear(WIDTH, WIDTH), function
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Values of shape (N, WIDTH) to the same shape."""
+        return self.layer(self.function(x))
+
+
+def asserted(x: Tensor) -> Tensor:
+    assert x.abs().max() < 1e4, "too large"
+    return x
+
+
+FAILURES: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
+    "indices beyond a table": (torch.tanh, "IndexError: index out of range"),
+    "an assertion": (asserted, "AssertionError: too large"),
+    "no positive definite matrix": (
+        lambda x: x @ torch.linalg.cholesky(torch.eye(WIDTH) * (1e4 - x.abs().max())),
+        "LinAlgError",
+    ),
+    "a hook on a gradient": (
+        torch.tanh,
+        "backward of a microbatch raised AssertionError: too large",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", FAILURES)
+def test_what_a_model_raises_on_other_data_is_said_with_its_type(what: str) -> None:
+    check, text = FAILURES[what]
+    torch.manual_seed(0)
+    model, ids = nn.Sequential(nn.Embedding(10, WIDTH), Applying(check)), torch.arange(8)
+    with torch.no_grad():
+        model[0].weight[9] = 1e5
+    in_backward = what == "a hook on a gradient"
+    if in_backward:
+        model[1].layer.weight.register_hook(asserted)
+    pipeline = pipecompile(
+        model,
+        ids,
+        k=2,
+        microbatches=2,
+        costs="flops",
+        loss_fn=lambda out, wanted: (out * wanted).sum(),
+    )
+    wrong = torch.full_like(ids, 10 if what == "indices beyond a table" else 9)
+    with pytest.raises(InputError, match=text) as caught:
+        pipeline.step(wrong, torch.tensor(1e9 if in_backward else 1.0))
+    assert "\n" not in str(caught.value) and caught.value.__cause__ is not None
+    if not in_backward:
+        with pytest.raises(InputError, match=text):
+            pipeline.evaluate(wrong)
+    # Nothing of the failed step is left.
+    pipeline.zero_grad()
+    assert torch.isfinite(pipeline.step(ids, torch.tensor(1.0)))

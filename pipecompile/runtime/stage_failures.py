@@ -1,0 +1,72 @@
+"""What a forward or a backward of a stage raises, in words.
+
+A batch may hold what the sample did not: indices beyond a table, values that the model asserts
+against. And several microbatches are in flight: a forward that branches on data may write to what
+the backward of an earlier one needs, although it did not on the sample that the model was proven
+by. Autograd says the shape and the version of what it finds overwritten, and this says its name.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from math import prod
+
+import torch
+from torch import Tensor, nn
+
+from pipecompile.errors import InputError, PipecompileError
+from pipecompile.graph.model_state import named_state
+
+__all__ = ["explaining_backward", "failure_of_forward"]
+
+# "modified by an inplace operation: [torch.FloatTensor [8, 6]] is at version 3; expected …"
+OVERWRITTEN = re.compile(
+    r"modified by an inplace operation: \[\S+ \[([\d, ]*)\]\].* version (\d+);"
+)
+
+
+def failure_of_forward(error: Exception, inputs: Sequence[Tensor]) -> str:
+    """Return in a line what a forward of a stage raised for its `inputs`."""
+    given = ", ".join(f"{value.dtype}{list(value.shape)}" for value in inputs)
+    return (
+        f"the forward of a microbatch raised {_text(error)}; the stage was given {given}: look for "
+        "values in the batch that the model does not take"
+    )
+
+
+@contextmanager
+def explaining_backward(module: nn.Module) -> Iterator[None]:
+    """Raise InputError for what a backward in the block raises; with the name, if it needs what was
+    written to.
+
+    The name is that of a parameter or buffer of the stage's `module`.
+    """
+    try:
+        yield
+    except (PipecompileError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        found = OVERWRITTEN.search(str(error))
+        if found is None:
+            raise InputError(f"the backward of a microbatch raised {_text(error)}") from error
+        sizes, version = found.groups()
+        elements = prod(int(size) for size in sizes.split(",") if size.strip())
+        # A layer saves a view of its weight: the version is the same, the shape may not be.
+        names = [
+            name
+            for name, tensor in named_state(module)
+            if (tensor.numel(), tensor._version) == (elements, int(version))
+        ]
+        what = " or ".join(dict.fromkeys(names)) or f"a tensor of shape [{sizes}]"
+        raise InputError(
+            f"the forward has written in place to {what} after that was used, and the backward of "
+            "an earlier microbatch, or its own, needs it as it was; compute with a copy of it "
+            "(clone), or write to it between steps"
+        ) from error
+
+
+def _text(error: Exception) -> str:
+    first_line = str(error).strip().partition("\n")[0]
+    return f"{type(error).__name__}: {first_line}" if first_line else type(error).__name__

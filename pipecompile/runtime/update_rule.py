@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from pipecompile.errors import InputError
 from pipecompile.runtime.norm import clip_to_norm
 
 __all__ = ["UpdateRule"]
@@ -16,10 +17,17 @@ __all__ = ["UpdateRule"]
 class UpdateRule:
     """Gradients are scaled so that their norm is at most `max_norm`, if there is one; with
     `skip_nonfinite` an update whose norm is NaN or infinite is left out.
+
+    InputError if `max_norm` is no number above 0: a negative one would turn all updates around.
     """
 
     max_norm: float | None = None
     skip_nonfinite: bool = False
+
+    def __post_init__(self) -> None:
+        is_number = isinstance(self.max_norm, int | float) and self.max_norm > 0
+        if self.max_norm is not None and not is_number:
+            raise InputError(f"max_norm={self.max_norm!r}, but it is a number above 0, or None")
 
     @property
     def needs_norm(self) -> bool:

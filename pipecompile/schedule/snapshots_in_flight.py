@@ -7,7 +7,9 @@ run without an end holds less than such a row of what was sent, and more as its 
     without end  F0 F1 F2 B0 REDUCE STEP F3 B1 …         microbatches are; B1 finds no gradients
 
 What was sent forward is kept until the next forward is sent behind its backward, and gradients as
-long as they may be unread (`PipelineSize.unread_gradients`).
+long as they may be unread (`PipelineSize.unread_gradients`). A stage with one rank, between stages
+with one, posts the receive of one value ahead, and that of a gradient when it needs it
+(continuous_order.py). Others post them as soon as they are sent (replicated_order.py).
 """
 
 from __future__ import annotations
@@ -47,7 +49,9 @@ def _without_end(
         if snapshot.kind in (Kind.REDUCE, Kind.STEP):
             continue
         ((stage, state),) = snapshot.states.items()
-        state = _as_kept(state, size.unread_gradients(stage))
+        state = _as_kept(snapshot.kind, state, size.unread_gradients(stage))
+        if not size.has_replicas:
+            state = _as_posted(state, needs_gradient=snapshot.kind is not Kind.FORWARD)
         held = state if sums else state._replace(has_gradients=0)
         yield snapshot._replace(states={stage: held._replace(has_all_gradients=0)})
         if snapshot.kind in BACKWARDS:
@@ -55,13 +59,25 @@ def _without_end(
             yield from (Snapshot(kind, stage, after) for kind in (Kind.REDUCE, Kind.STEP))
 
 
-def _as_kept(state: StageState, unread: int) -> StageState:
-    """Return the state with as much of what was sent as a run without an end keeps."""
+def _as_kept(kind: Kind, state: StageState, unread: int) -> StageState:
+    """Return the state with as much of what was sent as a run without an end keeps as an action of
+    `kind` begins. The send of a forward comes before the next backward.
+    """
+    outputs = 1 if kind is Kind.FORWARD else 0
     return state._replace(
-        outputs_sent=min(state.outputs_sent, 1),
-        values_relayed=min(state.values_relayed, 1),
+        outputs_sent=min(state.outputs_sent, outputs),
+        values_relayed=min(state.values_relayed, outputs),
         backward_sent=min(state.backward_sent, unread),
         gradients_relayed=min(state.gradients_relayed, unread),
+    )
+
+
+def _as_posted(state: StageState, *, needs_gradient: bool) -> StageState:
+    """Return the state with the receives that are posted when none is posted early."""
+    begun = state.with_activations + state.with_outputs
+    return state._replace(
+        values_received=min(state.values_received, begun + 1),
+        gradients_received=min(state.gradients_received, int(needs_gradient)),
     )
 
 
@@ -71,6 +87,8 @@ def _after_backward(state: StageState) -> StageState:
         with_activations=state.with_activations - 1,
         values_received=max(0, state.values_received - 1),
         gradients_received=max(0, state.gradients_received - 1),
+        outputs_sent=1,
+        values_relayed=1,
         has_gradients=1,
         has_all_gradients=1,
     )

@@ -40,7 +40,7 @@ PUBLISHED: dict[str, Callable[[int, int], int]] = {
 def chain_of(schedule: str, stages: int) -> Pipeline:
     """A linear layer on each stage, no two of them of one size."""
     torch.manual_seed(0)
-    widths = [10 + 7 * index for index in range(stages)] + [10]
+    widths = [10 + 7 * index for index in range(stages + 1)]
     layers = [nn.Linear(*pair, bias=False) for pair in pairwise(widths)]
     return pipecompile(
         nn.Sequential(*layers),
@@ -80,15 +80,19 @@ def _changes(pipeline: Pipeline) -> list[list[int]]:
     What was there before the run is copied first, so that it is counted.
     """
     generator = torch.Generator().manual_seed(1)
-    width = next(pipeline.parameters()).shape[1]
-    rows = torch.randn(MINIBATCHES, MICROBATCHES, width, generator=generator)
+    weights = list(pipeline.parameters())
+    rows, wanted = (
+        torch.randn(MINIBATCHES, MICROBATCHES, width, generator=generator)
+        for width in (weights[0].shape[1], weights[-1].shape[0])
+    )
 
     def run() -> None:
         for parameter in pipeline.parameters():
             parameter.data = parameter.data.clone()
-        list(pipeline.train([(each, each) for each in rows], sgd))
+        list(pipeline.train(zip(rows, wanted, strict=True), sgd))
 
-    sizes = [parameter.nbytes for parameter in pipeline.parameters()]
+    sizes = [weight.nbytes for weight in weights]
+    assert len(set(sizes)) == len(sizes), "a size tells one weight from the others"
     events = allocations(run)
     return [[each // size for each in events if abs(each) == size] for size in sizes]
 

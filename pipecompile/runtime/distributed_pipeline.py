@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from pipecompile.errors import InputError
-from pipecompile.ir.schedule import BACKWARDS, Schedule
+from pipecompile.ir.schedule import BACKWARDS, Kind, Schedule
 from pipecompile.runtime.agreement import Agreement
 from pipecompile.runtime.leading_forwards import LeadingForwards
 from pipecompile.runtime.messages import Boundaries, Messages
@@ -167,12 +167,18 @@ class DistributedPipeline:
                 "the last checkpoint"
             )
 
-    def begin(self, schedule: Schedule, agreement: Agreement, watch: StepWatch) -> Messages:
+    def begin(
+        self,
+        schedule: Schedule,
+        agreement: Agreement,
+        watch: StepWatch,
+        kept: Mapping[Kind, int],
+    ) -> Messages:
         """Return the messages of a run that has no end, on the ranks of `schedule`; none is
-        exchanged before the ranks' `agreement`.
+        exchanged before the ranks' `agreement`. So many messages of each kind of SEND are `kept`.
         """
         messages = self._messages(schedule)
-        messages.begin(watch.deadline, agreement)
+        messages.begin(watch.deadline, agreement, kept=kept)
         return messages
 
     @property

@@ -9,13 +9,13 @@ comes, and waited for by the action that needs it:
 Its buffers are made when it is posted, and nothing here holds them once they were waited for: they
 live as long as the stage needs them, and the memory model counts them so (memory_model/rank.py).
 So their number depends on the order of actions, not on the number of microbatches. What is sent is
-kept until the step ends.
+kept until the step ends, and in a run without end until what comes back says that it was received.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import NamedTuple
 
@@ -98,8 +98,8 @@ class Messages:
         self._trains = True
         self._missing = MissingGradients()
         self._receiving: dict[Action, deque[list[dist.Work]]] = defaultdict(deque)
-        self._sending: list[dist.Work] = []
-        self._sent_before: list[dist.Work] = []
+        self._sending: dict[Kind, deque[list[dist.Work]]] = defaultdict(deque)
+        self._kept: Mapping[Kind, int] | None = None
         self._deadline = Deadline()
         self._agreement: Agreement | None = None
 
@@ -139,7 +139,10 @@ class Messages:
             values = self._gradients_to_send(action, values)
         plain = [None if each is None else _plain(each) for each in values]
         peer = peer_of(self._peers, target, action.microbatch)
-        self._sending += self._start(dist.isend, plain, peer)
+        sending = self._sending[action.kind]
+        while self._kept is not None and len(sending) >= self._kept[action.kind]:
+            self._wait_for(sending.popleft())
+        sending.append(self._start(dist.isend, plain, peer))
 
     def _gradients_to_send(self, action: Action, values: Values) -> Values:
         """Return a message of gradients: zeros for those that are missing and not left out."""
@@ -194,23 +197,25 @@ class Messages:
         remainder: tuple[int, Boundaries] | None = None,
         *,
         trains: bool = True,
+        kept: Mapping[Kind, int] | None = None,
     ) -> None:
         """Begin a step that ends by `deadline`; forget what one that failed has left.
 
         No message is exchanged before the ranks' `agreement`; without it `agree` is called before
         the first message of gradients. `remainder` is the microbatch that is smaller than the
-        others, and its boundaries.
+        others, and its boundaries. A run that has no end keeps so many messages of each kind of
+        SEND (`kept`): those before them have been received.
         """
         self._deadline = deadline
         self._agreement = agreement
         self._remainder = remainder
         self._trains = trains
+        self._kept = kept
         # Operations go before the memory that they write to.
         self._receiving.clear()
         self._buffers.clear()
         self._missing.begin_step()
         self._sending.clear()
-        self._sent_before.clear()
 
     def agree(self, agreement: Agreement) -> None:
         """Wait for the ranks' `agreement` about the step."""
@@ -218,20 +223,15 @@ class Messages:
         self.settle()
 
     def go_on(self, deadline: Deadline) -> None:
-        """Go on with a run that has no end, whose next minibatch ends by `deadline`.
-
-        It waits until all is sent that was given here before the last call, so that what is kept of
-        it does not grow.
-        """
+        """Go on with a run that has no end, whose next minibatch ends by `deadline`."""
         self._deadline = deadline
-        self._wait_for(self._sent_before)
-        self._sent_before, self._sending = self._sending, []
 
     def finish(self) -> None:
         """Wait until everything is sent."""
         self.settle()
-        self._wait_for(self._sent_before)
-        self._wait_for(self._sending)
+        for works in chain.from_iterable(self._sending.values()):
+            self._wait_for(works)
+        self._sending.clear()
         if self._trains:
             self._missing.end_step()
 

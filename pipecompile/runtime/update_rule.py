@@ -18,6 +18,8 @@ __all__ = ["UpdateRule"]
 class UpdateRule:
     """Gradients are scaled so that their norm is at most `max_norm`, if there is one; with
     `skip_nonfinite` an update whose norm is NaN or infinite is left out.
+
+    InputError if `max_norm` is no number above 0: a negative one would turn all updates around.
     """
 
     max_norm: float | None = None

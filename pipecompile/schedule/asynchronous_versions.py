@@ -103,6 +103,19 @@ class PipelineSize:
         """Return how many microbatches a stage begins before the round ahead of them is back."""
         return (self.depth(stage) - 1) * self.replicas[stage]
 
+    def unread_gradients(self, stage: int) -> int:
+        """Return how many gradients a rank of a stage has sent, at most, of which it cannot know
+        that they were read; at least 1.
+
+        The gradient of a microbatch was, once its rank of the stage before has sent the microbatch
+        that is `depth` of its rounds further. That one is read here by a forward, and another
+        `depth` − 1 rounds of this stage later comes its backward.
+        """
+        if not stage:
+            return 1
+        further = self.depth(stage - 1) * self.replicas[stage - 1]
+        return max(1, -(-further // self.replicas[stage]) - self.depth(stage) + 1)
+
     def gone_back(self, stage: int, microbatch: int) -> int:
         """Return how many microbatches have gone back on all ranks of a stage when it begins one:
         those of whole rounds.

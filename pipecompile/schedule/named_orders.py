@@ -49,6 +49,7 @@ __all__ = [
     "peak_in_flight",
     "replicates_stages",
     "required_placement",
+    "steady_microbatches",
     "weight_copies",
 ]
 
@@ -156,6 +157,16 @@ def lasting_microbatches(name: str, placement: Sequence[int], microbatches: int)
     most = max(size.ahead(stage) + size.replicas[stage] for stage in range(size.stages))
     turns = lcm(*size.replicas)
     return -(-max(microbatches, most) // turns) * turns
+
+
+def steady_microbatches(name: str, placement: Sequence[int], microbatches: int) -> int:
+    """Return how many microbatches an order needs to come to what goes on without an end: under an
+    asynchronous schedule as many again as fill it.
+    """
+    if name not in ASYNCHRONOUS:
+        return microbatches
+    filled = lasting_microbatches(name, placement, 1)
+    return lasting_microbatches(name, placement, max(microbatches, 2 * filled))
 
 
 def held_microbatches(name: str, placement: Sequence[int], microbatches: int) -> int:

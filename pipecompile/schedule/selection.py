@@ -17,7 +17,6 @@ from pipecompile.ir.schedule import Schedule
 from pipecompile.ir.size import size_text
 from pipecompile.ir.stage import Stage
 from pipecompile.ir.stage_ranks import placement_of
-from pipecompile.memory_model.peak_snapshots import peak_snapshots
 from pipecompile.memory_model.snapshots import Snapshot
 from pipecompile.schedule.check import check_schedule
 from pipecompile.schedule.named_orders import (
@@ -30,6 +29,7 @@ from pipecompile.schedule.named_orders import (
     lasting_microbatches,
     peak_in_flight,
     required_placement,
+    steady_microbatches,
 )
 from pipecompile.schedule.placement import SHAPES, place, shapes_of
 from pipecompile.schedule.problem import PlacedProblem
@@ -37,6 +37,7 @@ from pipecompile.schedule.receives import add_earliest_receives
 from pipecompile.schedule.recompute import add_recomputes
 from pipecompile.schedule.robustness import is_gain_robust
 from pipecompile.schedule.simulator import simulate
+from pipecompile.schedule.snapshots_in_flight import snapshots_by_rank
 from pipecompile.schedule.stages import activation_caps, excess_bytes, problem_of_stages
 from pipecompile.schedule.transfers import add_transfers
 
@@ -143,10 +144,10 @@ def snapshots_of(
     `recompute` says that its stages recompute, `except_last` that the step's last microbatch is not
     recomputed.
     """
-    lasting = lasting_microbatches(name, placement, microbatches)
-    schedule = generate(name, placement, lasting, recompute, except_last=except_last)
+    steady = steady_microbatches(name, placement, microbatches)
+    schedule = generate(name, placement, steady, recompute, except_last=except_last)
     # No times are known yet: messages count as received as early as they may be.
-    return tuple(map(peak_snapshots, add_earliest_receives(schedule).rows))
+    return snapshots_by_rank(add_earliest_receives(schedule), microbatches)
 
 
 def named_schedule(name: str, problem: PlacedProblem) -> Schedule:

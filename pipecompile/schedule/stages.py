@@ -20,16 +20,16 @@ from pipecompile.ir.schedule import Schedule
 from pipecompile.ir.stage import ReplicaExchange, Stage
 from pipecompile.ir.stage_ranks import stage_ranks, stages_on
 from pipecompile.memory_model.allocator import ALLOCATORS
-from pipecompile.memory_model.peak_snapshots import peak_snapshots
 from pipecompile.memory_model.rank import (
     available_for_activations,
     most_for_activations,
     rank_memory,
 )
 from pipecompile.memory_model.snapshots import Snapshot
-from pipecompile.schedule.named_orders import generate, held_microbatches, lasting_microbatches
+from pipecompile.schedule.named_orders import generate, held_microbatches, steady_microbatches
 from pipecompile.schedule.problem import PlacedProblem, StageCosts
 from pipecompile.schedule.receives import add_earliest_receives
+from pipecompile.schedule.snapshots_in_flight import snapshots_by_rank
 
 __all__ = [
     "activation_caps",
@@ -245,7 +245,8 @@ def memory_by_rank(
     them. The bound holds for the order of its compute actions under any times.
     """
     lasting = _lasting(stages, schedule)
-    timed = _memory_of(stages, schedule, map(peak_snapshots, lasting.rows), allocator)
+    in_time = snapshots_by_rank(lasting, schedule.microbatches)
+    timed = _memory_of(stages, schedule, in_time, allocator)
     most = most_by_rank(stages, schedule, allocator)
     return tuple(
         RankMemory(
@@ -272,14 +273,15 @@ def most_by_rank(
         lasting.compute,
         lasting.weight_versions,
     )
-    return _memory_of(stages, schedule, _earliest_snapshots(order), allocator)
+    earliest = _earliest_snapshots(order, schedule.microbatches)
+    return _memory_of(stages, schedule, earliest, allocator)
 
 
 def _lasting(stages: Sequence[Stage], schedule: Schedule) -> Schedule:
     """Return an order in which ranks hold the most that they do while minibatches follow each
-    other: the schedule itself, unless that has fewer microbatches than are then in flight.
+    other: the schedule itself, unless that has too few microbatches for that.
     """
-    lasting = lasting_microbatches(schedule.name, schedule.placement, schedule.microbatches)
+    lasting = steady_microbatches(schedule.name, schedule.placement, schedule.microbatches)
     if lasting == schedule.microbatches:
         return schedule
     recompute = [stage.recomputes for stage in stages]
@@ -288,9 +290,9 @@ def _lasting(stages: Sequence[Stage], schedule: Schedule) -> Schedule:
 
 # Plans of several cuts under one order share them, and to find them takes longer than to use them.
 @lru_cache(maxsize=4)
-def _earliest_snapshots(order: Schedule) -> tuple[tuple[Snapshot, ...], ...]:
+def _earliest_snapshots(order: Schedule, microbatches: int) -> tuple[tuple[Snapshot, ...], ...]:
     """Return the snapshots by rank of an order of compute actions."""
-    return tuple(map(peak_snapshots, add_earliest_receives(order).rows))
+    return snapshots_by_rank(add_earliest_receives(order), microbatches)
 
 
 def _memory_of(

@@ -35,6 +35,7 @@ from pipecompile.schedule.continuous_order import ContinuousOrder, UpdatedWeight
 from pipecompile.schedule.replicated_order import ReplicatedOrder
 from pipecompile.training.batch_reader import input_and_target
 from pipecompile.training.pipeline_parts import PipelineParts
+from pipecompile.training.run_conditions import refuse_hooks_in_flight
 from pipecompile.training.stage_optimizers import StageOptimizers, owned_parameters
 from pipecompile.training.training_run import TrainingRun
 
@@ -201,6 +202,7 @@ class ContinuousTraining(Iterator[Any]):
                     "train(batches, factory) once more after that"
                 )
             self._program.check_unchanged()
+        refuse_hooks_in_flight(parts.target.model_with_loss, parts.plan.schedule.name)
         cut.check(self._program, None)
         minibatch = Minibatch(
             cut.rows,
@@ -250,7 +252,10 @@ class ContinuousTraining(Iterator[Any]):
 
     @contextmanager
     def _watched(self, name: str) -> Iterator[None]:
-        """Trace a failure in the block to the rank at fault. After one the training is over."""
+        """Trace a failure in the block to the rank at fault. After one the training is over.
+
+        An evaluation under torch.inference_mode drains too, by backwards, which it would forbid.
+        """
         if self.has_failed:
             raise InputError(
                 "a minibatch in flight has failed, and the others with it; call train(batches, "
@@ -258,7 +263,7 @@ class ContinuousTraining(Iterator[Any]):
             )
         watch = self._parts.runner.watch
         self.has_failed = True
-        with nullcontext() if watch is None else watch.watched(name):
+        with nullcontext() if watch is None else watch.watched(name), torch.inference_mode(False):
             yield
         self.has_failed = False
 

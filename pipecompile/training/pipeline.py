@@ -14,6 +14,7 @@ from torch.amp.grad_scaler import GradScaler
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim.lr_scheduler import LRScheduler
 
+from pipecompile.errors import InputError
 from pipecompile.frontend.target import Target
 from pipecompile.frontend.target_capture import Captured
 from pipecompile.graph.loss_module import state_names
@@ -369,6 +370,12 @@ class Pipeline(HeldModel):
         `post_validation` lets ranks begin the next step meanwhile. Modules stay in their modes.
         """
         if optimizer is None:
+            if not isinstance(mode, bool):
+                raise InputError(
+                    f"train({type(mode).__name__}) has no function that makes optimizers; write "
+                    "train(batches, lambda parameters: torch.optim.SGD(parameters, lr=0.1)), or "
+                    "train(True) and train(False) for modes"
+                )
             self.drain()
             self._target.model.train(mode)
             if isinstance(self._target.loss_fn, nn.Module):

@@ -29,6 +29,7 @@ __all__ = [
     "check_links",
     "refuse_frozen",
     "refuse_hook",
+    "refuse_hooks_in_flight",
     "refuse_in_flight",
     "refuse_shared_memory",
     "refuse_stage_replicas",
@@ -298,20 +299,26 @@ def refuse_in_flight(
     ):
         if is_given:
             raise InputError(f"under schedule {name!r} {reason}")
-    _refuse_hooks_and_views(target.model_with_loss, name)
+    refuse_hooks_in_flight(target.model_with_loss, name)
+    _refuse_views(target.model_with_loss, name)
 
 
-def _refuse_hooks_and_views(model: nn.Module, schedule: str) -> None:
-    """Raise InputError for parameters that cannot have several versions."""
-    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    by_storage = defaultdict[int, list[str]](list)
-    for name, parameter in trained.items():
+def refuse_hooks_in_flight(model: nn.Module, schedule: str) -> None:
+    """Raise InputError for hooks on gradients, which are those of the versions that are read."""
+    for name, parameter in model.named_parameters():
         if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
             kind = "hook on its gradient" if parameter._backward_hooks else "post-accumulate hook"
             raise InputError(
                 f"{name} has a {kind}, which would not run under schedule "
                 f"{schedule!r}: microbatches have weights of their own; remove it"
             )
+
+
+def _refuse_views(model: nn.Module, schedule: str) -> None:
+    """Raise InputError for parameters that cannot have several versions."""
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    by_storage = defaultdict[int, list[str]](list)
+    for name, parameter in trained.items():
         by_storage[storage_key(parameter)].append(name)
     for names in by_storage.values():
         for one, other in _overlaps(names, trained):

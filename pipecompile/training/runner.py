@@ -13,7 +13,7 @@ from torch import Tensor, fx, nn
 from pipecompile.errors import InputError, PipecompileError
 from pipecompile.frontend.target import Target
 from pipecompile.ir.plan import Plan
-from pipecompile.ir.schedule import Schedule
+from pipecompile.ir.schedule import Kind, Schedule
 from pipecompile.runtime import one_process, world
 from pipecompile.runtime.communication_hook import CommunicationHook
 from pipecompile.runtime.distributed_pipeline import DistributedPipeline, Engine, SizedStages
@@ -32,6 +32,7 @@ from pipecompile.runtime.ties import sum_tied_gradients
 from pipecompile.runtime.update_rule import UpdateRule
 from pipecompile.runtime.watch import Deadline, StepWatch
 from pipecompile.runtime.weight_updates import GradientExchange
+from pipecompile.schedule.asynchronous_versions import PipelineSize
 from pipecompile.schedule.plan_orders import PlanOrders
 from pipecompile.schedule.post_validation import leading_forwards
 from pipecompile.training.eager_stages import local_stages, rank_stages
@@ -290,7 +291,15 @@ class Runner:
         pipeline = self._pipeline(program)
         agreement = self._agreement.of_step(program, batch, self.watch, flags, pipeline.history)
         agreement.settle()
-        return pipeline.begin(self._plan.schedule, agreement, self.watch)
+        schedule = self._plan.schedule
+        (stage,) = self._share.stages  # under schedules without an end
+        size = PipelineSize.of(schedule.placement, schedule.microbatches)
+        kept = {
+            # A forward follows the backward of the one that is `depth` before it.
+            Kind.SEND_FORWARD: size.depth(stage),
+            Kind.SEND_BACKWARD: size.unread_gradients(stage),
+        }
+        return pipeline.begin(schedule, agreement, self.watch, kept)
 
     def exchange(self) -> GradientExchange:
         """Return with whom this process sums gradients."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from inspect import Parameter, signature
 from typing import Any
 
 import torch
@@ -54,14 +55,9 @@ class StageOptimizers:
         owned: Mapping[int, Sequence[nn.Parameter]],
     ) -> StageOptimizers:
         """Call the user's factories once for each stage; InputError for what is no optimizer of its
-        parameters.
+        parameters, and for what cannot be stepped by itself.
         """
-        for name, factory in (("optimizer", optimizer), ("scheduler", scheduler)):
-            if factory is not None and not callable(factory):
-                raise InputError(
-                    f"{name} is a {type(factory).__name__}, but must be a function that makes one "
-                    f"for each stage: lambda {_MADE_OF[name]}: …"
-                )
+        _refuse_what_is_no_factory("optimizer", optimizer)
         optimizers = {
             stage: _checked(optimizer(list(parameters)), parameters)
             for stage, parameters in owned.items()
@@ -69,7 +65,10 @@ class StageOptimizers:
         }
         schedulers = {}
         if scheduler is not None:
-            schedulers = {stage: scheduler(each) for stage, each in optimizers.items()}
+            _refuse_what_is_no_factory("scheduler", scheduler)
+            schedulers = {
+                stage: _checked_scheduler(scheduler(each)) for stage, each in optimizers.items()
+            }
         return cls(optimizers, schedulers)
 
     def step(self) -> None:
@@ -83,10 +82,6 @@ class StageOptimizers:
             scheduler.step()
 
 
-# What the factories are called with.
-_MADE_OF = {"optimizer": "parameters", "scheduler": "optimizer"}
-
-
 def _checked(made: Any, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
     """Return `made`, or raise InputError if it is no optimizer of these parameters only."""
     if not isinstance(made, torch.optim.Optimizer):
@@ -94,10 +89,11 @@ def _checked(made: Any, parameters: Iterable[nn.Parameter]) -> torch.optim.Optim
             f"the optimizer factory returned a {type(made).__name__}; return an optimizer of the "
             "parameters that it is given: lambda parameters: torch.optim.SGD(parameters, lr=0.1)"
         )
-    if isinstance(made, torch.optim.LBFGS):
+    if needed := _needed_by_step(made):
         raise InputError(
-            "LBFGS evaluates the loss several times in a step, which a pipeline takes once; choose "
-            "an optimizer that needs gradients only"
+            f"{type(made).__name__} computes the loss of its stage's parameters again as it steps "
+            f"({needed}), but a stage alone has no loss; choose an optimizer that steps with the "
+            "gradients that there are"
         )
     own = set(parameters)
     if not all(p in own for group in made.param_groups for p in group["params"]):
@@ -106,3 +102,41 @@ def _checked(made: Any, parameters: Iterable[nn.Parameter]) -> torch.optim.Optim
             "is called once for each stage, and makes a new optimizer of that stage's parameters"
         )
     return made
+
+
+def _checked_scheduler(made: Any) -> LRScheduler:
+    """Return `made`, or raise InputError if it is no scheduler that steps by itself."""
+    if not isinstance(made, LRScheduler):
+        raise InputError(
+            f"the scheduler factory returned a {type(made).__name__}; return a scheduler of the "
+            "optimizer that it is given: lambda optimizer: torch.optim.lr_scheduler.StepLR("
+            "optimizer, 10)"
+        )
+    if needed := _needed_by_step(made):
+        raise InputError(
+            f"{type(made).__name__} steps by a value that it is given ({needed}), but schedulers "
+            "follow updates, whose loss the last stage alone has; choose one that counts them"
+        )
+    return made
+
+
+def _refuse_what_is_no_factory(kind: str, given: Any) -> None:
+    if not callable(given):
+        raise InputError(
+            f"the {kind} is of type {type(given).__name__}, but train(batches, …) takes a function "
+            "that makes one for each stage, such as "
+            "lambda parameters: torch.optim.SGD(parameters, lr=0.1)"
+        )
+
+
+def _needed_by_step(made: Any) -> str:
+    """Return the names of the arguments without which `made` cannot step."""
+    variadic = (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)
+    return ", ".join(
+        argument.name
+        for argument in signature(made.step).parameters.values()
+        # A scheduler wraps the step of its optimizer, whose signature then has `self` too.
+        if argument.default is Parameter.empty
+        and argument.kind not in variadic
+        and argument.name != "self"
+    )

@@ -81,15 +81,15 @@ CALLS: dict[str, tuple[Callable[[Pipeline], Any], str]] = {
     "batches that are a number": (lambda p: list(p.train(3, sgd)), "batches is a int; give pairs"),
     "an optimizer that is made": (
         lambda p: list(p.train([(X, X)], sgd(p.parameters()))),
-        "optimizer is a SGD, but must be a function",
+        "the optimizer is of type SGD, but",
     ),
     "a scheduler that is a number": (
         lambda p: list(p.train([(X, X)], sgd, 3)),
-        "scheduler is a int, but must be a function",
+        "the scheduler is of type int, but",
     ),
     "an optimizer that wants the loss": (
         lambda p: list(p.train([(X, X)], torch.optim.LBFGS)),
-        "LBFGS evaluates the loss several times",
+        "LBFGS computes the loss of its stage",
     ),
 }
 

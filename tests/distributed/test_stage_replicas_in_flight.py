@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import islice
 from pathlib import Path
 
 import pytest
@@ -33,16 +34,19 @@ def test_replicas_follow_the_recurrence(
     workers: Workers, tmp_path: Path, replicas: tuple[int, ...], schedule: str, microbatches: int
 ) -> None:
     args = replicas, schedule, microbatches
-    of_stages = weight_copies(schedule, placement_of(replicas), microbatches)
-    planned = [
-        copies.own for copies, count in zip(of_stages, replicas, strict=True) for _ in range(count)
-    ]
     ranks = workers.run(sum(replicas), jobs.trained, *args, folder=str(tmp_path))
-    for found, most in zip(ranks, planned, strict=True):
-        for losses, weights, from_synchronous, copies in found.values():
+    for found in ranks:
+        for losses, weights, from_synchronous, _ in found.values():
             assert max(losses, weights) <= EXACT, found
             assert from_synchronous > 1e-3
-            assert copies == most
+    # The plan counts those of the replica that needs most, the first one: the others may read newer
+    # versions.
+    planned = weight_copies(schedule, placement_of(replicas), microbatches)
+    held = iter([{copies for *_, copies in found.values()} for found in ranks])
+    for copies, count in zip(planned, replicas, strict=True):
+        first, *others = islice(held, count)
+        assert first == {copies.own}
+        assert all(max(each) <= copies.own for each in others)
 
 
 def test_the_norm_counts_the_gradients_of_replicas_once(workers: Workers, tmp_path: Path) -> None:

@@ -397,6 +397,49 @@ def test_what_cannot_be_right_in_flight_is_refused() -> None:
         chain_of("pipedream-2bw", 2)
 
 
+@pytest.mark.parametrize("schedule", ["pipedream-2bw", "1f1b"])
+def test_what_cannot_step_a_stage_alone_is_refused(schedule: str) -> None:
+    pipeline, batches = chain_of(schedule), chain_batches(3)
+    given: Any = [
+        (torch.optim.LBFGS, None, "LBFGS computes the loss of its stage"),
+        (sgd(list(pipeline.parameters())), None, "the optimizer is of type SGD, but"),
+        (sgd, torch.optim.lr_scheduler.ReduceLROnPlateau, r"steps by a value .* \(metrics\)"),
+        (sgd, 3, "the scheduler is of type int, but"),
+        (sgd, lambda optimizer: None, "the scheduler factory returned a NoneType"),
+    ]
+    for optimizer, scheduler, message in given:
+        with pytest.raises(InputError, match=message):
+            pipeline.train(batches, optimizer, scheduler)
+    for max_norm in (-1.0, torch.nan, "1"):
+        with pytest.raises(InputError, match="but it is a number, 0 or more"):
+            pipeline.train(batches, sgd, max_norm=max_norm)  # type: ignore[call-overload]
+    with pytest.raises(InputError, match="has no function that makes optimizers"):
+        pipeline.train(batches)  # type: ignore[call-overload]
+
+
+def test_hooks_are_found_between_minibatches_too() -> None:
+    pipeline = chain_of("pipedream")
+    run = pipeline.train(chain_batches(), sgd)
+    next(run)
+    next(pipeline.parameters()).register_hook(lambda gradient: gradient)
+    with pytest.raises(InputError, match="weight has a hook on its gradient"):
+        next(run)
+
+
+def test_a_run_goes_on_whatever_the_mode_around_it() -> None:
+    """An evaluation drains it, and is often under inference_mode, which forbids backwards."""
+    batches = chain_batches(6)
+    wanted, pipeline = chain_of("pipedream"), chain_of("pipedream")
+    list(wanted.train(batches, sgd))
+    run = pipeline.train(batches, sgd)
+    next(run)
+    with torch.inference_mode():
+        pipeline.drain()
+    with torch.no_grad():
+        list(run)
+    assert_same(state_of(pipeline), state_of(wanted))
+
+
 class Scaled(nn.Module):
     """Outputs times a trained number, and their distance; with a target it is a loss."""
 

@@ -1,0 +1,94 @@
+"""The snapshots of ranks at which they may hold most, also where no step empties the pipeline.
+
+A row of an asynchronous schedule is that of one minibatch, or of a few that follow each other. A
+run without an end holds less than such a row of what was sent, and more as its optimizer steps:
+
+    row          F0 F1 F2 B0 F3 B1 …  B8 REDUCE STEP     nothing is in flight at the step
+    without end  F0 F1 F2 B0 REDUCE STEP F3 B1 …         microbatches are; B1 finds no gradients
+
+What was sent forward is kept until the next forward is sent behind its backward, and gradients as
+long as they may be unread (`PipelineSize.unread_gradients`). A stage with one rank, between stages
+with one, posts the receive of one value ahead, and that of a gradient when it needs it
+(continuous_order.py). Others post them as soon as they are sent (replicated_order.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from pipecompile.ir.schedule import BACKWARDS, Kind, Schedule
+from pipecompile.memory_model.peak_snapshots import peak_snapshots
+from pipecompile.memory_model.snapshots import Snapshot, StageState
+from pipecompile.schedule.asynchronous_versions import DOUBLE_BUFFERED, PipelineSize, rule_of
+
+__all__ = ["snapshots_by_rank"]
+
+
+def snapshots_by_rank(order: Schedule, microbatches: int) -> tuple[tuple[Snapshot, ...], ...]:
+    """Return for each rank of `order` the snapshots at which it may hold most.
+
+    `microbatches` are those of a minibatch, of which an order of an asynchronous schedule may have
+    more than one.
+    """
+    rows = map(peak_snapshots, order.rows)
+    rule = rule_of(order.weight_versions)
+    if rule is None:
+        return tuple(rows)
+    size = PipelineSize.of(order.placement, microbatches)
+    sums = rule is DOUBLE_BUFFERED or size.least_update > 1
+    return tuple(tuple(_without_end(row, size, sums=sums)) for row in rows)
+
+
+def _without_end(
+    snapshots: Iterable[Snapshot], size: PipelineSize, *, sums: bool
+) -> Iterator[Snapshot]:
+    """Yield the snapshots of a rank in a run without an end. `sums` says that gradients of several
+    microbatches are summed before an update.
+    """
+    for snapshot in snapshots:
+        if snapshot.kind in (Kind.REDUCE, Kind.STEP):
+            continue
+        ((stage, state),) = snapshot.states.items()
+        state = _as_kept(snapshot.kind, state, size.unread_gradients(stage))
+        if not size.has_replicas:
+            state = _as_posted(state, needs_gradient=snapshot.kind is not Kind.FORWARD)
+        held = state if sums else state._replace(has_gradients=0)
+        yield snapshot._replace(states={stage: held._replace(has_all_gradients=0)})
+        if snapshot.kind in BACKWARDS:
+            after = {stage: _after_backward(state)}
+            yield from (Snapshot(kind, stage, after) for kind in (Kind.REDUCE, Kind.STEP))
+
+
+def _as_kept(kind: Kind, state: StageState, unread: int) -> StageState:
+    """Return the state with as much of what was sent as a run without an end keeps as an action of
+    `kind` begins. The send of a forward comes before the next backward.
+    """
+    outputs = 1 if kind is Kind.FORWARD else 0
+    return state._replace(
+        outputs_sent=min(state.outputs_sent, outputs),
+        values_relayed=min(state.values_relayed, outputs),
+        backward_sent=min(state.backward_sent, unread),
+        gradients_relayed=min(state.gradients_relayed, unread),
+    )
+
+
+def _as_posted(state: StageState, *, needs_gradient: bool) -> StageState:
+    """Return the state with the receives that are posted when none is posted early."""
+    begun = state.with_activations + state.with_outputs
+    return state._replace(
+        values_received=min(state.values_received, begun + 1),
+        gradients_received=min(state.gradients_received, int(needs_gradient)),
+    )
+
+
+def _after_backward(state: StageState) -> StageState:
+    """Return the state behind the backward that begins with `state`, and ends an update."""
+    return state._replace(
+        with_activations=state.with_activations - 1,
+        values_received=max(0, state.values_received - 1),
+        gradients_received=max(0, state.gradients_received - 1),
+        outputs_sent=1,
+        values_relayed=1,
+        has_gradients=1,
+        has_all_gradients=1,
+    )

@@ -14,12 +14,15 @@ from typing import NamedTuple
 from pipecompile.ir.size import exact_size_text, size_text
 from pipecompile.partition.coarsening import coarse_groups
 from pipecompile.partition.memory_constraint import MemoryConstraint, Price, StageCandidate
+from pipecompile.partition.missing_memory import missing_bytes
+from pipecompile.partition.priced_search import PricedSearch
 from pipecompile.partition.problem import PartitionProblem
 from pipecompile.partition.roomiest_cut import (
     LARGEST_BYTES,
     PRECISION_PARTS,
     first_cut,
     roomiest_cut,
+    stages_of,
 )
 from pipecompile.partition.unit_graph import UnitGraph
 
@@ -28,6 +31,8 @@ __all__ = ["proven_shortage", "why_infeasible"]
 UNITS_MAX = 1000  # above it, memory that is missing is looked for between blocks
 LARGEST_UNITS = 3  # that a message names
 ROUNDS = 3  # of cuts with bounds that are raised
+NODES_PRICED = 1000  # in stages, for each guess of how much memory is missing
+PRICES_MIN = 4  # of each stage, below which a search finds nothing
 
 
 def why_infeasible(unit_graph: UnitGraph, *, proven: bool) -> str:
@@ -136,9 +141,28 @@ def _shared_memory_reason(unit_graph: UnitGraph, memory: MemoryConstraint) -> st
 
 
 def _memory_reason(unit_graph: UnitGraph, memory: MemoryConstraint) -> str:
-    """Return by how much all ranks would need more, and the stage that is then tightest.
+    """Return by how much all ranks would need more, and the stage that is then tightest."""
+    problem = unit_graph.problem
+    worst = _roomiest(unit_graph, memory)
+    if worst is None:
+        return (
+            f"no cut into k={problem.k} stages can be made to fit, whatever memory the ranks have"
+        )
+    stage, missing, _ = _narrowed(unit_graph, memory, worst)
+    units = (unit for unit in unit_graph.units if unit[0] in stage.nodes)
+    largest = max(units, key=lambda unit: memory.held_bytes(unit, stage.stage))
+    alone = memory.held_bytes(largest, stage.stage)
+    return (
+        f"a rank may hold {size_text(stage.cap)}, but the best cut into k={problem.k} stages "
+        f"that was found needs {exact_size_text(stage.cap + missing)}, {size_text(missing)} "
+        f"more, in stage {stage.stage}, where {largest[0]} is the largest node "
+        f"({size_text(alone)} alone)"
+    )
 
-    The cut is the one with the most room by bounds, which are raised where prices say more.
+
+def _roomiest(unit_graph: UnitGraph, memory: MemoryConstraint) -> _Shortage | None:
+    """Return the worst shortage of the cut with the most room, by bounds that are raised where
+    prices say more.
     """
     problem, caps = unit_graph.problem, memory.caps
     best: _Shortage | None = None
@@ -148,24 +172,36 @@ def _memory_reason(unit_graph: UnitGraph, memory: MemoryConstraint) -> str:
         if found is None:
             break
         shortages = list(_shortages(problem, memory, found.stages))
-        worst = max(shortages, key=attrgetter("missing"))
-        best = worst if best is None else min(best, worst, key=attrgetter("missing"))
-        caps = tuple(cap - each.excess for cap, each in zip(caps, shortages, strict=True))
+        worst = max(shortages, key=_missing)
+        best = worst if best is None else min(best, worst, key=_missing)
         if worst is not best or worst.excess <= 0:
             break
-    if best is None:
-        return (
-            f"no cut into k={problem.k} stages can be made to fit, whatever memory the ranks have"
-        )
-    stage, missing = best.stage, best.missing
-    units = (unit for unit in unit_graph.units if unit[0] in stage.nodes)
-    alone, largest = max((memory.held_bytes(unit, stage.stage), unit[0]) for unit in units)
-    return (
-        f"a rank may hold {size_text(stage.cap)}, but the best cut into k={problem.k} stages "
-        f"that was found needs {exact_size_text(stage.cap + missing)}, {size_text(missing)} "
-        f"more, in stage {stage.stage}, where {largest} is the largest node "
-        f"({size_text(alone)} alone)"
-    )
+        caps = tuple(cap - each.excess for cap, each in zip(caps, shortages, strict=True))
+    return best
+
+
+def _narrowed(unit_graph: UnitGraph, memory: MemoryConstraint, worst: _Shortage) -> _Shortage:
+    """Return a smaller worst shortage, of cuts whose stages are priced in a search.
+
+    It is found by bisection, for graphs that are small enough for so many prices.
+    """
+    problem = unit_graph.problem
+    prices = NODES_PRICED * problem.k // len(problem.graph.nodes)
+    if memory.price is None or prices < PRICES_MIN * problem.k:
+        return worst
+    too_few = missing_bytes(problem) - 1
+    while worst.missing - too_few > max(1, worst.missing // PRECISION_PARTS):
+        middle = (too_few + worst.missing) // 2
+        caps = tuple(cap + middle for cap in memory.caps)
+        larger = replace(problem, memory=replace(memory, caps=caps))
+        found = first_cut(unit_graph, larger, PricedSearch(larger, prices).best)
+        if found is None:
+            too_few = middle
+            continue
+        worst = max(_shortages(problem, memory, stages_of(unit_graph, found)), key=_missing)
+        # A price that is found to 1 % may be above the cap that it fits.
+        worst = worst._replace(missing=min(worst.missing, middle))
+    return worst
 
 
 class _Shortage(NamedTuple):
@@ -174,6 +210,9 @@ class _Shortage(NamedTuple):
     stage: StageCandidate
     missing: int
     excess: int
+
+
+_missing = attrgetter("missing")
 
 
 def _shortages(

@@ -15,13 +15,20 @@ from pipecompile.ir.links import FREE
 from pipecompile.partition.chains import Chain, Chains
 from pipecompile.partition.missing_memory import missing_or_spare_bytes
 from pipecompile.partition.orders import topological_orders
-from pipecompile.partition.prefix_cuts import cut_order
+from pipecompile.partition.prefix_cuts import BestChain, cut_order
 from pipecompile.partition.prefixes import Prefixes
 from pipecompile.partition.problem import PartitionProblem
 from pipecompile.partition.unit_graph import UnitGraph
 from pipecompile.partition.windows import Limit
 
-__all__ = ["LARGEST_BYTES", "PRECISION_PARTS", "RoomiestCut", "first_cut", "roomiest_cut"]
+__all__ = [
+    "LARGEST_BYTES",
+    "PRECISION_PARTS",
+    "RoomiestCut",
+    "first_cut",
+    "roomiest_cut",
+    "stages_of",
+]
 
 LARGEST_BYTES = 1 << 60  # more than any rank has
 PRECISION_PARTS = 100  # what is missing is found to this part
@@ -63,31 +70,34 @@ def roomiest_cut(unit_graph: UnitGraph) -> RoomiestCut | None:
         missing, step = missing + step, 2 * step
         if missing > LARGEST_BYTES:
             return None
-    return RoomiestCut(_stages(unit_graph, chain), missing)
+    return RoomiestCut(stages_of(unit_graph, chain), missing)
 
 
-def first_cut(unit_graph: UnitGraph, problem: PartitionProblem) -> Chain | None:
+def _unpriced(chains: Chains, limit: Limit) -> Chain | None:
+    """Return the best chain of a problem that has no prices."""
+    return chains.best(chains.problem.objective, limit)
+
+
+def first_cut(
+    unit_graph: UnitGraph, problem: PartitionProblem, best: BestChain = _unpriced
+) -> Chain | None:
     """Return a cut of the units of a graph in one order, by `problem`; None without one.
 
-    Prices are not asked for.
+    `best` searches chains, with the prices of the problem if it has any.
     """
     # The same units, so that rows of its prefixes are places in the same order.
     plain = UnitGraph(problem, unit_graph.units)
     prefixes = Prefixes(plain, next(iter(topological_orders(plain))))
-    return cut_order(prefixes, Limit(), _unpriced)
+    return cut_order(prefixes, Limit(), best)
 
 
-def _stages(unit_graph: UnitGraph, chain: Chain) -> tuple[tuple[str, ...], ...]:
+def stages_of(unit_graph: UnitGraph, chain: Chain) -> tuple[tuple[str, ...], ...]:
     """Return the nodes of each stage of a cut of the graph's own order."""
     order = next(iter(topological_orders(unit_graph)))
     return tuple(
         tuple(name for unit in order[start:stop] for name in unit_graph.units[unit])
         for start, stop in pairwise(chain.rows)
     )
-
-
-def _unpriced(chains: Chains, limit: Limit) -> Chain | None:
-    return chains.best(chains.problem.objective, limit)
 
 
 def _alone_on_ranks(problem: PartitionProblem) -> PartitionProblem:

@@ -47,7 +47,7 @@ class SideEffectTracker(TorchDispatchMode):
         kwargs = kwargs or {}
         # Most of what is dispatched on fake tensors only asks for their device.
         if func is torch.ops.prim.device.default:
-            return func(*args)
+            return _device_of(args[0])
         if torch.Tag.nondeterministic_seeded in func.tags:
             # Attention kernels carry the tag even if their dropout probability is 0.
             dropout = _arguments_by_name(func, args, kwargs).get("dropout_p")
@@ -64,6 +64,14 @@ class SideEffectTracker(TorchDispatchMode):
             if isinstance(result, tuple):
                 return (_with_cpu_strides(result[0], args[0]), *result[1:])
         return result
+
+
+def _device_of(tensor: Tensor) -> torch.device:
+    """Return the device of a tensor, of a fake one as its own handler does, without a dispatch."""
+    if not isinstance(tensor, FakeTensor):
+        return tensor.device
+    is_in_kernel = tensor.fake_mode.in_kernel_invocation
+    return torch.device("meta") if is_in_kernel else tensor.fake_device
 
 
 def _is_cast_to_half(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:

@@ -5,33 +5,34 @@ The constraints are dropped one after the other until a cut of the graph's own o
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from itertools import pairwise
+from itertools import chain
+from operator import attrgetter
 from typing import NamedTuple
 
-from pipecompile.ir.links import FREE
 from pipecompile.ir.size import exact_size_text, size_text
-from pipecompile.partition.chains import Chain
 from pipecompile.partition.coarsening import coarse_groups
-from pipecompile.partition.memory_constraint import MemoryConstraint
+from pipecompile.partition.memory_constraint import MemoryConstraint, Price, StageCandidate
 from pipecompile.partition.missing_memory import missing_bytes
-from pipecompile.partition.orders import topological_orders
-from pipecompile.partition.prefix_cuts import cut_order
-from pipecompile.partition.prefixes import Prefixes
 from pipecompile.partition.priced_search import PricedSearch
 from pipecompile.partition.problem import PartitionProblem
+from pipecompile.partition.roomiest_cut import (
+    LARGEST_BYTES,
+    PRECISION_PARTS,
+    first_cut,
+    roomiest_cut,
+    stages_of,
+)
 from pipecompile.partition.unit_graph import UnitGraph
-from pipecompile.partition.windows import Limit
 
 __all__ = ["proven_shortage", "why_infeasible"]
 
-NODES_PRICED = 20_000  # in stages, for each guess of how much memory is missing
-PRICES_MAX = 300
-PAIRS_MAX = 20_000_000
 UNITS_MAX = 1000  # above it, memory that is missing is looked for between blocks
-LARGEST_BYTES = 1 << 60  # more than any rank has
 LARGEST_UNITS = 3  # that a message names
-PRECISION_PARTS = 100  # missing memory is found to this part
+ROUNDS = 3  # of cuts with bounds that are raised
+NODES_PRICED = 1000  # in stages, for each guess of how much memory is missing
+PRICES_MIN = 4  # of each stage, below which a search finds nothing
 
 
 def why_infeasible(unit_graph: UnitGraph, *, proven: bool) -> str:
@@ -51,12 +52,12 @@ def _reason(unit_graph: UnitGraph) -> str:
     memory = problem.memory
     if memory is not None:
         coarse = _coarser(unit_graph)
-        if _first_cut(coarse, replace(coarse.problem, memory=None)) is not None:
+        if first_cut(coarse, replace(coarse.problem, memory=None)) is not None:
             if problem.ranks != problem.k:
                 return _shared_memory_reason(unit_graph, memory)
             return _memory_reason(coarse, memory)
     plain = replace(problem, memory=None, parameters_everywhere=False)
-    if problem.parameters_everywhere and _first_cut(unit_graph, plain) is not None:
+    if problem.parameters_everywhere and first_cut(unit_graph, plain) is not None:
         with_parameters = int((unit_graph.parameters > 0).sum())
         return (
             f"k={problem.k} stages must each have parameters, but no cut has that: only "
@@ -124,21 +125,6 @@ def _stage_windows(unit_graph: UnitGraph) -> tuple[list[int], list[int]]:
     return low, high
 
 
-def _first_cut(unit_graph: UnitGraph, problem: PartitionProblem) -> Chain | None:
-    """Return a cut of one order by `problem`; None without one.
-
-    Stages that share ranks are taken as alone on theirs.
-    """
-    if problem.ranks != problem.k:
-        problem = replace(problem, placement=None, speeds=None, links=FREE, memory=None)
-    # The same units, so that rows of its prefixes are places in the same order.
-    plain = UnitGraph(problem, unit_graph.units)
-    prefixes = Prefixes(plain, next(iter(topological_orders(plain))))
-    prices = 4 * problem.k + NODES_PRICED * problem.k // len(problem.graph.nodes)
-    priced_search = PricedSearch(problem, min(PRICES_MAX, prices), pairs_limit=PAIRS_MAX)
-    return cut_order(prefixes, Limit(), priced_search.best)
-
-
 def _shared_memory_reason(unit_graph: UnitGraph, memory: MemoryConstraint) -> str:
     """Return the reason where stages share ranks.
 
@@ -155,43 +141,124 @@ def _shared_memory_reason(unit_graph: UnitGraph, memory: MemoryConstraint) -> st
 
 
 def _memory_reason(unit_graph: UnitGraph, memory: MemoryConstraint) -> str:
-    """Return by how much all ranks would need more, and the stage that is then tightest.
+    """Return by how much all ranks would need more, and the stage that is then tightest."""
+    problem = unit_graph.problem
+    worst = _roomiest(unit_graph, memory)
+    if worst is None:
+        return (
+            f"no cut into k={problem.k} stages can be made to fit, whatever memory the ranks have"
+        )
+    stage, missing, _ = _narrowed(unit_graph, memory, worst)
+    units = (unit for unit in unit_graph.units if unit[0] in stage.nodes)
+    largest = max(units, key=lambda unit: memory.held_bytes(unit, stage.stage))
+    alone = memory.held_bytes(largest, stage.stage)
+    return (
+        f"a rank may hold {size_text(stage.cap)}, but the best cut into k={problem.k} stages "
+        f"that was found needs {exact_size_text(stage.cap + missing)}, {size_text(missing)} "
+        f"more, in stage {stage.stage}, where {largest[0]} is the largest node "
+        f"({size_text(alone)} alone)"
+    )
 
-    The amount is found by bisection, from what is missing by lower bounds on.
+
+def _roomiest(unit_graph: UnitGraph, memory: MemoryConstraint) -> _Shortage | None:
+    """Return the worst shortage of the cut with the most room, by bounds that are raised where
+    prices say more.
+    """
+    problem, caps = unit_graph.problem, memory.caps
+    best: _Shortage | None = None
+    for _ in range(ROUNDS):
+        lowered = replace(problem, memory=replace(memory, caps=caps))
+        found = roomiest_cut(UnitGraph(lowered, unit_graph.units))
+        if found is None:
+            break
+        shortages = list(_shortages(problem, memory, found.stages))
+        worst = max(shortages, key=_missing)
+        best = worst if best is None else min(best, worst, key=_missing)
+        if worst is not best or worst.excess <= 0:
+            break
+        caps = tuple(cap - each.excess for cap, each in zip(caps, shortages, strict=True))
+    return best
+
+
+def _narrowed(unit_graph: UnitGraph, memory: MemoryConstraint, worst: _Shortage) -> _Shortage:
+    """Return a smaller worst shortage, of cuts whose stages are priced in a search.
+
+    It is found by bisection, for graphs that are small enough for so many prices.
     """
     problem = unit_graph.problem
-
-    def cut_with(more: int) -> Chain | None:
-        caps = tuple(cap + more for cap in memory.caps)
-        return _first_cut(unit_graph, replace(problem, memory=replace(memory, caps=caps)))
-
-    too_few = max(0, missing_bytes(problem) - 1)
-    step = max(1, (max(memory.caps) + too_few) // PRECISION_PARTS)
-    enough = too_few + step
-    while (chain := cut_with(enough)) is None:
-        too_few, step = enough, 4 * step
-        enough = too_few + step
-        if enough > LARGEST_BYTES:
-            return (
-                f"no cut into k={problem.k} stages can be made to fit, whatever memory the ranks "
-                f"have"
-            )
-    while enough - too_few > max(1, enough // PRECISION_PARTS):
-        middle = (too_few + enough) // 2
-        smaller = cut_with(middle)
-        if smaller is None:
+    prices = NODES_PRICED * problem.k // len(problem.graph.nodes)
+    if memory.price is None or prices < PRICES_MIN * problem.k:
+        return worst
+    too_few = missing_bytes(problem) - 1
+    while worst.missing - too_few > max(1, worst.missing // PRECISION_PARTS):
+        middle = (too_few + worst.missing) // 2
+        caps = tuple(cap + middle for cap in memory.caps)
+        larger = replace(problem, memory=replace(memory, caps=caps))
+        found = first_cut(unit_graph, larger, PricedSearch(larger, prices).best)
+        if found is None:
             too_few = middle
-        else:
-            enough, chain = middle, smaller
-    tightest = _tightest_stage(unit_graph, memory, chain)
-    cap = memory.caps[problem.stage_ranks[tightest.stage]]
-    largest = unit_graph.units[tightest.largest_unit]
-    alone = memory.held_bytes(largest, tightest.stage)
-    return (
-        f"a rank may hold {size_text(cap)}, but the best cut into k={problem.k} stages that was "
-        f"found needs {exact_size_text(cap + enough)}, {size_text(enough)} more, in stage "
-        f"{tightest.stage}, where {largest[0]} is the largest node ({size_text(alone)} alone)"
-    )
+            continue
+        worst = max(_shortages(problem, memory, stages_of(unit_graph, found)), key=_missing)
+        # A price that is found to 1 % may be above the cap that it fits.
+        worst = worst._replace(missing=min(worst.missing, middle))
+    return worst
+
+
+class _Shortage(NamedTuple):
+    """By how many bytes a stage is over its cap, and by how many of them bounds are too low."""
+
+    stage: StageCandidate
+    missing: int
+    excess: int
+
+
+_missing = attrgetter("missing")
+
+
+def _shortages(
+    problem: PartitionProblem, memory: MemoryConstraint, stages: Sequence[tuple[str, ...]]
+) -> Iterator[_Shortage]:
+    """Yield the shortage of each stage of a cut."""
+    bounds = memory.unpriced
+    for stage, names in enumerate(stages):
+        candidate = StageCandidate(
+            stage=stage,
+            before=tuple(chain.from_iterable(stages[:stage])),
+            nodes=names,
+            in_flight=memory.in_flight[stage],
+            cap=memory.caps[problem.stage_ranks[stage]],
+        )
+        least = bounds.held_bytes(names, stage) - candidate.cap
+        missing = least
+        if memory.price is not None:
+            missing = max(least, _priced_missing(candidate, memory.price, max(0, least)))
+        yield _Shortage(candidate, missing, missing - least)
+
+
+def _priced_missing(
+    stage: StageCandidate, price: Callable[[StageCandidate], Price], least: int
+) -> int:
+    """Return by how much the cap of a stage must grow for a price; 0 if it has one, or if no cap
+    would do.
+
+    It is at least `least` bytes, and found to 1 % where a price does not say it.
+    """
+
+    def priced(more: int) -> Price:
+        return price(replace(stage, cap=stage.cap + more))
+
+    first = priced(0)
+    if first.ns is not None or first.missing is not None:
+        return first.missing or 0
+    too_few, enough, step = 0, least, max(1, (stage.cap + least) // PRECISION_PARTS)
+    while priced(enough).ns is None:
+        too_few, enough, step = enough, enough + step, 2 * step
+        if enough > LARGEST_BYTES:
+            return 0
+    while enough - too_few > max(1, (stage.cap + enough) // PRECISION_PARTS):
+        middle = (too_few + enough) // 2
+        too_few, enough = (middle, enough) if priced(middle).ns is None else (too_few, middle)
+    return enough
 
 
 def _coarser(unit_graph: UnitGraph) -> UnitGraph:
@@ -205,30 +272,5 @@ def _coarser(unit_graph: UnitGraph) -> UnitGraph:
     if unit_graph.count <= UNITS_MAX:
         return unit_graph
     between_blocks = UnitGraph(coarse, coarse.units)
-    has_cut = _first_cut(between_blocks, replace(coarse, memory=None)) is not None
+    has_cut = first_cut(between_blocks, replace(coarse, memory=None)) is not None
     return between_blocks if has_cut else unit_graph
-
-
-class _TightestStage(NamedTuple):
-    """The stage with the least room left, and the unit of it that holds most."""
-
-    stage: int
-    largest_unit: int
-
-
-def _tightest_stage(
-    unit_graph: UnitGraph, memory: MemoryConstraint, chain: Chain
-) -> _TightestStage:
-    """Return the tightest stage of a cut of the graph's own order."""
-    order = next(iter(topological_orders(unit_graph)))
-
-    def held(unit: int, stage: int) -> int:
-        return memory.held_bytes(unit_graph.units[unit], stage)
-
-    rooms = []
-    for stage, (start, stop) in enumerate(pairwise(chain.rows)):
-        cap = memory.caps[unit_graph.problem.stage_ranks[stage]]
-        total = sum(held(unit, stage) for unit in order[start:stop])
-        rooms.append((cap - total, stage, start, stop))
-    _, stage, start, stop = min(rooms)
-    return _TightestStage(stage, max(order[start:stop], key=lambda unit: held(unit, stage)))

@@ -36,11 +36,13 @@ class Price(NamedTuple):
     """The time that a stage spends per microbatch to fit its cap.
 
     `ns` is None if it cannot fit; `least` is a proven lower bound of `ns`, None if it is proven
-    that the stage cannot fit.
+    that the stage cannot fit. `missing` are the bytes by which it then is over its cap, where they
+    are known.
     """
 
     ns: int | None
     least: int | None
+    missing: int | None = None
 
 
 @dataclass(frozen=True)
@@ -96,6 +98,14 @@ class MemoryConstraint:
         resident = {node.name: -(-node.parameter_bytes * factor // 1) for node in graph.nodes}
         saved = {node.name: node.saved_bytes for node in graph.nodes}
         return MemoryConstraint(caps, in_flight, resident, saved)
+
+    @property
+    def unpriced(self) -> MemoryConstraint:
+        """The constraint by lower bounds alone, the state of the optimizer among them."""
+        resident = {
+            name: size + self.optimizer.get(name, 0) for name, size in self.resident.items()
+        }
+        return MemoryConstraint(self.caps, self.in_flight, resident, self.saved)
 
     def held_bytes(self, names: Iterable[str], stage: int) -> int:
         """Return the bytes that these nodes hold in `stage`: Σ resident + in-flight × Σ saved."""

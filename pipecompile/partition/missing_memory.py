@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from pipecompile.partition.memory_constraint import MemoryConstraint
 from pipecompile.partition.problem import PartitionProblem
 
-__all__ = ["missing_bytes"]
+__all__ = ["missing_bytes", "missing_or_spare_bytes"]
 
 
 def missing_bytes(problem: PartitionProblem) -> int:
@@ -28,9 +28,23 @@ def missing_bytes(problem: PartitionProblem) -> int:
         return 0
     if problem.ranks != problem.k:
         return _missing_in_sum(problem, memory)
-    too_few, enough = -1, 0
+    return 0 if _can_fill(problem, memory, 0) else _least_growth(problem, memory, 0)
+
+
+def missing_or_spare_bytes(problem: PartitionProblem) -> int:
+    """Return the same for stages alone on their ranks, but below 0 by how much all caps may
+    shrink.
+    """
+    memory = problem.memory
+    assert memory is not None
+    return _least_growth(problem, memory, -max(memory.caps))
+
+
+def _least_growth(problem: PartitionProblem, memory: MemoryConstraint, too_few: int) -> int:
+    """Return the least growth of all caps with which all nodes find place; `too_few` is not."""
+    enough = too_few + 1
     while not _can_fill(problem, memory, enough):
-        too_few, enough = enough, max(1, 2 * enough)
+        too_few, enough = enough, enough + 2 * (enough - too_few)
     while enough - too_few > 1:
         middle = (too_few + enough) // 2
         if _can_fill(problem, memory, middle):
@@ -59,7 +73,7 @@ def _can_fill(problem: PartitionProblem, memory: MemoryConstraint, more: int) ->
     for in_flight, rank in zip(memory.in_flight, problem.stage_ranks, strict=True):
         held = resident + optimizer + in_flight * saved
         room = held[start] + memory.caps[rank] + more
-        start = int(np.searchsorted(held, room, side="right")) - 1
+        start = max(start, int(np.searchsorted(held, room, side="right")) - 1)
     return start == count
 
 

@@ -18,7 +18,7 @@ from pipecompile.partition.chains import Chain, Chains
 from pipecompile.partition.prefixes import Prefixes
 from pipecompile.partition.windows import Limit
 
-__all__ = ["PAIRS_MAX", "cut_order"]
+__all__ = ["PAIRS_MAX", "BestChain", "cut_order"]
 
 PAIRS_MAX = 5_000_000  # pairs of prefixes per dynamic program: about a second
 

@@ -24,6 +24,7 @@ import numpy as np
 
 from pipecompile.errors import InfeasibleError
 from pipecompile.ir.links import FREE
+from pipecompile.partition.bottlenecks import proves_no_fit
 from pipecompile.partition.budget import (
     CUT_UNITS_PER_SECOND,
     IDEALS_PER_SECOND,
@@ -158,6 +159,9 @@ class PartitionSearch:
     def run(self) -> None:
         """Run all methods in turn, until a cut is proven best or near enough to the bound."""
         self.bound = lower_bound(self.problem)
+        if proves_no_fit(self.unit_graph):
+            self.is_proven = True
+            return
         if self.problem.ranks != self.problem.k:
             self._try_shared_ranks()
             return

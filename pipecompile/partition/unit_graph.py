@@ -20,7 +20,7 @@ from pipecompile.ir.links import Hop
 from pipecompile.partition.problem import PartitionProblem
 from pipecompile.partition.units import Unit
 
-__all__ = ["CrossingKind", "Flow", "Integers", "Mask", "UnitGraph"]
+__all__ = ["CrossingKind", "Flow", "Integers", "Mask", "UnitGraph", "reachable_weight"]
 
 # What is summed over the flows that cross a boundary: their transfer times over a hop, or the bytes
 # of their buffers, by the name of the field of `BoundaryBuffers`.
@@ -208,12 +208,12 @@ class UnitGraph:
     @cached_property
     def needed_compute(self) -> NDArray[np.float64]:
         """Per unit a lower bound of its and its predecessors' compute, not in the last stage."""
-        return _reachable_weight(range(self.count), self.before, self.compute[0])
+        return reachable_weight(range(self.count), self.before, self.compute[0])
 
     @cached_property
     def fed_compute(self) -> NDArray[np.float64]:
         """Per unit a lower bound of its and its successors' compute, in the last stage."""
-        return _reachable_weight(range(self.count - 1, -1, -1), self.after, self.compute[1])
+        return reachable_weight(range(self.count - 1, -1, -1), self.after, self.compute[1])
 
     @cached_property
     def resident(self) -> Integers:
@@ -351,7 +351,7 @@ def _array(values: Sequence[int] | Sequence[Sequence[int]]) -> Integers:
     return np.array(values, dtype=np.int64)
 
 
-def _reachable_weight(
+def reachable_weight(
     order: range, sources: Sequence[Sequence[int]], weights: Integers
 ) -> NDArray[np.float64]:
     """Return, per unit, the weight of it and of all units that lead to it through `sources`.

@@ -47,15 +47,17 @@ def likely_step(work: Work, options: Options, state_bytes: int) -> LikelyStep:
     simulated = min(m, SIMULATED_ROUNDS * fewer)
     placement = placements(alike)[0]
     name = representative_schedule(alike, placement)
-    times, kept = _equal_stages(name, placement, simulated, *_shares(work))
+    times, kept, between = _equal_stages(name, placement, simulated, *_shares(work))
     step = times * total // (PARTS * alike.k) + (m - simulated) * total // fewer
     held = kept * work.saved_bytes // alike.k
+    # What a stage holds while one microbatch is recomputed, besides those that wait for a W.
+    one = between * work.saved_bytes // alike.k + work.saved_bytes // stages
     caps = options.caps(ranks)
     if caps is None:
         return LikelyStep(step, 0.0)
     cap = sum(caps) // ranks
     room = cap - state_bytes // ranks
-    extra, kept = _recompute(work, options, held, room, stages)
+    extra, kept = _recompute(work, options, held, room, one)
     filled = (state_bytes // ranks + kept) / max(1, cap)
     return LikelyStep(step + m * extra // fewer, filled)
 
@@ -102,9 +104,9 @@ def _balanced(work: Work, ranks: int) -> Work:
 @lru_cache(maxsize=4096)
 def _equal_stages(
     name: str, placement: tuple[int, ...], microbatches: int, forward: int, inner: int
-) -> tuple[int, int]:
-    """Return the step of stages that take `PARTS` for a microbatch, and of how many microbatches
-    a rank holds what one stage saves, at most.
+) -> tuple[int, int, int]:
+    """Return the step of stages that take `PARTS` for a microbatch; of how many microbatches a
+    rank holds what one stage saves, at most; and how many of them are between I and W, at most.
     """
     stages = len(placement)
     costs = StageCosts(
@@ -117,19 +119,23 @@ def _equal_stages(
     )
     free, gradient = (0,) * (stages - 1), (True,) * (stages - 1)
     problem = PlacedProblem(placement, microbatches, (costs,) * stages, free, free, gradient)
-    timeline = simulate(problem, generate(name, placement, microbatches))
-    return timeline.makespan_ns, max(max(row) for row in timeline.held_bytes)
+    schedule = generate(name, placement, microbatches)
+    timeline = simulate(problem, schedule)
+    # Recomputed as a whole they keep nothing for I.
+    recomputed = replace(problem, costs=(replace(costs, kept_bytes=0),) * stages)
+    between = max(max(recomputed.held_bytes(row), default=0) for row in schedule.compute)
+    return timeline.makespan_ns, max(max(row) for row in timeline.held_bytes), between
 
 
-def _recompute(work: Work, options: Options, held: int, room: int, stages: int) -> tuple[int, int]:
-    """Return what all stages recompute of one microbatch in ns, and what a rank then holds.
+def _recompute(work: Work, options: Options, held: int, room: int, one: int) -> tuple[int, int]:
+    """Return what all stages recompute of one microbatch in ns, and what a rank then holds, at
+    least `one`.
 
     Stages of a schedule that may split backwards recompute as a whole or not at all; others free
     the share of what they hold that is too much, by the same share of their forwards.
     """
     if options.recompute == "none" or (options.recompute == "auto" and held <= room):
         return 0, held
-    one = work.saved_bytes // stages  # what a stage holds while one microbatch is recomputed
     if options.recompute != "auto" or options.schedule in MAY_SPLIT:
         return work.forward_ns, one
     return work.forward_ns * min(held, held - room) // max(1, held), max(one, min(held, room))

@@ -300,7 +300,7 @@ def _price(planner: RecomputePlanner, one_in_flight: bool) -> Callable[[StageCan
             one_in_flight=one_in_flight,
         )
         if missing > 0:
-            return Price(None, None)
+            return Price(None, None, missing)
         # It fits, and `recompute` of the problem has the time.
         if has_recompute_in_compute(options):
             return Price(0, 0)

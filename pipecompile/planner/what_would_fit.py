@@ -6,7 +6,6 @@ Needs no PyTorch.
 from __future__ import annotations
 
 from contextlib import suppress
-from dataclasses import replace
 from itertools import chain, islice
 
 import msgspec
@@ -16,7 +15,8 @@ from pipecompile.ir.graph import CostGraph
 from pipecompile.ir.links import Links
 from pipecompile.ir.plan import Options
 from pipecompile.partition.missing_memory import missing_bytes
-from pipecompile.partition.solver import solve
+from pipecompile.partition.roomiest_cut import roomiest_cut
+from pipecompile.partition.unit_graph import UnitGraph
 from pipecompile.partition.violations import violations
 from pipecompile.planner.partition_problem import problem_of
 from pipecompile.planner.setting_bounds import state_bytes
@@ -24,17 +24,16 @@ from pipecompile.schedule.selection import placements
 
 __all__ = ["what_would_fit"]
 
-SHORT_SECONDS = 0.5  # of work on each change that might make a cut fit
 SUGGESTIONS = 2
-SEARCHES = 3  # for something to suggest
+CUTS_PRICED = 3  # for something to suggest
 
 
 def what_would_fit(graph: CostGraph, options: Options, links: Links) -> str:
     """Return the nearest options that can be met, as the end of a sentence.
 
     It is "" where memory is not capped. Tried are `recompute=auto`, more stages, and both. Lower
-    bounds of what ranks hold rule most of them out. Of the others those would fit for which a short
-    search finds a cut. If it finds none, what the bounds leave open may fit.
+    bounds of what ranks hold rule most of them out. Others would fit if their cut with the most
+    room does. If none does, what the bounds leave open may fit.
     """
     if options.memory_bytes is None:
         return ""
@@ -44,9 +43,9 @@ def what_would_fit(graph: CostGraph, options: Options, links: Links) -> str:
     most = options.k if is_fixed else 2 * options.k + 2
     single, double = _with_more_room(options, most)
     possible = (text for text, changed in single.items() if _may_fit(graph, changed, links))
-    searched, fitting = list[str](), list[str]()
-    for text in islice(possible, SEARCHES):
-        searched.append(text)
+    priced, fitting = list[str](), list[str]()
+    for text in islice(possible, CUTS_PRICED):
+        priced.append(text)
         if _is_feasible(graph, single[text], links):
             fitting.append(text)
         if len(fitting) == SUGGESTIONS:
@@ -54,8 +53,8 @@ def what_would_fit(graph: CostGraph, options: Options, links: Links) -> str:
     if fitting:
         return f"; this would fit: {' or '.join(fitting)}"
     both = (text for text, changed in double.items() if _may_fit(graph, changed, links))
-    # That a short search finds no cut rules nothing out.
-    open_ones = list(islice(chain(searched, possible, both), SUGGESTIONS))
+    # That one cut does not fit rules nothing out.
+    open_ones = list(islice(chain(priced, possible, both), SUGGESTIONS))
     if open_ones:
         return f"; this may fit: {' or '.join(open_ones)}"
     return (
@@ -90,20 +89,15 @@ def _may_fit(graph: CostGraph, options: Options, links: Links) -> bool:
 
 
 def _is_feasible(graph: CostGraph, options: Options, links: Links) -> bool:
-    """Return whether a short search finds a cut.
+    """Return whether the cut with the most room fits.
 
-    It goes by lower bounds of what stages hold, and only the cut that it finds is priced: a search
-    with prices takes as long as a plan.
+    It goes by lower bounds of what stages hold, and only it is priced: a search takes as long as
+    a plan.
     """
     with suppress(PipecompileError):
-        problem = replace(problem_of(graph, options, links), objective="max-load")
-        assert problem.memory is not None
-        memory = problem.memory
-        resident = {
-            name: size + memory.optimizer.get(name, 0) for name, size in memory.resident.items()
-        }
-        unpriced = replace(memory, resident=resident, price=None, freeable=())
-        # It raises InfeasibleError where it finds no cut.
-        found = solve(replace(problem, memory=unpriced), seconds=SHORT_SECONDS, explained=False)
-        return next(violations(problem, found.assignment), None) is None
+        problem = problem_of(graph, options, links)
+        # It raises InfeasibleError where there are too few units, or pins that no cut meets.
+        found = roomiest_cut(UnitGraph.of(problem))
+        if found is not None and found.missing <= 0:
+            return next(violations(problem, found.assignment), None) is None
     return False

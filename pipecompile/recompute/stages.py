@@ -50,7 +50,7 @@ def stages_of(
     if with_memory:
         recomputes = planner.of_all(nodes_by_stage)
     # Boundary s is before stage s: the first one has no tensors, and neither has the last.
-    boundaries = [tuple(_boundary(graph, assignment, stage)) for stage in range(-1, k)]
+    boundaries = [(), *_boundaries(graph, assignment, k)]
     made: list[Stage] = []
     tied = _tied_parameters(graph, nodes_by_stage)
     tied_sums = _tied_sums(graph, tied, planner.view.placement, planner.options)
@@ -263,18 +263,25 @@ def _sum_if_known(values: Iterable[int | None]) -> int | None:
     return total
 
 
-def _boundary(graph: CostGraph, assignment: Mapping[str, int], stage: int) -> Iterator[Boundary]:
-    """Yield the tensors sent from `stage` to the next one, relayed ones included, in graph
-    order.
+def _boundaries(
+    graph: CostGraph, assignment: Mapping[str, int], k: int
+) -> list[tuple[Boundary, ...]]:
+    """Return the tensors sent from each stage to the next one, relayed ones included, in graph
+    order; the last stage sends none.
     """
+    crossing: list[list[Boundary]] = [[] for _ in range(k)]
     for tensor in graph.tensors:
+        first = assignment[tensor.producer]
         # A tensor without consumers crosses nothing.
-        last = max((assignment[name] for name in tensor.consumers), default=-1)
-        # From stage 0 to a reader in stage 3 it crosses the boundaries behind 0, 1 and 2.
-        if assignment[tensor.producer] <= stage < last:
-            yield Boundary(
+        last = max((assignment[name] for name in tensor.consumers), default=first)
+        if first < last:
+            boundary = Boundary(
                 name=tensor.producer, bytes=tensor.bytes, gradient_bytes=tensor.gradient_bytes
             )
+            # From stage 0 to a reader in stage 3 it crosses the boundaries behind 0, 1 and 2.
+            for stage in range(first, last):
+                crossing[stage].append(boundary)
+    return [tuple(boundary) for boundary in crossing]
 
 
 def routes_of(graph: CostGraph, assignment: Mapping[str, int]) -> Iterator[Route]:

@@ -36,3 +36,26 @@ def test_what_must_be_recomputed_makes_it_longer() -> None:
     tight = likely_step(WORK, options, state_bytes=8 * (10**9 - (32 << 20)))
     assert tight.step_ns > loose.step_ns
     assert loose.filled < tight.filled <= 1
+
+
+def test_halves_of_backwards_hold_what_waits_between_them_whatever_is_recomputed() -> None:
+    filled = {
+        schedule: likely_step(
+            WORK,
+            requested_options(
+                k=8,
+                microbatches=64,
+                costs="flops",
+                schedule=schedule,
+                recompute="stage",
+                memory="80GB",
+            ),
+            state_bytes=0,
+        ).filled
+        for schedule in ("1f1b", "zb-h1", "zb-h2")
+    }
+    assert filled["1f1b"] == pytest.approx((8 << 20) / 80e9)
+    # The last rank puts off as many W as there are ranks, in zb-h2 nearly twice as many, and one
+    # more microbatch is being recomputed.
+    assert filled["zb-h1"] == pytest.approx((8 + 1) * (8 << 20) / 80e9)
+    assert filled["zb-h2"] == pytest.approx((15 + 1) * (8 << 20) / 80e9)

@@ -34,6 +34,7 @@ WORDS = {
     Kind.SEND_BACKWARD: "send of gradients",
     Kind.RECEIVE_BACKWARD: "receive of gradients",
     Kind.REDUCE: "sum of gradients over replicas",
+    Kind.STEP: "optimizer step",
 }
 
 

@@ -33,8 +33,8 @@ class MinibatchesInFlight:
     Each minibatch has `microbatches`, of which stages recompute those in `recomputed`. `owners` are
     the stages to which the weights of each stage belong. `update(microbatch)` is the number of the
     update that its gradients are part of. So many processes take `turns`: this one has every
-    `turns`-th microbatch. `observers` are told of the actions of a minibatch;
-    `recorders` of those of all, updates too, with microbatches numbered from `first_recorded` on.
+    `turns`-th microbatch. `observers` are told of actions with microbatches numbered within their
+    minibatch, and of updates; `recorders` likewise, with numbers from `first_recorded` on.
     """
 
     def __init__(
@@ -112,8 +112,9 @@ class MinibatchesInFlight:
 
     @contextmanager
     def _recorded(self, action: Action) -> Iterator[None]:
-        """Tell recorders of an update, which waits for nothing before it begins."""
-        recorders = [_NumberedThrough(each, -self.first_recorded) for each in self._recorders]
+        """Tell all of an update, which waits for nothing before it begins."""
+        recorders: list[ActionObserver] = [*self._observers]
+        recorders += [_NumberedThrough(each, -self.first_recorded) for each in self._recorders]
         for recorder in recorders:
             recorder.begin(action)
             recorder.ready(action)

@@ -247,7 +247,7 @@ class StepWatch:
         if isinstance(error, torch.OutOfMemoryError):  # which is one as well
             return False
         what = self._now.what
-        exchanges = isinstance(what, str) or what.kind in TRANSFERS
+        exchanges = isinstance(what, str) or what.kind in (*TRANSFERS, Kind.REDUCE)
         return isinstance(error, RuntimeError) and (exchanges or self._now.phase == "waiting")
 
     def _fail(self, error: str) -> None:

@@ -3,7 +3,13 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest.mock import patch
 
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from pipecompile import RankFaultError
 from tests.delayed_gradients import DelayedGradients
 from tests.distributed.continuous_jobs import _loss_distance, _own_distance, from_the_beginning
 from tests.distributed.stage_replica_jobs import replicated
@@ -38,3 +44,28 @@ def trained(
             copies,
         )
     return found
+
+
+def failed_update(schedule: str) -> str:
+    """What a rank says when the optimizer of rank 1 fails while rank 0 waits for its sums."""
+    pipeline = replicated((2, 1), 2, schedule=schedule, step_timeout=20).pipeline
+    steps = 0
+
+    def optimizer(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+        return torch.optim.SGD(parameters, lr=0.1)
+
+    def failing(made: torch.optim.SGD, step: Any = torch.optim.SGD.step) -> None:
+        nonlocal steps
+        steps += 1
+        if dist.get_rank() == 1 and steps == 3:
+            raise ValueError("planted")
+        step(made)
+
+    with patch.object(torch.optim.SGD, "step", failing):
+        try:
+            list(pipeline.train(batches_of(MICROBATCH * 2), optimizer))
+        except (RankFaultError, ValueError) as error:
+            # Some rank may still be in the run: a barrier would wait for it for ever.
+            dist.destroy_process_group()
+            return "\n".join([str(error), *getattr(error, "__notes__", [])])
+    return "nothing"

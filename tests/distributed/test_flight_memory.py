@@ -26,12 +26,14 @@ from tests.sweeps import sweep
 def test_it_is_what_the_plan_says_however_many_microbatches_there_are(
     workers: Workers, tmp_path: Path, schedule: str, microbatches: int, shape: dict[str, Any]
 ) -> None:
-    """Replicas post receives as early as they are sent, which need not be as early as may be."""
+    """When a rank has what replicas of a stage send depends on their pace, so that it may hold less
+    than is expected.
+    """
     ranks = workers.run(
         3, jobs.held_in_flight, schedule, microbatches, **shape, folder=str(tmp_path)
     )
-    early = 4 * jobs.MESSAGE if "stage_replicas" in shape else 0
     for expected, bound, measured in ranks:
         # The loss takes one tensor more than is expected, on the last rank.
-        assert expected - early - jobs.MESSAGE // 8 <= measured <= expected + 9 * jobs.MESSAGE // 8
-        assert measured <= bound
+        assert measured <= min(bound, expected + 9 * jobs.MESSAGE // 8)
+        if "stage_replicas" not in shape:
+            assert measured >= expected - jobs.MESSAGE // 8

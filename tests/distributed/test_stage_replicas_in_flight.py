@@ -65,3 +65,13 @@ def test_a_run_that_is_saved_on_the_way_goes_on_as_it_would_have(
     for done, *are_same in workers.run(3, resumed, *args, folder=str(tmp_path)):
         assert 3 <= done < 8
         assert all(are_same)
+
+
+@pytest.mark.parametrize("schedule", ["pipedream"])
+def test_a_rank_that_waits_for_the_sums_of_an_update_is_not_at_fault(
+    workers: Workers, tmp_path: Path, schedule: str
+) -> None:
+    said = workers.run(3, jobs.failed_update, schedule, folder=str(tmp_path))
+    assert all("in 0STEP" in text for text in said), said
+    assert "planted" in said[1]
+    assert not any("rank 0 failed" in text or "rank 2 failed" in text for text in said), said

@@ -7,6 +7,7 @@ from dataclasses import replace
 from fractions import Fraction
 from itertools import pairwise
 
+from hypothesis import assume
 from hypothesis import strategies as st
 
 from pipecompile.ir.graph import CostGraph, Node, Tensor
@@ -143,6 +144,14 @@ def problems(
         precedence=draw(st.just(()) | st.tuples(st.tuples(names, names))),
         parameters_everywhere=draw(st.sampled_from([False, False, True])),
     )
+
+
+def with_part_of_memory(problem: PartitionProblem, part: int) -> PartitionProblem:
+    """Return a problem whose ranks may hold one in `part` bytes; without memory it is not drawn."""
+    assume(problem.memory is not None)
+    assert problem.memory is not None
+    caps = tuple(cap // part for cap in problem.memory.caps)
+    return replace(problem, memory=replace(problem.memory, caps=caps))
 
 
 @st.composite

@@ -1,6 +1,6 @@
 """The runtime in one process: all stages on one device, without launcher or messages.
 
-Called by `training/pipeline.py`. The actions of all ranks are performed one after the other.
+Called by `training/runner.py`. The actions of all ranks are performed one after the other.
 """
 
 from __future__ import annotations

@@ -19,16 +19,15 @@ class UpdateRule:
     """Gradients are scaled so that their norm is at most `max_norm`, if there is one; with
     `skip_nonfinite` an update whose norm is NaN or infinite is left out.
 
-    InputError if `max_norm` is no number above 0: a negative one would turn all updates around.
+    InputError if `max_norm` is no number of 0 or more: a negative one would turn updates around.
     """
 
     max_norm: float | None = None
     skip_nonfinite: bool = False
 
     def __post_init__(self) -> None:
-        if self.max_norm is not None and not (
-            isinstance(self.max_norm, Real) and self.max_norm >= 0
-        ):
+        is_norm = isinstance(self.max_norm, Real) and self.max_norm >= 0
+        if self.max_norm is not None and not is_norm:
             raise InputError(f"max_norm={self.max_norm!r}, but it is a number, 0 or more")
 
     @property

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from itertools import permutations
 
-from hypothesis import assume, given
+from hypothesis import given
 from hypothesis import strategies as st
 
 from pipecompile.errors import InfeasibleError
@@ -14,7 +13,7 @@ from pipecompile.partition.bottlenecks import bottlenecks, proves_no_fit
 from pipecompile.partition.memory_constraint import MemoryConstraint
 from pipecompile.partition.problem import PartitionProblem
 from pipecompile.partition.unit_graph import UnitGraph
-from tests.cuts import chain, cuts, graphs, letter_graph, problems
+from tests.cuts import chain, cuts, graphs, letter_graph, problems, with_part_of_memory
 
 
 def test_what_runs_beside_others_is_no_bottleneck() -> None:
@@ -40,10 +39,7 @@ def test_a_bottleneck_has_one_place_in_all_orders(graph: CostGraph) -> None:
 
 @given(problems(shared=False), st.integers(1, 6))
 def test_what_is_proven_has_no_cut(problem: PartitionProblem, part: int) -> None:
-    assume(problem.memory is not None)
-    assert problem.memory is not None
-    caps = tuple(cap // part for cap in problem.memory.caps)
-    problem = replace(problem, memory=replace(problem.memory, caps=caps))
+    problem = with_part_of_memory(problem, part)
     try:
         is_proven = proves_no_fit(UnitGraph.of(problem))
     except InfeasibleError:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from hypothesis import assume, given
+from hypothesis import given
 from hypothesis import strategies as st
 
 from pipecompile.errors import InfeasibleError
@@ -14,15 +14,12 @@ from pipecompile.partition.memory_constraint import MemoryConstraint
 from pipecompile.partition.problem import PartitionProblem
 from pipecompile.partition.solver import solve
 from pipecompile.partition.unit_graph import UnitGraph
-from tests.cuts import chain, cuts, problems
+from tests.cuts import chain, cuts, problems, with_part_of_memory
 
 
 @given(st.booleans().flatmap(lambda shared: problems(shared=shared)), st.integers(1, 4))
 def test_what_is_proven_has_no_cut(problem: PartitionProblem, part: int) -> None:
-    assume(problem.memory is not None)
-    assert problem.memory is not None
-    caps = tuple(cap // part for cap in problem.memory.caps)
-    problem = replace(problem, memory=replace(problem.memory, caps=caps))
+    problem = with_part_of_memory(problem, part)
     try:
         shortage = proven_shortage(UnitGraph.of(problem))
     except InfeasibleError:

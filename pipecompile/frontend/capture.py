@@ -19,7 +19,8 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
-from torch import nn
+import torch.utils._pytree as pytree
+from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from pipecompile.errors import CaptureError, InputError, PipecompileError
@@ -29,6 +30,7 @@ from pipecompile.frontend.assigned_attributes import (
     refuse_lasting_state,
 )
 from pipecompile.frontend.captured_graph import Capture, CaptureNote, aliases_of
+from pipecompile.frontend.constant_answers import has_gradient_type
 from pipecompile.frontend.data_probe import ProbedAnswers, probe_data
 from pipecompile.frontend.export import export_capture
 from pipecompile.frontend.leaves import leaf_paths
@@ -133,7 +135,7 @@ def captures(
         if method.allows_data and answers is None:
             answers = _probe_data(model, call, failures)
         by = partial(_capture_by, model, call, leaves=leaves, recapture=recapture)
-        if method is IN_SIGHT and as_outside:
+        if method is IN_SIGHT and as_outside and _may_mask_nothing(call):
             for recorded in _as_outside(by):
                 has_capture = True
                 yield recorded
@@ -172,6 +174,18 @@ def _probe_data(
             f"the model fails on the sample input ({error_line(error)}): {type(error).__name__}: "
             f"{error}"
         ) from error
+
+
+def _may_mask_nothing(call: Arguments) -> bool:
+    """Return whether an input of whole numbers or booleans is the same everywhere, such as a mask
+    of ones: no other can be left out, and a recording would be for nothing.
+    """
+    leaves = pytree.tree_leaves((call.args, call.kwargs))
+    return any(
+        not has_values(leaf) or bool((leaf == leaf.flatten()[:1]).all())
+        for leaf in leaves
+        if isinstance(leaf, Tensor) and not has_gradient_type(leaf)
+    )
 
 
 def _as_outside(by: Callable[[_RecordingMethod], Capture]) -> Iterator[Capture]:

@@ -28,7 +28,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from pipecompile.frontend.recording import SymbolicNumber
 
-__all__ = ["ConstantAnswer"]
+__all__ = ["ConstantAnswer", "has_gradient_type"]
 
 CPU = torch.device("cpu")
 Sizes = Mapping[sympy.Symbol, sympy.Integer]
@@ -60,7 +60,7 @@ class ConstantAnswer:
         None if `node` depends on another input, on the model's tensors or on chance, or if
         something writes to what it depends on.
         """
-        readable = {name for name, value in inputs.items() if not _has_gradient_type(value)}
+        readable = {name for name, value in inputs.items() if not has_gradient_type(value)}
         graph = _computation(node, readable)
         if graph is None:
             return None
@@ -72,7 +72,8 @@ class ConstantAnswer:
         return bool(_answer(self.graph, self.read, sizes, inputs) == self.answer)
 
 
-def _has_gradient_type(tensor: Tensor) -> bool:
+def has_gradient_type(tensor: Tensor) -> bool:
+    """Return whether elements of a tensor are numbers that gradients can be taken of."""
     return tensor.is_floating_point() or tensor.is_complex()
 
 

@@ -35,7 +35,8 @@ class Agreement:
 
     `said` has the same names on all of them, only `REFUSAL` on one that refuses. `group` exchanges
     tensors of the host, and is None for all processes. `history` is how many steps of this kind the
-    rank has ended; ranks may differ in it, if one failed in a step that others have ended.
+    rank has ended; ranks may differ in it, if one failed in a step that others have ended. If it
+    `is_refused`, all ranks know that they do not begin.
     """
 
     def __init__(
@@ -50,6 +51,7 @@ class Agreement:
         self._group = group
         self._watch = watch
         self.is_history_the_same = True
+        self.is_refused = False
         own = torch.tensor([_digest(self._said), history])
         self._all = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
         self._work: dist.Work | None = watch.deadline.start_all_gather(self._all, own, group)
@@ -68,6 +70,7 @@ class Agreement:
 
     def _raise(self) -> None:
         """Raise what differs: all ranks have read the same digests, and come here together."""
+        self.is_refused = True
         by_rank: list[dict[str, str]] = [{} for _ in self._all]
         self._watch.deadline.wait_for(self._group)
         dist.all_gather_object(by_rank, self._said, group=self._group)

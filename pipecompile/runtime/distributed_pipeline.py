@@ -12,6 +12,7 @@ With `engine="torch"` the runtime of torch.distributed.pipelining walks through 
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Literal, NamedTuple
@@ -19,8 +20,7 @@ from typing import Literal, NamedTuple
 import torch
 import torch.distributed as dist
 
-from pipecompile.errors import InputError
-from pipecompile.ir.schedule import BACKWARDS, Kind, Schedule
+from pipecompile.ir.schedule import BACKWARDS, TRANSFERS, Action, Kind, Schedule
 from pipecompile.runtime.agreement import Agreement
 from pipecompile.runtime.leading_forwards import LeadingForwards
 from pipecompile.runtime.messages import Boundaries, Messages
@@ -37,6 +37,9 @@ from pipecompile.runtime.stage import EagerStage
 from pipecompile.runtime.watch import StepWatch
 
 __all__ = ["DistributedPipeline", "Engine", "SizedStages"]
+
+EXCHANGES = frozenset({*TRANSFERS, Kind.REDUCE})
+"""What a rank does only together with others."""
 
 Engine = Literal["own", "torch"]
 """What walks through the actions of a rank."""
@@ -75,7 +78,6 @@ class DistributedPipeline:
 
             self._torch = TorchEngine(self._stages, len(boundaries), device, group)
         self._messages_by_placement: dict[tuple[int, ...], Messages] = {}
-        self._has_stray_messages = False
 
     def run(
         self,
@@ -95,11 +97,9 @@ class DistributedPipeline:
         Return what the last stage returns; None on ranks without it. `reducer` is told when the
         gradients of a stage are complete. A schedule without backwards returns the model's output
         tensors, or if it is `with_loss` losses. `remainder` are the stages for the last microbatch
-        if that is smaller than the others. With `leading` forwards ranks agree only after these:
-        where they disagree, messages are on their way that nobody receives, and all that follows is
-        an InputError.
+        if that is smaller than the others. With `leading` forwards ranks agree only after these.
+        Where it fails with messages on their way that nobody receives, `watch` is told.
         """
-        self._refuse_after_stray_messages()
         messages = self._messages(schedule)
         last = schedule.microbatches - 1
         rank = dist.get_rank(self._group)
@@ -125,23 +125,35 @@ class DistributedPipeline:
             with_loss=with_loss,
             remainder=None if remainder is None else remainder.stages,
         )
-        rank_step = begun()
-        with torch.set_grad_enabled(trains):
-            if leading is not None:
-                agree = partial(messages.agree, agreement)
-                if self._perform_leading(leading, schedule, rank_step, agree):
-                    row = row[leading.counts[rank] :]
-                else:
-                    rank_step = begun()
-                    leading.drop_messages(schedule, rank, messages)
-            if self._torch is not None:
-                self._torch.perform(schedule, rank_step)
-            else:
-                for action in row:
-                    rank_step.perform(action)
+        left = deque(row)
+        try:
+            with torch.set_grad_enabled(trains):
+                rank_step = begun()
+                if leading is not None:
+                    agree = partial(messages.agree, agreement)
+                    if self._perform_leading(leading, schedule, rank_step, agree):
+                        left = deque(row[leading.counts[rank] :])
+                    else:
+                        rank_step = begun()
+                        leading.drop_messages(schedule, rank, messages)
+                self._perform(left, rank_step, schedule)
+        except Exception:
+            has_begun = leading is not None or not agreement.is_refused
+            if has_begun and any(action.kind in EXCHANGES for action in left):
+                watch.lose_messages()
+            raise
         watch.actions_are_done()
         rank_step.finish()
         return rank_step.result()
+
+    def _perform(self, left: deque[Action], rank_step: RankStep, schedule: Schedule) -> None:
+        """Perform the actions that are `left` of this rank's row, and take away what is done."""
+        if self._torch is not None:
+            self._torch.perform(schedule, rank_step)
+            left.clear()
+        while left:
+            rank_step.perform(left[0])
+            left.popleft()
 
     def _perform_leading(
         self,
@@ -153,19 +165,7 @@ class DistributedPipeline:
         """Perform the leading forwards of this rank; return whether the weights were right."""
         rank = dist.get_rank(self._group)
         written = [buffer for stage in self._stages.values() for buffer in stage.buffers]
-        # Until all have agreed.
-        self._has_stray_messages = True
-        is_right = leading.perform(rank_step, schedule.rows[rank], rank, written, agree)
-        self._has_stray_messages = False
-        return is_right
-
-    def _refuse_after_stray_messages(self) -> None:
-        if self._has_stray_messages:
-            raise InputError(
-                "a step was refused after ranks had begun it (post_validation), so its messages "
-                "are still on their way; make the pipeline once more, in new processes, and load "
-                "the last checkpoint"
-            )
+        return leading.perform(rank_step, schedule.rows[rank], rank, written, agree)
 
     def begin(
         self,

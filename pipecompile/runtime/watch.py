@@ -32,7 +32,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import AllgatherOptions, AllreduceOptions
 from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store
 
-from pipecompile.errors import PipecompileError, RankFaultError
+from pipecompile.errors import InputError, PipecompileError, RankFaultError
 from pipecompile.ir.schedule import BACKWARDS, TRANSFERS, Action, Kind
 from pipecompile.runtime.faults import Phase, RankState, action_text, verdict
 from pipecompile.runtime.peers import Peers, peer_of
@@ -153,6 +153,7 @@ class StepWatch:
         self._begun = 0
         self._name = ""
         self._error = ""
+        self._lost_in = ""  # the step whose messages are lost
         # One assignment changes it: the thread reads either the old or the new value.
         self._now = _Doing("done", "")
         self.deadline = Deadline()
@@ -188,6 +189,20 @@ class StepWatch:
     def actions_are_done(self) -> None:
         """What remains is to wait for sends and for sums of gradients."""
         self.waits_in(f"the exchanges at the end of {self._name}")
+
+    def lose_messages(self) -> None:
+        """The step fails with messages on their way, or still to come, that nobody receives: the
+        next step would take them for its own.
+        """
+        self._lost_in = self._name
+
+    def refuse_after_loss(self) -> None:
+        """Raise InputError if messages of an earlier step were lost."""
+        if self._lost_in:
+            raise InputError(
+                f"{self._lost_in} failed midway and its messages are lost, so that ranks cannot go "
+                "on together; end the processes, and begin again from the last checkpoint"
+            )
 
     # -- the step
 

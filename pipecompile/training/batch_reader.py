@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
@@ -28,16 +29,20 @@ class CutBatch(NamedTuple):
     """A batch cut into microbatches.
 
     `shape` is the index of its declared shape, 0 for the planned one. `rows` are the input tensors
-    of each microbatch where they run, and `given` those as they were given.
+    of each microbatch where they run, and `given` those as they were given. Unless it `is_given`,
+    they have no values.
     """
 
     shape: int
     sizes: MicrobatchSizes
     rows: Sequence[Sequence[Tensor]]
     given: Sequence[Sequence[Tensor]]
+    is_given: bool = True
 
     def check(self, program: Program, remainder: Program | None) -> None:
         """Raise InputError if a microbatch is not what the graph that it runs on is for."""
+        if not self.is_given:
+            return
         whole = self.given if remainder is None else self.given[:-1]
         program.check_inputs(whole)
         if remainder is not None:
@@ -63,10 +68,11 @@ class BatchReader:
     def read(self, batch: Any) -> CutBatch:
         """Return the batch cut into microbatches.
 
-        InputError if it differs from each declared shape in more than the number of samples.
+        InputError if it differs from each declared shape in more than the number of samples. None
+        is a batch of the planned sizes, on a rank that reads none of it.
         """
         if batch is None:
-            raise InputError("the batch is None; give all ranks of a pipeline the same batch")
+            return self._planned_batch()
         captured = self._declared[0].captured
         try:
             tensors = captured.inputs.flatten(call_of(batch))
@@ -84,6 +90,26 @@ class BatchReader:
         here = [self._runner.at_stage(0, tensor) for tensor in tensors]
         is_here = all(map(operator.is_, here, tensors))
         return CutBatch(shape, sizes, given if is_here else sizes.rows(here, dims), given)
+
+    def _planned_batch(self) -> CutBatch:
+        """Return a batch of the planned sizes, without values; InputError if this rank needs some.
+
+        The ranks of the first and of the last stage need it both: the digests of what they were
+        given show that inputs and targets come from loaders in the same order.
+        """
+        if self._runner.reads_batch:
+            raise InputError(
+                "the batch is None on a rank that has the first or the last stage; give both the "
+                "same batch"
+            )
+        planned, inputs = self._declared[0], self._declared[0].captured.inputs
+        row = [torch.empty(shape, dtype=dtype, device="meta") for shape, dtype, _ in planned.inputs]
+        (size,) = MicrobatchSizes.of(
+            row, inputs.tensor_names, planned.input_shapes, inputs.batch_dims
+        ).sizes
+        rows = [row] * self._plan.microbatches
+        sizes = MicrobatchSizes(size, (size,) * len(rows))
+        return CutBatch(0, sizes, rows, rows, is_given=False)
 
     def _sizes(self, tensors: Sequence[Tensor]) -> tuple[int, MicrobatchSizes]:
         """Return the index of the declared shape of a batch, and how it is cut."""

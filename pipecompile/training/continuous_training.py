@@ -264,7 +264,12 @@ class ContinuousTraining(Iterator[Any]):
         watch = self._parts.runner.watch
         self.has_failed = True
         with nullcontext() if watch is None else watch.watched(name), torch.inference_mode(False):
-            yield
+            try:
+                yield
+            except Exception:
+                if watch is not None and self._flow is not None:
+                    watch.lose_messages()
+                raise
         self.has_failed = False
 
     # -- the flow through the stages

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Self, overload
+from typing import Any, NoReturn, Self, overload
 
 import torch
 import torch.distributed as dist
@@ -146,6 +146,12 @@ class Pipeline(HeldModel):
 
     def _repr_html_(self) -> str:
         return self.plan._repr_html_()
+
+    def __reduce__(self) -> NoReturn:
+        raise InputError(
+            "a pipeline can be neither pickled nor copied, since it belongs to its processes; save "
+            "pipeline.checkpoint(optimizer) or pipeline.full_state_dict(), and copy the model"
+        )
 
     # -- what it is
 

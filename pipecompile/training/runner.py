@@ -106,6 +106,13 @@ class Runner:
         return nullcontext() if self.watch is None else self.watch.watched(name, steps)
 
     @property
+    def reads_batch(self) -> bool:
+        """Whether this process has the first stage, which reads inputs, or the last one, which
+        reads targets.
+        """
+        return bool({0, self._plan.k - 1} & set(self._share.stages))
+
+    @property
     def stages(self) -> tuple[fx.GraphModule, ...]:
         """The planned stage modules of this process."""
         return tuple(self._planned.stages[index].module for index in self._share.stages)
@@ -288,6 +295,7 @@ class Runner:
         """
         if self.watch is None:
             return None
+        self.watch.refuse_after_loss()
         pipeline = self._pipeline(program)
         agreement = self._agreement.of_step(program, batch, self.watch, flags, pipeline.history)
         agreement.settle()
@@ -326,6 +334,9 @@ class Runner:
         """Let the other ranks raise InputError if this one raises something, in what precedes the
         step or evaluation of that name: `everyone`, or the ranks of the pipeline.
         """
+        if self.watch is not None:
+            # Told to nobody: the connections may be closed, and the others have lost them too.
+            self.watch.refuse_after_loss()
         try:
             yield
         except Exception as error:

@@ -110,7 +110,7 @@ class StepAgreement:
             watch.deadline.wait_for(group)
             dist.all_gather_object(by_rank, own, group=group)
         for name in own:
-            # A rank that does not read a target need not be given one.
+            # A rank that reads neither inputs nor targets need not be given them.
             given = {rank: said[name] for rank, said in enumerate(by_rank) if said[name]}
             if len(set(given.values())) > 1:
                 raise InputError(
@@ -176,11 +176,13 @@ def _named_flags(flags: Mapping[str, bool]) -> dict[str, bool]:
 
 
 def _digest_of(values: Any) -> str:
-    """Return a digest of all tensors in `values`, "" without any.
+    """Return a digest of all tensors in `values`, "" without any that has values.
 
     Of a larger tensor `MOST_ELEMENTS` are read, evenly spaced: other samples differ in most.
     """
-    tensors = [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
+    tensors = [
+        leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor) and not leaf.is_meta
+    ]
     total = blake2b(digest_size=8)
     for tensor in tensors:
         spaced = tensor.detach().reshape(-1)[:: -(-tensor.numel() // MOST_ELEMENTS) or 1]

@@ -68,6 +68,32 @@ def steps_of_every_size(ranks: int, replicas: int, options: dict[str, Any]) -> l
     return found
 
 
+def given_to_the_outer_ranks(ranks: int) -> tuple[list[float], str, str]:
+    """How far gradients are where the ranks of the middle stages are given no batch, or one another
+    time; and what a rank says of a smaller batch, and of none at all.
+    """
+    run = run_of(ranks, 1, schedule="1f1b")
+    rank, far = dist.get_rank(), []
+    for given in ({0, ranks - 1}, {0, 1, ranks - 1}):
+        run.pipeline.zero_grad()
+        run.reference.model.zero_grad()
+        unsplit_sum(run, 16)
+        rows = rows_of(run, 16, 0) if rank in given else (None, None)
+        run.pipeline.step(*rows)
+        far.append(distance(run, 16 / MICROBATCH))
+    smaller = rows_of(run, 9, 0) if rank in (0, ranks - 1) else (None, None)
+    said = [_refusal(run, *smaller), _refusal(run, None, None)]
+    return far, said[0], said[1]
+
+
+def _refusal(run: Run, tokens: Tensor | None, targets: Tensor | None) -> str:
+    try:
+        run.pipeline.step(tokens, targets)
+    except InputError as error:
+        return str(error)
+    return ""
+
+
 def accumulated(ranks: int, replicas: int) -> float:
     """The distance of gradients summed over batches of several sizes."""
     run = run_of(ranks, replicas, schedule="1f1b")

@@ -79,6 +79,34 @@ def drill(
     return Seen("", "", time.monotonic() - start)
 
 
+def after_a_loss(schedule: str) -> list[str]:
+    """What a rank says of a step whose loss fails in the third microbatch, and of what follows."""
+    ranks = dist.get_world_size()
+    pipeline, batch = small_pipeline(schedule, ranks, step_timeout=TIMEOUT)
+    pipeline.step(batch)
+    perform = RankStep._perform
+
+    def planted(rank_step: RankStep, current: Action) -> None:
+        if str(current) == f"{ranks - 1}F2":
+            raise ValueError("planted")
+        perform(rank_step, current)
+
+    with patch.object(RankStep, "_perform", planted):
+        said = [_said_by(lambda: pipeline.step(batch))]
+    for act in (lambda: pipeline.step(batch), lambda: pipeline.evaluate(batch)):
+        said.append(_said_by(act))
+    dist.destroy_process_group()
+    return said
+
+
+def _said_by(act: Callable[[], object]) -> str:
+    try:
+        act()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
 def _happen(fault: str) -> None:
     if fault == "raise":
         raise ValueError("planted")

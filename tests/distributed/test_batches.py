@@ -34,6 +34,14 @@ def test_a_step_over_any_batch_is_the_unsplit_step(
         assert max(differences) <= EXACT
 
 
+def test_ranks_that_read_nothing_need_no_batch(workers: Workers, tmp_path: Path) -> None:
+    found = workers.run(4, jobs.given_to_the_outer_ranks, 4, folder=str(tmp_path))
+    for far, of_a_smaller_one, of_none in found:
+        assert max(far) <= EXACT
+        assert "the number of samples is 9 on rank 0 and 16 on rank 1" in of_a_smaller_one
+        assert "the batch is None on a rank that has the first or the last stage" in of_none
+
+
 @pytest.mark.one_case_in(2)
 @pytest.mark.parametrize(("ranks", "replicas"), [(2, 1), (2, 2)])
 def test_steps_that_accumulate_may_have_batches_of_several_sizes(

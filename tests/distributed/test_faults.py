@@ -188,6 +188,17 @@ def test_a_rank_that_hangs_in_an_evaluation_is_named(workers: Workers, tmp_path:
         assert jobs.TIMEOUT < seen.seconds < WITHIN + 2 * (rank == 1)
 
 
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_no_step_follows_one_that_failed_midway(
+    workers: Workers, tmp_path: Path, schedule: str
+) -> None:
+    found = workers.run(2, jobs.after_a_loss, schedule, folder=str(tmp_path))
+    for kind, said in zip(("RankFaultError", "ValueError"), found, strict=True):
+        assert said[0].startswith(kind) and "planted" in said[0]
+        for later in said[1:]:
+            assert later.startswith("InputError: step 1 failed midway and its messages are lost")
+
+
 @pytest.mark.one_case_in(2)
 @pytest.mark.parametrize(
     ("what", "name"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import pickle
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -193,6 +194,12 @@ def test_a_run_of_the_unsplit_model_goes_on_in_stages(tmp_path: Path) -> None:
     assert pipeline.steps == 2
     assert equal(pipeline.full_state_dict(), dict(model.state_dict()))
     assert equal(resumed.state_dict(), optimizer.state_dict())
+
+
+@pytest.mark.parametrize("copied", [pickle.dumps, copy.copy, copy.deepcopy])
+def test_a_pipeline_is_saved_by_its_checkpoint_alone(copied: Callable[[Any], Any]) -> None:
+    with pytest.raises(InputError, match="neither pickled nor copied.*pipeline.checkpoint"):
+        copied(pipeline_of(Tied()))
 
 
 def test_it_is_a_stateful_within_a_larger_checkpoint(tmp_path: Path) -> None:

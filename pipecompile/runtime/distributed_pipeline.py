@@ -38,9 +38,6 @@ from pipecompile.runtime.watch import StepWatch
 
 __all__ = ["DistributedPipeline", "Engine", "SizedStages"]
 
-EXCHANGES = frozenset({*TRANSFERS, Kind.REDUCE})
-"""What a rank does only together with others."""
-
 Engine = Literal["own", "torch"]
 """What walks through the actions of a rank."""
 
@@ -139,7 +136,8 @@ class DistributedPipeline:
                 self._perform(left, rank_step, schedule)
         except Exception:
             has_begun = leading is not None or not agreement.is_refused
-            if has_begun and any(action.kind in EXCHANGES for action in left):
+            exchanges = TRANSFERS if reducer is None else {*TRANSFERS, Kind.REDUCE}
+            if has_begun and any(action.kind in exchanges for action in left):
                 watch.lose_messages()
             raise
         watch.actions_are_done()

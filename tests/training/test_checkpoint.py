@@ -198,7 +198,7 @@ def test_a_run_of_the_unsplit_model_goes_on_in_stages(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("copied", [pickle.dumps, copy.copy, copy.deepcopy])
 def test_a_pipeline_is_saved_by_its_checkpoint_alone(copied: Callable[[Any], Any]) -> None:
-    with pytest.raises(InputError, match="neither pickled nor copied.*pipeline.checkpoint"):
+    with pytest.raises(InputError, match=r"neither pickled nor copied.*pipeline.checkpoint"):
         copied(pipeline_of(Tied()))
 
 

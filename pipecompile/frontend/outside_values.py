@@ -24,6 +24,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache, partial
+from operator import call, is_
 from types import (
     BuiltinFunctionType,
     CellType,
@@ -71,26 +72,37 @@ class _OutsideValue:
         return is_same_value(deep_copy(now), self.copy)
 
 
-@dataclass(frozen=True)
 class OutsideValues:
-    """The values that the forward of a model may read, besides what its modules hold themselves."""
+    """The values that the forward of a model may read now, besides what its modules hold
+    themselves.
+    """
 
-    values: tuple[_OutsideValue, ...]
-    code: tuple[tuple[str, Read, Any], ...]
-
-    @staticmethod
-    def of(model: nn.Module) -> OutsideValues:
-        """Return the values as they are now."""
+    def __init__(self, model: nn.Module) -> None:
         search = _NameSearch(model)
-        return OutsideValues(tuple(search.values), tuple(search.code))
+        self._values = search.values
+        self._code_places = [where for where, _, _ in search.code]
+        self._code_reads = [read for _, read, _ in search.code]
+        self._code = [value for _, _, value in search.code]
+        self._named_modules = list(model.named_modules())
+        self._modules = [module for _, module in self._named_modules]
+        self._kinds = list(map(type, self._modules))
 
     def changed(self) -> str | None:
         """Return where there is something else now; None if all is the same."""
-        # There are many functions, so they are compared without a call of ours for each.
-        for where, read, value in self.code:
-            if read() is not value:
-                return where
-        return next((each.where for each in self.values if not each.is_the_same), None)
+        # There are many functions and modules, so they are compared without loops in Python.
+        if not all(map(is_, map(call, self._code_reads), self._code)):
+            code = zip(self._code_places, self._code_reads, self._code, strict=True)
+            return next(where for where, read, value in code if read() is not value)
+        if list(map(type, self._modules)) != self._kinds and (place := self._other_class()):
+            return place
+        return next((each.where for each in self._values if not each.is_the_same), None)
+
+    def _other_class(self) -> str | None:
+        """Return which module has another class of its own; torch may have put one around it."""
+        for (path, module), kind in zip(self._named_modules, self._kinds, strict=True):
+            if _own_class(type(module)) is not _own_class(kind):
+                return f"the class of {path}" if path else "the class of the model"
+        return None
 
 
 class _NameSearch:
@@ -107,8 +119,6 @@ class _NameSearch:
         self._class_names: dict[tuple[type, frozenset[str]], frozenset[str]] = {}
         for path, module in model.named_modules():
             names = self._look_in_class(type(module), frozenset({"forward"}))
-            where = f"the class of {path}" if path else "the class of the model"
-            self.code.append((where, partial(_own_class_of, module), _own_class_of(module)))
             # The attributes themselves are compared by the modules' owner.
             for name in names & vars(module).keys():
                 self._follow(f"{path}.{name}".lstrip("."), vars(module)[name], names)
@@ -201,14 +211,8 @@ def _is_owner(value: Any) -> bool:
     )
 
 
-def _own_class_of(module: nn.Module) -> type:
-    """Return the class of a module; the one inside, if torch made a class around it."""
-    kind: Any = type(module)
-    return _own_class(kind)
-
-
-@cache
 def _own_class(kind: type) -> type:
+    """Return a class of modules; the one inside, if torch made a class around it."""
     own: Iterator[type] = (base for base in kind.__mro__ if not _is_foreign(base.__module__))
     # Modules of torch itself run as they are.
     return next(own, nn.Module)

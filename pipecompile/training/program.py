@@ -125,7 +125,7 @@ class Program:
         self.named_modules = tuple(model.named_modules())
         self._items = AttributeItems(model)
         self._settings = dict(_settings(self.captured))
-        self._outside_values = OutsideValues.of(model)
+        self._outside_values = OutsideValues(model)
         # Of the loss only these: it runs as it is, and may change what else it has.
         self._named_parameters = list(joined_modules(model, self._loss).named_parameters())
         # The parameters of the model and of the loss, as they are if they are unchanged.

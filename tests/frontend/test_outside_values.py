@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from pipecompile.api.compilation import pipecompile
 from pipecompile.errors import InputError
-from pipecompile.frontend.outside_values import OutsideValues
+from pipecompile.frontend.outside_values import OutsideValues, _NameSearch
 
 SCALE = 2.0
 MASK = torch.ones(4)
@@ -193,7 +193,7 @@ def test_what_a_forward_reads_outside_is_found(
 ) -> None:
     change, where = CASES[kind]
     model = nn.Sequential(kind(), nn.Linear(4, 4))
-    values = OutsideValues.of(model)
+    values = OutsideValues(model)
     assert values.changed() is None
     monkeypatch.setattr(CONFIG, "other", 2)  # read by nobody
     monkeypatch.setitem(globals(), "OTHER", 5.0)
@@ -271,7 +271,7 @@ def test_other_code_is_refused(where: str, monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_a_class_that_torch_makes_around_a_module_is_no_change() -> None:
     model = OfCode()
-    values = OutsideValues.of(model)
+    values = OutsideValues(model)
     # As fully_shard and parametrizations do it.
     wrapper = type("Wrapped", (OfCode,), {"__module__": "torch.distributed.fsdp"})
     model.__class__ = wrapper
@@ -279,7 +279,7 @@ def test_a_class_that_torch_makes_around_a_module_is_no_change() -> None:
 
 
 def test_equal_values_have_not_changed(monkeypatch: pytest.MonkeyPatch) -> None:
-    values = OutsideValues.of(OfTable())
+    values = OutsideValues(OfTable())
     monkeypatch.setitem(globals(), "TABLE", {"scale": 2.0, "nested": {"deep": 1.0}})
     assert values.changed() is None
     monkeypatch.setitem(globals(), "TABLE", {"scale": 2, "nested": {"deep": 1.0}})
@@ -291,11 +291,11 @@ def test_a_large_container_is_compared_by_what_it_is(monkeypatch: pytest.MonkeyP
         def forward(self, x: Tensor) -> Tensor:
             return x * len(WORDS)
 
-    values = OutsideValues.of(OfWords())
+    values = OutsideValues(OfWords())
     monkeypatch.setitem(globals(), "WORDS", WORDS[:-1])
     assert values.changed() is not None
 
 
 def test_torch_and_the_standard_library_are_not_followed() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.GELU(), nn.TransformerEncoderLayer(4, 2))
-    assert OutsideValues.of(model).values == ()
+    assert not _NameSearch(model).values

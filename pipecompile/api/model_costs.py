@@ -36,7 +36,7 @@ logger = logging.getLogger("pipecompile.api")
 @dataclass(frozen=True)
 class ModelCosts:
     """The costs of a target, captured as `method` does, for each number of microbatches once,
-    and of each kind of device.
+    and of each kind of device. A capture whose batch size is open serves for several numbers.
 
     Without a method it is captured by the first one that works. What a plan was verified for is not
     proven again: `check` compares the graphs.
@@ -123,6 +123,10 @@ class ModelCosts:
             # For its error, if the minibatch has no so many equal parts.
             checked = completed(self.target, options)
             self.captures[number] = capture_target(
-                self.target, checked, verify=False, method=self.method
+                self.target,
+                checked,
+                verify=False,
+                method=self.method,
+                known=[captured.capture for captured in self.captures.values()],
             )
         return self.captures[number]

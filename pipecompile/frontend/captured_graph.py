@@ -90,7 +90,7 @@ class Capture:
         batch = self.inputs.batch_size(tensors)
         self._check_modes()
         # The graph may be wrong here: the forward would have taken another branch.
-        if self.guards.violation(batch) or self.other_answer(tensors) is not None:
+        if not self.holds_for(call):
             return self.recaptured(call).instantiate(call)
         graph = _substituted(self.graph, self.guards.symbol, batch)
         self._set_answers(graph, call)
@@ -108,6 +108,14 @@ class Capture:
             module.recompile()
             _propagate(module, tensors)
         return module
+
+    def holds_for(self, call: Arguments) -> bool:
+        """Return whether the forward takes the branches that were recorded, for all that is known
+        of `call`.
+        """
+        tensors = self.inputs.flatten(call)
+        is_other = self.guards.violation(self.inputs.batch_size(tensors)) is not None
+        return not is_other and self.other_answer(tensors) is None
 
     def output_dims(self, values: Sequence[Tensor]) -> Sequence[int | None]:
         """Return where the output tensors of one microbatch have the batch, see `output_dim`."""

@@ -62,14 +62,20 @@ class Captured:
 
 
 def capture_target(
-    target: Target, options: Options, *, verify: bool, method: str | None = None
+    target: Target,
+    options: Options,
+    *,
+    verify: bool,
+    method: str | None = None,
+    known: Iterable[Capture] = (),
 ) -> Captured:
     """Capture the model at the size of the first microbatch; `verify` proves the graph by a
     training step.
 
     A model without values (on the meta device, or of fake tensors) cannot be proven; its plan says
-    so. With `method` the model is captured in the way that another rank has proven. The log says
-    what is special about the capture.
+    so. With `method` the model is captured in the way that another rank has proven. Without a
+    proof, one of the captures that are `known` of other sizes serves if it holds at this one. The
+    log says what is special about the capture.
     """
     # Before the capture, whose forward would wait for ranks that run something else.
     _refuse_synchronised_norms(target.model)
@@ -82,7 +88,8 @@ def capture_target(
         _log(chain(_remarks(captured), [_proof_text(proof)]))
     else:
         proof = None
-        captured = _captured_by(method, target, sample, options)
+        holding = (capture for capture in known if capture.holds_for(sample))
+        captured = next(holding, None) or _captured_by(method, target, sample, options)
         module = captured.instantiate(sample)
         _log(_remarks(captured))
     # Names are those of nodes as well, which are known only now.

@@ -99,6 +99,27 @@ class OtherNodes(nn.Module):
         return self.other(x) if len(x) == 2 else self.one(x)
 
 
+class ByRows(nn.Module):
+    """Takes another path with more than two rows."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """A tensor of shape (N, 32) to one like it."""
+        return x.tanh() if x.shape[0] > 2 else x.sin().cos()
+
+
+@pytest.mark.parametrize(("model", "recorded"), [(None, 2), (ByRows(), 3)])
+def test_sizes_share_a_capture_that_holds_at_them(model: nn.Module | None, recorded: int) -> None:
+    # One sample is recorded by itself: torch treats sizes of 1 apart.
+    shared, numbers = ModelCosts(target(model)), (1, 2, 4, 8)
+    for number in numbers:
+        alone = ModelCosts(shared.target).captured(options(number, "flops"))
+        together = shared.captured(options(number, "flops"))
+        assert (together.digest, together.provenance) == (alone.digest, alone.provenance)
+        assert shared.source(options(number, "flops")).microbatch_shapes == ((BATCH // number, 32),)
+    graphs = {id(captured.capture) for captured in shared.captures.values()}
+    assert len(graphs) == recorded
+
+
 def test_a_size_with_other_nodes_is_measured(caplog: pytest.LogCaptureFixture) -> None:
     costs = ModelCosts(target(OtherNodes()), "recorded", sizes=(1, 4))
     with caplog.at_level(logging.INFO, "pipecompile.api"):

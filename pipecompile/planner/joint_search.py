@@ -195,7 +195,7 @@ class _SettingSearch:
         heapify(queue)
         while queue:
             key, index = heappop(queue)
-            setting, (is_unlikely, _, step, *_) = settings[index], key
+            setting, (is_unlikely, _, _, step, *_) = settings[index], key
             if is_unlikely and self.plans:
                 return
             if step >= self._best_ns:
@@ -205,7 +205,7 @@ class _SettingSearch:
                     return
                 self._cost(setting)
             if self._likely(setting) != key:
-                # Its size was costed since, or one that holds as much did not fit.
+                # Its size was costed since, or one like it was planned or did not fit.
                 heappush(queue, (self._likely(setting), index))
             elif not self._needs_no_recompute(setting) and not self._rule_out(setting):
                 if not self._may_plan:
@@ -248,14 +248,27 @@ class _SettingSearch:
             known = self.least_filled.get(setting.recompute, LIKELY_FILLED)
             self.least_filled[setting.recompute] = min(known, filled)
 
-    def _likely(self, setting: Setting) -> tuple[bool, int, int, int, bool]:
-        """Return the sort key of a setting: whether it is not likely to fit, the stages on each
-        rank, and its likely step; of equal ones first what takes less time to plan.
+    def _likely(self, setting: Setting) -> tuple[bool, bool, int, int, int, bool]:
+        """Return the sort key of a setting: whether it is not likely to fit, or to be better than a
+        plan, the stages on each rank, and its likely step; of equal ones first what takes less time
+        to plan.
         """
         likely = self._guess(setting)
         is_unlikely = likely.filled >= self.least_filled.get(setting.recompute, LIKELY_FILLED)
+        is_last = self._is_no_better(setting, likely)
         is_auto = setting.recompute == "auto"
-        return is_unlikely, setting.stages_per_rank, likely.step_ns, setting.ranks, is_auto
+        return is_unlikely, is_last, setting.stages_per_rank, likely.step_ns, setting.ranks, is_auto
+
+    def _is_no_better(self, setting: Setting, likely: LikelyStep) -> bool:
+        """Return whether there is a plan under another schedule of the same stages that is likely
+        to be no longer and to hold no more.
+        """
+        others = (each for each in self.plans if each.schedule != setting.schedule)
+        alike = (each for each in others if replace(each, schedule=setting.schedule) == setting)
+        guesses = map(self._guess, alike)
+        return any(
+            each.step_ns <= likely.step_ns and each.filled <= likely.filled for each in guesses
+        )
 
     def _guess(self, setting: Setting) -> LikelyStep:
         options, state = self.space.options(setting), self._state_bytes(setting)

@@ -49,6 +49,8 @@ def likely_step(work: Work, options: Options, state_bytes: int) -> LikelyStep:
     name = representative_schedule(alike, placement)
     times, kept, between = _equal_stages(name, placement, simulated, *_shares(work))
     step = times * total // (PARTS * alike.k) + (m - simulated) * total // fewer
+    if kept == simulated * alike.k // fewer:  # all microbatches, as gpipe does
+        kept = kept * m // simulated
     held = kept * work.saved_bytes // alike.k
     # What a stage holds while one microbatch is recomputed, besides those that wait for a W.
     one = between * work.saved_bytes // alike.k + work.saved_bytes // stages
@@ -57,8 +59,12 @@ def likely_step(work: Work, options: Options, state_bytes: int) -> LikelyStep:
         return LikelyStep(step, 0.0)
     cap = sum(caps) // ranks
     room = cap - state_bytes // ranks
-    extra, kept = _recompute(work, options, held, room, one)
-    filled = (state_bytes // ranks + kept) / max(1, cap)
+    # What is sent is kept until the step ends, and a recompute begins with what was received.
+    messages = stages // ranks * options.microbatches if ranks > 1 else 0
+    sent = messages * work.boundary_bytes
+    waiting = kept * (ranks // fewer) * work.boundary_bytes // 2
+    extra, activations = _recompute(work, options, held, room - sent, one + waiting)
+    filled = (state_bytes // ranks + sent + activations) / max(1, cap)
     return LikelyStep(step + m * extra // fewer, filled)
 
 

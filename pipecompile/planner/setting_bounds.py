@@ -20,6 +20,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
+from itertools import accumulate
 from math import ceil, floor
 
 from pipecompile.errors import InfeasibleError
@@ -45,7 +46,8 @@ class Work:
 
     `input_ns` is the part of the backward that makes gradients of inputs, None where the costs do
     not say how long each half takes. Where ranks have devices of several kinds, times are those of
-    the fastest one, and `busiest_ns` is what some rank takes at least.
+    the fastest one, and `busiest_ns` is what some rank takes at least. `boundary_bytes` is no
+    bound: it is what crosses a narrow boundary, forward and back.
     """
 
     forward_ns: int
@@ -54,6 +56,7 @@ class Work:
     input_ns: int | None
     saved_bytes: int
     busiest_ns: int = 0
+    boundary_bytes: int = 0
 
     @staticmethod
     def of(graph: CostGraph) -> Work:
@@ -67,6 +70,7 @@ class Work:
             sum(node.backward_input_ns or 0 for node in nodes) if can_split else None,
             sum(bytes_lower_bounds(graph, "none", gradients=False)[1].values()),
             _busiest_ns(graph) if isinstance(graph, UnequalCosts) else 0,
+            _boundary_bytes(graph),
         )
 
     def of_part(self, parts: int) -> Work:
@@ -82,7 +86,25 @@ class Work:
             None if self.input_ns is None else self.input_ns // parts,
             self.saved_bytes // parts,
             self.busiest_ns // parts,
+            self.boundary_bytes // parts,
         )
+
+
+def _boundary_bytes(graph: CostGraph) -> int:
+    """Return what crosses a boundary in both directions, of which one in twenty is narrower.
+
+    Boundaries are those between the nodes in their order. Copied values cross none.
+    """
+    place = {node.name: index for index, node in enumerate(graph.nodes)}
+    changes = [0] * len(place)
+    for tensor in graph.tensors:
+        begin = place[tensor.producer]
+        end = max((place[name] for name in tensor.consumers), default=begin)
+        if not graph.nodes[begin].is_copyable:
+            changes[begin] += tensor.bytes + tensor.gradient_bytes
+            changes[end] -= tensor.bytes + tensor.gradient_bytes
+    crossing = sorted(accumulate(changes[:-1]))
+    return crossing[len(crossing) // 20] if crossing else 0
 
 
 def _busiest_ns(graph: UnequalCosts) -> int:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -9,6 +11,7 @@ from hypothesis import strategies as st
 from pipecompile.api.choices import requested_options
 from pipecompile.planner.likely_step import likely_step
 from pipecompile.planner.setting_bounds import Work
+from tests.chains_of_nodes import chain
 
 WORK = Work(
     forward_ns=4_000_000,
@@ -59,3 +62,30 @@ def test_halves_of_backwards_hold_what_waits_between_them_whatever_is_recomputed
     # more microbatch is being recomputed.
     assert filled["zb-h1"] == pytest.approx((8 + 1) * (8 << 20) / 80e9)
     assert filled["zb-h2"] == pytest.approx((15 + 1) * (8 << 20) / 80e9)
+
+
+def test_what_is_sent_is_held_until_the_step_ends() -> None:
+    boundary = 1 << 20
+    sending = replace(WORK, boundary_bytes=boundary)
+    for schedule, in_flight in (("1f1b", 8), ("gpipe", 64)):
+        options = requested_options(
+            k=8,
+            microbatches=64,
+            costs="flops",
+            schedule=schedule,
+            recompute="stage",
+            memory="80GB",
+        )
+        guess = likely_step(sending, options, state_bytes=0)
+        # One microbatch is recomputed. Of each in flight there is what the stage received, half of
+        # what crosses a boundary, and of each of the step what went forward and back.
+        held = (8 << 20) + in_flight * boundary // 2 + 64 * boundary
+        assert guess.filled == pytest.approx(held / 80e9)
+
+
+def test_what_crosses_a_narrow_boundary_goes_forward_and_back() -> None:
+    wide, narrow = 100, 7
+    sizes = [narrow if place % 10 == 9 else wide for place in range(39)]
+    assert Work.of(chain([(1, 2)] * 40, sizes)).boundary_bytes == 2 * narrow
+    assert Work.of(chain([(1, 2)] * 40, [wide] * 39)).of_part(4).boundary_bytes == 2 * wide // 4
+    assert Work.of(chain([(1, 2)], [])).boundary_bytes == 0

@@ -59,7 +59,8 @@ logger = logging.getLogger("pipecompile.api")
 
 LIKELY_FILLED = 0.85  # of a rank, by what is known before it is planned: the rest is workspace
 RESCUES = 8  # settings that are tried beyond the effort while nothing fits
-FINALISTS = 2  # settings whose plans are made again by thorough ones
+FINALISTS = 2  # settings whose plans are made again by thorough ones,
+FINAL_SHARE = 1.05  # if their steps are within so much of the best
 
 
 _Size = tuple[str, int]
@@ -307,7 +308,9 @@ class _SettingSearch:
                 if self._has_time:
                     self._plan(setting, UNEXPLAINED)
         best = sorted(self.plans, key=lambda each: self.plans[each].prediction.step_ns)
-        for setting in best[:FINALISTS]:
+        close = FINAL_SHARE * self._best_ns
+        finalists = [each for each in best if self.plans[each].prediction.step_ns <= close]
+        for setting in finalists[:FINALISTS]:
             if setting not in self.finished and (self._has_time or not self.finished):
                 self._plan(setting, THOROUGH)
         self._compare_with_reference(settings)

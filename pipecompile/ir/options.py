@@ -342,7 +342,8 @@ class ChoiceTypes(TypedDict, total=False):
         int | None,
         Option(
             None,
-            "With devices: how many settings are planned; the answer depends on nothing else.",
+            "With devices: how many settings are planned, of which those with very many actions "
+            "count as several; the answer depends on nothing else.",
             default_text=str(DEFAULT_EFFORT),
             field=None,
         ),

@@ -59,6 +59,7 @@ logger = logging.getLogger("pipecompile.api")
 
 LIKELY_FILLED = 0.85  # of a rank, by what is known before it is planned: the rest is workspace
 RESCUES = 8  # settings that are tried beyond the effort while nothing fits
+EFFORT_ACTIONS = 8192  # computations in an order that take an effort of 1 more to plan
 FINALISTS = 2  # settings whose plans are made again by thorough ones,
 FINAL_SHARE = 1.05  # if their steps are within so much of the best
 
@@ -69,9 +70,10 @@ _Size = tuple[str, int]
 
 @dataclass(frozen=True)
 class JointLimits:
-    """How much is searched: at most `effort` quick plans, none begun after `seconds`; the plan
-    lists the `top` best settings, and those that hold less than any shorter one. The answer is
-    never longer than the thorough plan of `reference`.
+    """How much is searched: at most `effort` quick plans, of which one with very many actions
+    counts as several, and none begun after `seconds`. The plan lists the `top` best settings, and
+    those that hold less than any shorter one. The answer is never longer than the thorough plan of
+    `reference`.
     """
 
     effort: int = DEFAULT_EFFORT
@@ -103,7 +105,7 @@ class _SettingSearch:
 
     `finished` are those that a thorough search made: planning again gives the same ones.
     `least_filled` is by recompute the least share of its memory that a rank was likely to need
-    under a setting without a plan.
+    under a setting without a plan. `spent` is how much of the effort is.
     """
 
     space: SettingSpace
@@ -118,6 +120,7 @@ class _SettingSearch:
     works: dict[_Size, Work] = field(default_factory=dict)
     states: dict[int, int] = field(default_factory=dict)
     least_filled: dict[str, float] = field(default_factory=dict)
+    spent: int = 0
 
     def run(self) -> None:
         """Plan settings until the effort or the time is spent, or none is likely to be shorter."""
@@ -133,6 +136,7 @@ class _SettingSearch:
         if len(fitting) > 1:
             with progress("settings planned", self.limits.effort) as advance:
                 for setting in self._likeliest(fitting):
+                    self.spent += _effort_of(setting)
                     self._plan(setting, QUICK)
                     advance()
             if not self.plans:
@@ -399,14 +403,9 @@ class _SettingSearch:
         return min((plan.prediction.step_ns for plan in self.plans.values()), default=inf)
 
     @property
-    def _tried(self) -> list[Setting]:
-        return [s for s, r in self.results.items() if r.status in ("planned", "no cut", "refused")]
-
-    @property
     def _may_plan(self) -> bool:
         """Whether one more quick plan may be made; the first one always may."""
-        tried = len(self._tried)
-        return tried < self.limits.effort and (self._has_time or not tried)
+        return self.spent < self.limits.effort and (self._has_time or not self.spent)
 
     @property
     def _has_time(self) -> bool:
@@ -420,6 +419,11 @@ class _SettingSearch:
         self.results[setting] = SettingResult(
             setting=setting, status=status, bound_ns=bound, reason=reason
         )
+
+
+def _effort_of(setting: Setting) -> int:
+    """Return how many quick plans of usual orders take as long as one of a setting."""
+    return 1 + setting.k * setting.microbatches * 2 // EFFORT_ACTIONS
 
 
 def _size(setting: Setting) -> _Size:

@@ -19,6 +19,7 @@ from pipecompile.ir.plan import Options, Plan
 from pipecompile.ir.serialization import encode
 from pipecompile.ir.setting import Setting
 from pipecompile.partition.budget import QUICK
+from pipecompile.planner import joint_search
 from pipecompile.planner.draft import draft
 from pipecompile.planner.joint_search import JointLimits, joint_plan
 from pipecompile.planner.partition_problem import simulated_step_ns
@@ -178,6 +179,18 @@ def test_the_same_effort_gives_the_same_plan_and_less_of_it_tries_less() -> None
     joints = [plan.joint for plan in plans]
     tried = [joint.counts["planned"] for joint in joints if joint is not None]
     assert tried[0] <= 2 < tried[2]
+
+
+def test_a_setting_with_many_actions_takes_several_parts_of_the_effort(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    chain, where, planned = uneven_chain(), space(4, {"replicas": 1}), []
+    for actions in (8192, 1):
+        monkeypatch.setattr(joint_search, "EFFORT_ACTIONS", actions)
+        joint = searched(chain, where, JointLimits(effort=2)).joint
+        assert joint is not None
+        planned.append(joint.counts["planned"])
+    assert planned == [2, 1]
 
 
 def test_a_time_limit_ends_the_search_with_the_best_plan_so_far(

@@ -89,23 +89,29 @@ Read = Callable[[], Any]
 
 @dataclass(frozen=True)
 class _OutsideValue:
-    """A place, and what tells whether something else is there."""
+    """What was in a place, and what tells its changes in place."""
 
     where: str
     read: Read
+    value: Any
     before: Any
 
     @property
     def is_the_same(self) -> bool:
-        return is_same_value(_comparable(self.read()), self.before)
+        now = self.read()
+        if now is self.value is self.before:  # it cannot change in place
+            return True
+        return is_same_value(_comparable(now), self.before)
 
 
 def _comparable(value: Any) -> Any:
     """Return what `is_same_value` tells changes of a value by, also those in place."""
+    if isinstance(value, (*CONTAINERS, tuple)):
+        return deep_copy(value) if len(value) <= MOST_ITEMS else value
     if isinstance(value, ARRAYS) and value.size <= MOST_ITEMS:
         return value.dtype.str, value.shape, value.tobytes()
-    if isinstance(value, (*CONTAINERS, *MAPPINGS, tuple)) and len(value) <= MOST_ITEMS:
-        return deep_copy(dict(value) if isinstance(value, MAPPINGS) else value)
+    if isinstance(value, MAPPINGS) and len(value) <= MOST_ITEMS:
+        return deep_copy(dict(value))
     return value
 
 
@@ -158,6 +164,7 @@ class _NameSearch:
             self.values: list[_OutsideValue] = []
             self.code: list[tuple[str, Read, Any]] = []
             self._seen: set[int] = set()
+            self._known_globals: dict[int, set[str]] = {}
             for path, module in named_modules:
                 self._look_in_module(path, module)
 
@@ -177,7 +184,7 @@ class _NameSearch:
         """Note what is in a place that a function reads, and follow it."""
         value = read()
         if isinstance(value, COMPARED):
-            self.values.append(_OutsideValue(where, read, _comparable(value)))
+            self.values.append(_OutsideValue(where, read, value, _comparable(value)))
         else:
             self.code.append((where, read, value))
         self._follow(where, value)
@@ -216,7 +223,11 @@ class _NameSearch:
         code, where = function.__code__, function.__qualname__
         reads = _reads(code)
         self._names |= reads.names
-        self._look_among(function.__module__, function.__globals__, reads.globals)
+        # Functions of one module share its globals.
+        known = self._known_globals.setdefault(id(function.__globals__), set())
+        names = reads.globals - known
+        known |= names
+        self._look_among(function.__module__, function.__globals__, names)
         self._look_among(where, vars(function), self._named(vars(function)))
         for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
             self._look(f"{name} in {where}", partial(_content, cell))

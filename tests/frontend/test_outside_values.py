@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import os
 from collections.abc import Callable
@@ -13,6 +14,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from pipecompile.api.compilation import pipecompile
@@ -456,6 +459,25 @@ def test_equal_values_have_not_changed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert values.changed() is None
     monkeypatch.setitem(globals(), "TABLE", {"scale": 2, "nested": {"deep": 1.0}})
     assert values.changed() is not None  # an int computes otherwise than a float
+
+
+PLAIN_VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers(0, 2) | st.floats(0.5, 2.5) | st.text("ab", max_size=2),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text("ab", max_size=2), inner, max_size=3)
+    ),
+    max_leaves=4,
+)
+
+
+@given(before=PLAIN_VALUES, after=PLAIN_VALUES)
+def test_any_value_that_is_written_otherwise_has_changed(before: Any, after: Any) -> None:
+    model = OfOwnObject()
+    for later in (copy.deepcopy(before), after):
+        model.config.scale = copy.deepcopy(before)
+        values = OutsideValues(model)
+        model.config.scale = later
+        assert (values.changed() is None) == (repr(later) == repr(before))
 
 
 def test_a_large_container_is_compared_by_what_it_is(monkeypatch: pytest.MonkeyPatch) -> None:

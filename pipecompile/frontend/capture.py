@@ -182,7 +182,7 @@ def _may_mask_nothing(call: Arguments) -> bool:
     """
     leaves = pytree.tree_leaves((call.args, call.kwargs))
     return any(
-        not has_values(leaf) or bool((leaf == leaf.flatten()[:1]).all())
+        not (has_values(leaf) and leaf.numel()) or bool((leaf == leaf.flatten()[0]).all())
         for leaf in leaves
         if isinstance(leaf, Tensor) and not has_gradient_type(leaf)
     )

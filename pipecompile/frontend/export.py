@@ -10,6 +10,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch._C._functorch import (
+    get_dynamic_layer_stack_depth,
+    pop_dynamic_layer_stack_and_undo_to_depth,
+)
 from torch.utils import _pytree as pytree
 
 from pipecompile.errors import CaptureError
@@ -34,6 +38,19 @@ __all__ = ["export_capture"]
 FUNCTIONAL_LEVELS = "torch._functorch.predispatch"
 
 
+@contextmanager
+def _functional_levels_closed() -> Iterator[None]:
+    """Close the levels of torch.func that are open after the block: torch.export leaves some where
+    it fails within a transform, and then all that follows in the process fails.
+    """
+    depth = get_dynamic_layer_stack_depth()
+    try:
+        yield
+    finally:
+        pop_dynamic_layer_stack_and_undo_to_depth(depth)
+
+
+@_functional_levels_closed()
 @torch.enable_grad()
 def export_capture(
     model: nn.Module, call: Arguments, recapture: Callable[[Arguments], Capture]

@@ -5,12 +5,16 @@ A graph has these in it as they were at the capture. They are found by name, wit
 anything, in the code of the forward and of all that it may call:
 
     def forward(self, x):
-        return helper(x) * self.config.scale      names: helper, config, scale
+        return helper(x, self.config) * table["scale"]
+    def helper(x, config):
+        return x * config.scale           names: helper, config, table, scale
 
-    helper             a function: its names are read too
-    self.config        an object: of its attributes those whose names are read, here `scale`
-    Model.scale        likewise of classes; and of functions their globals, what they enclose and
-                       their defaults
+    helper, table      globals of the function that names them: its names are read too
+    self.config        an object: of its attributes those that any function names, here `scale`,
+                       since a function may be given what another one has found
+    Model.scale        likewise of classes, and of Python modules; of functions also what they
+                       enclose and their defaults
+    table              a container: its items, and what these lead to
     os.environ         of a function that reads it: the variables that its strings name
 
 So more may be found than is read, but nothing that changes during training is likely among it.
@@ -21,20 +25,24 @@ from __future__ import annotations
 import dis
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections import ChainMap, UserDict
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextvars import ContextVar
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache, cached_property, partial
 from operator import call, is_
 from types import (
-    BuiltinFunctionType,
     CellType,
     CodeType,
     FunctionType,
+    MappingProxyType,
+    MemberDescriptorType,
     MethodType,
     ModuleType,
 )
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy
 from torch import Tensor, nn
 
 from pipecompile.graph.attributes import CONTAINERS, PLAIN, deep_copy, is_same_value
@@ -45,10 +53,34 @@ FOREIGN = frozenset({"torch", "numpy"})
 """Packages whose code and objects are not followed, besides the standard library."""
 MOST_ITEMS = 64
 """Of a larger container only the identity is compared."""
-COMPARED = (*PLAIN, *CONTAINERS, tuple, Tensor)
-CODE = (FunctionType, BuiltinFunctionType, MethodType, staticmethod, classmethod, property, partial)
-"""Of what runs only the identity is compared."""
+MAPPINGS = (MappingProxyType, UserDict, ChainMap)
+ARRAYS = (numpy.ndarray, numpy.generic)
+COMPARED = (*PLAIN, *CONTAINERS, *MAPPINGS, *ARRAYS, tuple, Tensor)
+"""Of all else, such as functions and objects, only the identity is compared."""
 ENVIRONMENT = frozenset({"environ", "getenv"})
+GLOBAL_LOADS = frozenset({"LOAD_GLOBAL", "LOAD_NAME"})
+BY_TEXT = frozenset({"getattr", "attrgetter", "vars", "globals", "__dict__"})
+"""A function that names one of these may name attributes and globals by its strings."""
+NOT_READING = frozenset(
+    f"__{name}__"
+    for name in (
+        *("init", "new", "post_init", "init_subclass", "set_name", "setattr", "delattr", "del"),
+        *("repr", "str", "eq", "hash", "copy", "deepcopy", "reduce", "getstate", "setstate"),
+    )
+)
+"""Special methods that a forward is not likely to call, unlike those of operators."""
+NAMESPACES = frozenset({"types", "argparse", "_thread"})
+"""Parts of the standard library whose objects hold what a user gives them."""
+PARTS: Mapping[type, tuple[str, ...]] = {
+    staticmethod: ("__func__",),
+    classmethod: ("__func__",),
+    property: ("fget",),
+    cached_property: ("func",),
+    type(cache(len)): ("__wrapped__",),
+    MethodType: ("__func__", "__self__"),
+    partial: ("func", "args", "keywords"),
+}
+"""Attributes of what leads to a function, which calls it with these."""
 GONE = object()
 
 Read = Callable[[], Any]
@@ -57,19 +89,30 @@ Read = Callable[[], Any]
 
 @dataclass(frozen=True)
 class _OutsideValue:
-    """What was in a place, with a copy if it is a container."""
+    """What was in a place, and what tells its changes in place."""
 
     where: str
     read: Read
     value: Any
-    copy: Any
+    before: Any
 
     @property
     def is_the_same(self) -> bool:
         now = self.read()
-        if now is not self.value or not isinstance(now, CONTAINERS) or len(now) > MOST_ITEMS:
-            return is_same_value(now, self.value)
-        return is_same_value(deep_copy(now), self.copy)
+        if now is self.value is self.before:  # it cannot change in place
+            return True
+        return is_same_value(_comparable(now), self.before)
+
+
+def _comparable(value: Any) -> Any:
+    """Return what `is_same_value` tells changes of a value by, also those in place."""
+    if isinstance(value, (*CONTAINERS, tuple)):
+        return deep_copy(value) if len(value) <= MOST_ITEMS else value
+    if isinstance(value, ARRAYS) and value.size <= MOST_ITEMS:
+        return value.dtype.str, value.shape, value.tobytes()
+    if isinstance(value, MAPPINGS) and len(value) <= MOST_ITEMS:
+        return deep_copy(dict(value))
+    return value
 
 
 class OutsideValues:
@@ -108,107 +151,136 @@ class OutsideValues:
 class _NameSearch:
     """Follows the names in functions to values and to other functions.
 
-    A name of a function is looked up among its globals, what it encloses, and the attributes of
-    objects, classes and Python modules that it reaches by these names.
+    A name of a function is looked up among its globals and what it encloses, and among the
+    attributes of all objects, classes and Python modules that are found.
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self.values: list[_OutsideValue] = []
-        self.code: list[tuple[str, Read, Any]] = []
-        self._seen: set[tuple[int, frozenset[str]]] = set()
-        self._class_names: dict[tuple[type, frozenset[str]], frozenset[str]] = {}
-        for path, module in model.named_modules():
-            names = self._look_in_class(type(module), frozenset({"forward"}))
-            # The attributes themselves are compared by the modules' owner.
-            for name in names & vars(module).keys():
-                self._follow(f"{path}.{name}".lstrip("."), vars(module)[name], names)
-            for hook in (*module._forward_pre_hooks.values(), *module._forward_hooks.values()):
-                self._follow("a hook", hook, names)
+        self._names = frozenset({"forward"})
+        before, named_modules = frozenset[str](), list(model.named_modules())
+        # A function that is found may name attributes of what was found before it.
+        while before != self._names:
+            before = self._names
+            self.values: list[_OutsideValue] = []
+            self.code: list[tuple[str, Read, Any]] = []
+            self._seen: set[int] = set()
+            self._known_globals: dict[int, set[str]] = {}
+            for path, module in named_modules:
+                self._look_in_module(path, module)
 
-    def _look(self, where: str, read: Read, names: frozenset[str]) -> None:
+    def _look_in_module(self, path: str, module: nn.Module) -> None:
+        self._look_in_class(type(module))
+        attributes = vars(module)
+        for name in self._named(attributes):
+            where, value = f"{path}.{name}".lstrip("."), attributes[name]
+            # The others are compared by the modules' owner.
+            if isinstance(value, (*ARRAYS, *MAPPINGS)):
+                self._look(where, partial(attributes.get, name, GONE))
+            self._follow(where, value)
+        for hook in (*module._forward_pre_hooks.values(), *module._forward_hooks.values()):
+            self._follow("a hook", hook)
+
+    def _look(self, where: str, read: Read) -> None:
         """Note what is in a place that a function reads, and follow it."""
         value = read()
         if isinstance(value, COMPARED):
-            self.values.append(_OutsideValue(where, read, value, deep_copy(value)))
-        elif isinstance(value, CODE):
+            self.values.append(_OutsideValue(where, read, value, _comparable(value)))
+        else:
             self.code.append((where, read, value))
-        self._follow(where, value, names)
+        self._follow(where, value)
 
-    def _look_among(self, where: str, items: Mapping[str, Any], names: frozenset[str]) -> None:
-        for name in names & items.keys():
-            self._look(f"{where}.{name}", partial(items.get, name, GONE), names)
+    def _look_among(self, where: str, items: Mapping[str, Any], names: Iterable[str]) -> None:
+        for name in filter(items.__contains__, names):
+            self._look(f"{where}.{name}", partial(items.get, name, GONE))
 
-    def _follow(self, where: str, value: Any, names: frozenset[str]) -> None:
-        """Look up in `value` the names that a function reads which can reach it."""
-        value = _unwrapped(value)
+    def _follow(self, where: str, value: Any) -> None:
+        """Look up in `value`, and in what it consists of, the names that can reach it."""
+        if isinstance(value, type):
+            self._look_in_class(value)
+        # What modules of the model hold is compared by itself.
+        if id(value) in self._seen or isinstance(value, (*PLAIN, *ARRAYS, Tensor, nn.Module, type)):
+            return
+        self._seen.add(id(value))
         if isinstance(value, FunctionType):
             self._look_in_function(value)
-        elif isinstance(value, type):
-            self._look_in_class(value, names)
-        elif _is_owner(value) and (id(value), names) not in self._seen:
-            self._seen.add((id(value), names))
-            if not isinstance(value, ModuleType):
-                names = self._look_in_class(type(value), names)
-            self._look_among(where, vars(value), names)
+        elif _is_owner(value):
+            self._look_in_object(where, value)
+        if isinstance(value, ContextVar):
+            self._look(f"{where}.get()", partial(value.get, GONE))
+        for kind, parts in PARTS.items():
+            if isinstance(value, kind):
+                for part in parts:
+                    self._look(f"{where}.{part}", partial(getattr, value, part))
+        if isinstance(value, (*CONTAINERS, *MAPPINGS, tuple)) and len(value) <= MOST_ITEMS:
+            for item in value.values() if isinstance(value, (dict, *MAPPINGS)) else value:
+                # Tables of functions and classes have those of all models, not of this one.
+                if not isinstance(item, (FunctionType, type)):
+                    self._follow(where, item)
 
     def _look_in_function(self, function: FunctionType) -> None:
-        code, names = function.__code__, _names(function.__code__)
-        if (id(function), names) in self._seen or _is_foreign(function.__module__):
+        if _is_foreign(function.__module__):
             return
-        self._seen.add((id(function), names))
+        code, where = function.__code__, function.__qualname__
+        reads = _reads(code)
+        self._names |= reads.names
+        # Functions of one module share its globals.
+        known = self._known_globals.setdefault(id(function.__globals__), set())
+        names = reads.globals - known
+        known |= names
         self._look_among(function.__module__, function.__globals__, names)
+        self._look_among(where, vars(function), self._named(vars(function)))
         for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
-            where = f"{name} in {function.__qualname__}"
-            self._look(where, partial(_content, cell), names)
+            self._look(f"{name} in {where}", partial(_content, cell))
         # Who calls a function without defaults gives all arguments, whatever it has later.
         for part in ("__defaults__", "__kwdefaults__"):
-            where, read = f"{part} of {function.__qualname__}", partial(getattr, function, part)
-            if read():
-                self.code.append((where, read, read()))
-        if names & ENVIRONMENT:
+            read = partial(getattr, function, part)
+            if isinstance(read(), tuple) and all(isinstance(each, PLAIN) for each in read()):
+                self.code.append((f"{part} of {where}", read, read()))
+            elif read():
+                self._look(f"{part} of {where}", read)
+        for name in reads.imports:
+            self._follow(name, sys.modules.get(name))
+        if reads.names & ENVIRONMENT:
             for name in _strings(code):
-                self._look(f"os.environ[{name!r}]", partial(os.environ.get, name), frozenset())
+                self._look(f"os.environ[{name!r}]", partial(os.environ.get, name))
 
-    def _look_in_class(self, kind: type, names: frozenset[str]) -> frozenset[str]:
-        """Return the names with those that the methods of these names read, and so on."""
-        key = (kind, names)
-        if key not in self._class_names:
-            self._class_names[key] = names  # for classes that reach themselves
-            bases = [base for base in kind.__mro__ if not _is_foreign(base.__module__)]
-            before: frozenset[str] = frozenset()
-            while before != names:
-                new, before = names - before, names
-                for base in bases:
-                    for name in new & vars(base).keys():
-                        method = _unwrapped(vars(base)[name])
-                        if isinstance(method, FunctionType):
-                            names |= _names(method.__code__)
-            for base in bases:
+    def _look_in_object(self, where: str, value: Any) -> None:
+        attributes = getattr(value, "__dict__", {})
+        self._look_among(where, attributes, self._named(attributes))
+        if isinstance(value, ModuleType):
+            return
+        self._look_in_class(type(value))
+        for base in type(value).__mro__:
+            for name in self._named(vars(base)):
+                if isinstance(vars(base)[name], MemberDescriptorType):  # a slot
+                    self._look(f"{where}.{name}", partial(getattr, value, name, GONE))
+
+    def _look_in_class(self, kind: type) -> None:
+        for base in kind.__mro__:
+            if id(base) not in self._seen and not _is_foreign(base.__module__):
+                self._seen.add(id(base))
+                names = {*self._named(vars(base)), *_operators(base)}
                 self._look_among(base.__qualname__, vars(base), names)
-            self._class_names[key] = names
-        return self._class_names[key]
+
+    def _named(self, attributes: Iterable[str]) -> list[str]:
+        """Return those of the attributes that a function names."""
+        return [name for name in attributes if name in self._names]
 
 
-def _unwrapped(value: Any) -> Any:
-    """Return the function in a method, a property or a partial call of it; else `value`."""
-    if isinstance(value, (staticmethod, classmethod, MethodType)):
-        return value.__func__
-    if isinstance(value, property):
-        return value.fget
-    return value.func if isinstance(value, partial) else value
+def _operators(kind: type) -> Iterator[str]:
+    """Yield the methods of a class that code may call without naming them."""
+    for name, method in vars(kind).items():
+        is_special = name.startswith("__") and name.endswith("__") and name not in NOT_READING
+        if is_special and isinstance(method, FunctionType):
+            yield name
 
 
 def _is_owner(value: Any) -> bool:
     """Return whether `value` is an object or a Python module of the user, with attributes."""
     if isinstance(value, ModuleType):
         return not _is_foreign(value.__name__)
-    # What modules hold is compared by itself. Namespaces of the standard library are read, too.
-    is_other = isinstance(value, (nn.Module, *COMPARED))
-    return (
-        hasattr(value, "__dict__")
-        and not is_other
-        and type(value).__module__.partition(".")[0] not in FOREIGN
-    )
+    module = type(value).__module__
+    return module in NAMESPACES or not _is_foreign(module)
 
 
 def _own_class(kind: type) -> type:
@@ -223,13 +295,32 @@ def _is_foreign(module: str | None) -> bool:
     return package in FOREIGN or package in sys.stdlib_module_names
 
 
+class _Reads(NamedTuple):
+    """What code reads by name, with the functions in it: all names, those of globals, and the
+    Python modules that it imports when it runs.
+    """
+
+    names: frozenset[str]
+    globals: frozenset[str]
+    imports: frozenset[str]
+
+
 @cache
-def _names(code: CodeType) -> frozenset[str]:
-    """Return the names that `code` reads, of globals and of attributes, with functions in it."""
-    read = (each for each in dis.get_instructions(code) if each.opname.startswith("LOAD"))
-    names = {each.argval for each in read if each.argval in code.co_names}
-    inner = (_names(each) for each in code.co_consts if isinstance(each, CodeType))
-    return frozenset(names.union(*inner))
+def _reads(code: CodeType) -> _Reads:
+    found = [(each.opname, each.argval) for each in dis.get_instructions(code)]
+    loads = {name for operation, name in found if operation.startswith(("LOAD", "IMPORT_FROM"))}
+    names = loads.intersection(code.co_names)
+    imports = {name for operation, name in found if operation == "IMPORT_NAME"}
+    of_globals = {name for operation, name in found if operation in GLOBAL_LOADS}
+    texts = _strings(code) if names & BY_TEXT else []
+    if "globals" in names:
+        of_globals.update(texts)
+    inner = [_reads(each) for each in code.co_consts if isinstance(each, CodeType)]
+    return _Reads(
+        frozenset(names.union(texts, *(each.names for each in inner))),
+        frozenset(of_globals.union(*(each.globals for each in inner))),
+        frozenset(imports.union(*(each.imports for each in inner))),
+    )
 
 
 def _strings(code: CodeType) -> list[str]:

@@ -165,8 +165,9 @@ class InputStructure:
                 )
             # The types are compared too, since True equals 1.
             if name is None and (type(leaf) is not type(constant) or leaf != constant):
+                shown = f"a tensor {list(leaf.shape)}" if isinstance(leaf, Tensor) else repr(leaf)
                 raise InputError(
-                    f"an argument is {leaf!r}, but the plan was made with {constant!r}; plan again"
+                    f"an argument is {shown}, but the plan was made with {constant!r}; plan again"
                 )
         return [leaf for leaf, name in zip(leaves, self.names, strict=True) if name is not None]
 

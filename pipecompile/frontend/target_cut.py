@@ -19,6 +19,7 @@ from torch import Tensor
 
 from pipecompile.errors import InputError
 from pipecompile.frontend.batch_dims import BatchDims
+from pipecompile.frontend.nested_values import hides_tensors
 from pipecompile.graph.pytrees import register_dataclasses
 from pipecompile.graph.storages import is_irregular, layout_name
 
@@ -42,16 +43,12 @@ def cut_targets(
     """
     register_dataclasses(targets)
     samples = sum(sizes)
-    if dims is None and isinstance(targets, list) and len(targets) == samples > 1:
-        raise InputError(
-            f"the target is a list of {samples}, as many as there are samples; stack it to one "
-            f"tensor if these are the samples, or {REMEDY}"
-        )
     likely = sorted({0, *(dim for dim in input_dims if dim is not None)})
     if isinstance(targets, Tensor) and dims is None:
         return list(_cut(targets, _batch_dimension(targets, samples, likely, targets), sizes))
     leaves, spec = pytree.tree_flatten(targets)
     if dims is None:
+        _refuse_lists_of_samples(targets, samples)
         chosen = [_batch_dimension(leaf, samples, likely, targets) for leaf in leaves]
     else:
         chosen = _given_dimensions(dims, spec)
@@ -59,6 +56,20 @@ def cut_targets(
     return [
         pytree.tree_unflatten([each[index] for each in parts], spec) for index in range(len(sizes))
     ]
+
+
+def _refuse_lists_of_samples(targets: Any, samples: int) -> None:
+    """Raise InputError for a list that has an item for each sample, at any depth of `targets`."""
+
+    def may_be_samples(value: Any) -> bool:
+        return isinstance(value, list) and len(value) == samples > 1
+
+    for path, value in pytree.tree_flatten_with_path(targets, is_leaf=may_be_samples)[0]:
+        if may_be_samples(value):
+            raise InputError(
+                f"the target{pytree.keystr(path)} is a list of {samples}, as many as there are "
+                f"samples; stack it to one tensor if these are the samples, or {REMEDY}"
+            )
 
 
 def _batch_dimension(leaf: Any, samples: int, likely: Sequence[int], targets: Any) -> int | None:
@@ -73,6 +84,11 @@ def _batch_dimension(leaf: Any, samples: int, likely: Sequence[int], targets: An
             raise InputError(
                 f"the target{_path(leaf, targets)} is a {kind} of shape "
                 f"{tuple(leaf.shape)}; give a tensor (torch.from_numpy), which can be cut"
+            )
+        if hides_tensors(leaf) or (isinstance(leaf, (set, frozenset)) and leaf):
+            raise InputError(
+                f"the target{_path(leaf, targets)} is a {type(leaf).__name__}, and what that holds "
+                "is not cut; give a tensor, or tuples, lists, dicts and dataclasses of tensors"
             )
         return None
     if not leaf.dim():

@@ -134,7 +134,7 @@ class DistributedPipeline:
                         rank_step = begun()
                         leading.drop_messages(schedule, rank, messages)
                 self._perform(left, rank_step, schedule)
-        except Exception:
+        except BaseException:  # also Ctrl+C, after which a notebook may go on
             has_begun = leading is not None or not agreement.is_refused
             exchanges = TRANSFERS if reducer is None else {*TRANSFERS, Kind.REDUCE}
             if has_begun and any(action.kind in exchanges for action in left):

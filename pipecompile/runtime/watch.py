@@ -274,6 +274,8 @@ class StepWatch:
         return _text(self._now.what)
 
     def _fault(self, beating: _Heartbeat | None) -> RankFaultError:
+        # It gives up while an exchange is pending, which the others may still come to.
+        self.lose_messages()
         if beating is None:
             peer = "" if self._now.peer is None else f" for rank {self._now.peer}"
             return RankFaultError(

@@ -402,6 +402,9 @@ class Pipeline(HeldModel):
         """Let the minibatches in flight go back, of a run that `train` has begun, and validate its
         last update. Every rank calls it after the same loss; the run goes on as if nobody had.
         """
+        # What follows may exchange weights, which lost messages would be taken for.
+        if self._runner.watch is not None:
+            self._runner.watch.refuse_after_loss()
         self._training.drain()
 
     def eval(self) -> Self:

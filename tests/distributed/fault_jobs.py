@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import os
 import signal
 import time
@@ -79,21 +80,25 @@ def drill(
     return Seen("", "", time.monotonic() - start)
 
 
-def after_a_loss(schedule: str) -> list[str]:
-    """What a rank says of a step whose loss fails in the third microbatch, and of what follows."""
+def after_a_loss(schedule: str, action: str, error: str) -> list[str]:
+    """What a rank says of a step in which `action` raises `error`, and of what follows."""
     ranks = dist.get_world_size()
     pipeline, batch = small_pipeline(schedule, ranks, step_timeout=TIMEOUT)
     pipeline.step(batch)
     perform = RankStep._perform
 
     def planted(rank_step: RankStep, current: Action) -> None:
-        if str(current) == f"{ranks - 1}F2":
-            raise ValueError("planted")
+        if str(current) == action:
+            raise getattr(builtins, error)("planted")
         perform(rank_step, current)
 
     with patch.object(RankStep, "_perform", planted):
         said = [_said_by(lambda: pipeline.step(batch))]
-    for act in (lambda: pipeline.step(batch), lambda: pipeline.evaluate(batch)):
+    for act in (
+        lambda: pipeline.step(batch),
+        lambda: pipeline.evaluate(batch),
+        pipeline.full_state_dict,
+    ):
         said.append(_said_by(act))
     dist.destroy_process_group()
     return said
@@ -102,7 +107,7 @@ def after_a_loss(schedule: str) -> list[str]:
 def _said_by(act: Callable[[], object]) -> str:
     try:
         act()
-    except Exception as error:
+    except (Exception, KeyboardInterrupt) as error:
         return f"{type(error).__name__}: {error}"
     return ""
 

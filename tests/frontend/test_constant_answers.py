@@ -201,6 +201,13 @@ MASKS: dict[str, Callable[[Tensor], Any]] = {
 }
 
 
+def test_a_mask_without_elements_masks_nothing() -> None:
+    model, mask = Masked(lambda mask: not mask.any()), torch.ones(4, 0, 5, dtype=torch.bool)
+    model.other.requires_grad_(False)
+    call = arguments_of(model, (torch.randn(4, WIDTH), mask))
+    assert capture(model, call).method == "recorded, inputs read"
+
+
 @pytest.mark.one_case_in(12)
 @pytest.mark.parametrize("name", MASKS)
 @pytest.mark.parametrize("dtype", [torch.int64, torch.bool])

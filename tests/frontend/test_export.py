@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._C._functorch import get_dynamic_layer_stack_depth
 from zoo import called
 from zoo.exact import exact
 
@@ -183,6 +184,18 @@ def test_data_dependence_is_refused() -> None:
             return self.head(x) * (x > 0).nonzero().sum()
 
     assert "cannot be seen" in refusal(Asking())
+
+
+def test_a_refusal_within_a_transform_leaves_torch_as_it_was() -> None:
+    class Curved(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            gradient = torch.func.grad(lambda y: (y**3).sum())
+            return torch.func.jvp(gradient, (x,), (torch.ones_like(x),))[1]  # type: ignore[no-any-return]
+
+    model, call = nn.Sequential(nn.Linear(4, 4), Curved()), Arguments((torch.randn(4, 4),), {})
+    with pytest.raises(CaptureError):
+        capture(model, call)
+    assert get_dynamic_layer_stack_depth() == 0
 
 
 def test_the_model_is_restored() -> None:

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import os
 from collections.abc import Callable
-from types import SimpleNamespace
+from contextvars import ContextVar
+from dataclasses import dataclass
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from pipecompile.api.compilation import pipecompile
@@ -60,6 +66,49 @@ def enclosing() -> tuple[Callable[[Tensor], Tensor], Callable[[float], None]]:
     return scaled, change
 
 
+class Operators:
+    """An object whose methods code calls without naming them."""
+
+    def __init__(self) -> None:
+        self.hidden = 2.0
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return x * self.hidden
+
+    def __getitem__(self, index: int) -> float:
+        return self.hidden * index
+
+    def __enter__(self) -> float:
+        return self.hidden
+
+    def __exit__(self, *_: object) -> None: ...
+
+
+@dataclass(slots=True)
+class Slots:
+    scale: float = 2.0
+
+
+OPERATORS = Operators()
+SLOTS = Slots()
+OBJECTS = [SimpleNamespace(scale=2.0)]
+VIEW_OF: dict[str, float] = {"scale": 2.0}
+VIEW = MappingProxyType(VIEW_OF)
+data = torch.ones(1)
+"""Named as the attribute of a tensor is: an ordinary name of a batch in a script."""
+
+
+def scaled_by_config(x: Tensor, config: SimpleNamespace) -> Tensor:
+    return x * config.scale  # type: ignore[no-any-return]
+
+
+def scaled_by_own_attribute(x: Tensor) -> Tensor:
+    return x * scaled_by_own_attribute.scale  # type: ignore[attr-defined, no-any-return]
+
+
+scaled_by_own_attribute.scale = 2.0  # type: ignore[attr-defined]
+
+
 class Base(nn.Module):
     factor = 2.0
 
@@ -68,6 +117,8 @@ class Base(nn.Module):
         self.linear = nn.Linear(4, 4)
         self.config = SimpleNamespace(scale=2.0, other=1)
         self.settings = Settings()
+        self.array = np.ones(3)
+        self.context = ContextVar("context", default=2.0)
 
 
 class OfGlobal(Base):
@@ -161,6 +212,106 @@ class OfGetenv(Base):
         return self.linear(x) * float(os.getenv("PIPECOMPILE_TEST_SCALE") or 2)
 
 
+class OfCall(Base):
+    def forward(self, x: Tensor) -> Tensor:
+        return OPERATORS(self.linear(x))
+
+
+class OfItem(Base):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) * OPERATORS[1]
+
+
+class OfBlock(Base):
+    def forward(self, x: Tensor) -> Tensor:
+        with OPERATORS as scale:
+            return self.linear(x) * scale
+
+
+class OfSlots(Base):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x.data) * SLOTS.scale
+
+
+class OfText(Base):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) * getattr(CONFIG.inner, "scale")  # type: ignore[no-any-return]  # noqa: B009
+
+
+class OfArgument(Base):
+    def forward(self, x: Tensor) -> Tensor:
+        return scaled_by_config(self.linear(x), self.config)
+
+
+class OfReplacedObject(Base):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) * CONFIG.inner.scale
+
+
+class OfObjects(Base):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) * OBJECTS[0].scale
+
+
+class OfArray(Base):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) * float(self.array[0])
+
+
+class OfView(Base):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) * VIEW["scale"]
+
+
+class OfContext(Base):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) * self.context.get()
+
+
+class OfImport(Base):
+    def forward(self, x: Tensor) -> Tensor:
+        from tests.frontend.test_outside_values import SCALE
+
+        return self.linear(x) * SCALE
+
+
+class OfFunctionAttribute(Base):
+    def forward(self, x: Tensor) -> Tensor:
+        return scaled_by_own_attribute(self.linear(x))
+
+
+class OfListAsDefault(Base):
+    def __init__(self) -> None:
+        super().__init__()
+
+        def scaled(x: Tensor, scales: list[float] = [2.0]) -> Tensor:  # noqa: B006
+            return x * scales[0]
+
+        self.scaled = scaled
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.scaled(self.linear(x))
+
+
+class OfPartial(Base):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scaled = functools.partial(scaled_by, scale=2.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.scaled(self.linear(x))
+
+
+class OfBoundMethod(Base):
+    def __init__(self) -> None:
+        super().__init__()
+        self.operators = Operators()
+        self.scaled = self.operators.__call__
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.scaled(self.linear(x))
+
+
 Change = Callable[[pytest.MonkeyPatch, Any], object]
 GLOBAL: Change = lambda patch, _: patch.setitem(globals(), "SCALE", 3.0)  # noqa: E731
 ENVIRONMENT: Change = lambda patch, _: patch.setenv("PIPECOMPILE_TEST_SCALE", "3")  # noqa: E731
@@ -182,6 +333,29 @@ CASES: dict[type[Base], tuple[Change, str]] = {
         lambda patch, _: patch.setattr(scaled_by, "__kwdefaults__", {"factor": 3.0}),
         "scaled_by",
     ),
+    **dict.fromkeys(
+        (OfCall, OfItem, OfBlock),
+        (lambda patch, _: patch.setattr(OPERATORS, "hidden", 3.0), "OPERATORS.hidden"),
+    ),
+    OfSlots: (lambda patch, _: patch.setattr(SLOTS, "scale", 3.0), "SLOTS.scale"),
+    OfText: (lambda patch, _: patch.setattr(CONFIG.inner, "scale", 3.0), "inner.scale"),
+    OfArgument: (lambda patch, m: patch.setattr(m.config, "scale", 3.0), "0.config.scale"),
+    OfReplacedObject: (
+        lambda patch, _: patch.setattr(CONFIG, "inner", SimpleNamespace(scale=3.0)),
+        "CONFIG.inner",
+    ),
+    OfObjects: (lambda patch, _: patch.setattr(OBJECTS[0], "scale", 3.0), "OBJECTS.scale"),
+    OfArray: (lambda _, m: m.array.fill(3.0), "0.array"),
+    OfView: (lambda patch, _: patch.setitem(VIEW_OF, "scale", 3.0), "VIEW"),
+    OfContext: (lambda _, m: m.context.set(3.0), "0.context"),
+    OfImport: (GLOBAL, "SCALE"),
+    OfFunctionAttribute: (
+        lambda patch, _: patch.setattr(scaled_by_own_attribute, "scale", 3.0),
+        "scaled_by_own_attribute.scale",
+    ),
+    OfListAsDefault: (lambda _, m: m.scaled.__defaults__[0].append(3.0), "scaled"),
+    OfPartial: (lambda patch, m: patch.setitem(m.scaled.keywords, "scale", 3.0), "scaled.keywords"),
+    OfBoundMethod: (lambda patch, m: patch.setattr(m.operators, "hidden", 3.0), "hidden"),
     OfEnvironment: (ENVIRONMENT, "PIPECOMPILE_TEST_SCALE"),
     OfGetenv: (ENVIRONMENT, "PIPECOMPILE_TEST_SCALE"),
 }
@@ -197,6 +371,7 @@ def test_what_a_forward_reads_outside_is_found(
     assert values.changed() is None
     monkeypatch.setattr(CONFIG, "other", 2)  # read by nobody
     monkeypatch.setitem(globals(), "OTHER", 5.0)
+    monkeypatch.setitem(globals(), "data", torch.zeros(1))
     model[0].config.other = 7
     assert values.changed() is None
     change(monkeypatch, model[0])
@@ -284,6 +459,25 @@ def test_equal_values_have_not_changed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert values.changed() is None
     monkeypatch.setitem(globals(), "TABLE", {"scale": 2, "nested": {"deep": 1.0}})
     assert values.changed() is not None  # an int computes otherwise than a float
+
+
+PLAIN_VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers(0, 2) | st.floats(0.5, 2.5) | st.text("ab", max_size=2),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text("ab", max_size=2), inner, max_size=3)
+    ),
+    max_leaves=4,
+)
+
+
+@given(before=PLAIN_VALUES, after=PLAIN_VALUES)
+def test_any_value_that_is_written_otherwise_has_changed(before: Any, after: Any) -> None:
+    model = OfOwnObject()
+    for later in (copy.deepcopy(before), after):
+        model.config.scale = copy.deepcopy(before)
+        values = OutsideValues(model)
+        model.config.scale = later
+        assert (values.changed() is None) == (repr(later) == repr(before))
 
 
 def test_a_large_container_is_compared_by_what_it_is(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -129,6 +129,8 @@ def test_another_structure_or_constant_is_an_error() -> None:
         InputError, match=r"an argument is 3.0, but the plan was made with 2.0; plan again"
     ):
         captured_model.inputs.flatten(Arguments((x,), {"scale": 3.0}))
+    with pytest.raises(InputError, match=r"an argument is a tensor \[4, 4\], but the plan"):
+        captured_model.inputs.flatten(Arguments((x,), {"scale": x}))
     with pytest.raises(InputError, match=r"another structure .* it lacks keyword\['scale'\]"):
         captured_model.inputs.flatten(Arguments((x,), {}))
     with pytest.raises(InputError, match="x is a float, but the plan was made for a tensor"):

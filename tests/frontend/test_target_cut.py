@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import UserDict
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -60,6 +62,12 @@ def test_a_tree_says_how_each_target_is_cut() -> None:
         ({"y": rows(8), "w": torch.ones(10)}, None, r"the target\['w'\] is of shape \(10,\)"),
         ((rows(8), (rows(1, 8),)), None, r"the target\[1\]\[0\] is of shape \(1, 8\)"),
         ([rows(8)] * 8, None, "a list of 8, as many as there are samples; stack it"),
+        ({"boxes": [rows(8)] * 8}, None, r"target\['boxes'\] is a list of 8, as many as there"),
+        ((rows(8), ["a"] * 8), None, r"the target\[1\] is a list of 8"),
+        (UserDict(y=rows(8)), None, "the target is a UserDict, and what that holds is not cut"),
+        ({"y": SimpleNamespace(y=rows(8))}, None, r"the target\['y'\] is a SimpleNamespace"),
+        (torch.distributions.Normal(rows(8) * 1.0, 1.0), None, "the target is a Normal, and"),
+        ({rows(8)}, None, "the target is a set"),
         (rows(8), (0, None), "does not fit the target"),
         (rows(8), "0", "does not fit the target"),
         (rows(6, 8), 0, r"cannot be cut along dimension 0 into microbatches of \[4, 4\]"),

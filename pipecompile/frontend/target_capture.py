@@ -11,6 +11,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor, fx, nn
 
 from pipecompile.errors import CaptureError, InputError
+from pipecompile.frontend.batch_counts import refuse_batch_counts
 from pipecompile.frontend.batch_dims import part_of
 from pipecompile.frontend.capture import capture, captures
 from pipecompile.frontend.captured_graph import Capture
@@ -85,6 +86,8 @@ def capture_target(
         captured, module, proof = proven_capture(target.model, sample, options.leaf)
         if options.microbatches > 1:
             refuse_dependent_rows(target.model, sample, _microbatch(target, options, 1))
+            if target.loss_reduction == "mean":
+                refuse_batch_counts(target, sample, target.cut_targets(options.microbatches)[0])
         _log(chain(_remarks(captured), [_proof_text(proof)]))
     else:
         proof = None

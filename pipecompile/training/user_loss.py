@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from pipecompile.errors import InputError, PipecompileError
+from pipecompile.frontend.batch_counts import refuse_counts
 from pipecompile.frontend.signature import OutputStructure
 from pipecompile.frontend.target import LossFunction, Target
 from pipecompile.graph.storages import is_irregular, storage_key
@@ -45,11 +46,31 @@ class UserLoss:
     def __call__(self, outputs: Sequence[Tensor], wanted: Any) -> Any:
         """Return what the function returns; InputError if it raises or reads state of the model."""
         self._calls += 1
+        if self._calls == 1 and self.target.loss_reduction == "mean":
+            self._refuse_counts(outputs, wanted)
         # Looking at each operator takes time, and a loss may begin to read in the middle of a
         # training: the calls 1, 2, 4, 8, … are looked at.
         is_watched = self._calls.bit_count() == 1
         with _RefuseReads(self._state(outputs)) if is_watched else nullcontext():
             return loss_of(self.structure, self.target.trained_by, outputs, wanted)
+
+    def _refuse_counts(self, outputs: Sequence[Tensor], wanted: Any) -> None:
+        """Raise InputError if a number in the target counts the whole batch.
+
+        A loss that is a module is not asked: calls may change its state.
+        """
+        if self.target.loss_module is not None:
+            return
+
+        def loss(given: Mapping[str, Any]) -> Any:
+            return self.target.trained_by(*given.values())
+
+        def twice(tensor: Tensor) -> Tensor:
+            return torch.cat([tensor, tensor]) if tensor.dim() else tensor
+
+        given = {"the output": self.structure.unflatten(outputs), "the target": wanted}
+        with torch.random.fork_rng([each.device.index for each in outputs if each.is_cuda]):
+            refuse_counts(loss, given, tree_map_only(Tensor, twice, given))
 
     def _state(self, outputs: Sequence[Tensor]) -> dict[int, str]:
         """Return the names of parameters, their gradients and written buffers, by storage, but for

@@ -1,0 +1,136 @@
+"""Numbers that count the whole batch are refused, and others that a loss reads are not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.nn import functional
+
+from pipecompile.api.compilation import pipecompile
+from pipecompile.errors import InputError
+from pipecompile.frontend.batch_counts import refuse_counts
+from pipecompile.training.pipeline import Pipeline
+
+ROWS = 8
+X = torch.randn(ROWS, 4, generator=torch.Generator().manual_seed(0))
+LABELS = torch.arange(ROWS) % 3
+
+
+class OwnLoss(nn.Module):
+    """Computes its loss itself, and divides it by a number if it is given one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor, labels: Tensor, count: Any = None) -> dict[str, Tensor]:
+        """A tensor of shape (N, 4) and labels of shape (N,) to a scalar loss."""
+        total = functional.cross_entropy(self.layer(x), labels, reduction="sum")
+        return {"loss": total / (len(x) if count is None else count)}
+
+
+def total(output: Tensor, labels: Tensor) -> Tensor:
+    return functional.cross_entropy(output, labels, reduction="sum")
+
+
+def mean(output: Tensor, labels: Tensor) -> Tensor:
+    return functional.cross_entropy(output, labels)
+
+
+COUNTED: dict[str, tuple[Callable[[Tensor, Any], Tensor], Any]] = {
+    "a number in a dict": (lambda o, t: total(o, t["y"]) / t["n"], {"y": LABELS, "n": ROWS}),
+    "a float in a pair": (lambda o, t: total(o, t[0]) / t[1], (LABELS, 8.0)),
+    "a tensor": (lambda o, t: total(o, t[0]) / t[1], (LABELS, torch.tensor(8))),
+    "the inverse of a number": (lambda o, t: total(o, t[0]) * t[1] ** -1, (LABELS, 8.0)),
+    "deeper": (lambda o, t: total(o, t[0]) / t[1]["tokens"][0], (LABELS, {"tokens": [8, 3]})),
+    "with metrics": (lambda o, t: (total(o, t[0]) / t[1], o.detach()), (LABELS, 8)),
+    "a sum of squares": (lambda o, t: (o - t[0]).square().sum() / t[1], (X[:, :3], 24)),
+}
+READ: dict[str, tuple[Callable[[Tensor, Any], Tensor], Any]] = {
+    "a weight": (lambda o, t: mean(o, t[0]) * t[1], (LABELS, 0.3)),
+    "a scale of a mean": (lambda o, t: (o - t[0]).square().mean() / t[1], (X[:, :3], 2.0)),
+    "a temperature": (lambda o, t: mean(o / t[1], t[0]), (LABELS, torch.tensor(2.0))),
+    "a margin": (lambda o, t: functional.relu(o.mean() - t[1]) + mean(o, t[0]), (LABELS, 0.1)),
+    "a truth value": (lambda o, t: mean(o, t[0]) if t[1] else total(o, t[0]), (LABELS, True)),
+    "a class to leave out": (
+        lambda o, t: functional.cross_entropy(o, t[0], ignore_index=t[1]),
+        (LABELS, 2),
+    ),
+    "what it does not read": (lambda o, t: total(o, t[0]), (LABELS, 8)),
+}
+
+
+def compiled(loss: Any, **options: Any) -> Pipeline:
+    torch.manual_seed(0)
+    return pipecompile(
+        nn.Linear(4, 3), X, k=1, microbatches=4, costs="flops", loss_fn=loss, **options
+    )
+
+
+@pytest.mark.parametrize("name", COUNTED)
+@pytest.mark.parametrize("is_known", [True, False])
+def test_a_count_in_the_target_is_refused(name: str, is_known: bool) -> None:
+    loss, target = COUNTED[name]
+    with pytest.raises(InputError, match=r"divided by the target.*loss_reduction='sum'"):
+        compiled(loss, **({"sample_target": target} if is_known else {})).step(X, target)
+
+
+@pytest.mark.parametrize("name", READ)
+def test_other_numbers_are_taken_as_they_are(name: str) -> None:
+    loss, target = READ[name]
+    pipeline = compiled(loss, sample_target=target)
+    found, weight = pipeline.step(X, target), next(pipeline.parameters())
+    layer = nn.Linear(4, 3)
+    layer.load_state_dict(pipeline.full_state_dict() or {})
+    parts = zip(X.chunk(4), target[0].chunk(4), strict=True)
+    losses = [loss(layer(x), (part, target[1])) for x, part in parts]
+    torch.stack(losses).mean().backward()
+    assert torch.allclose(found, torch.stack(losses).mean())
+    assert weight.grad is not None and layer.weight.grad is not None
+    assert torch.allclose(weight.grad, layer.weight.grad)
+
+
+@pytest.mark.parametrize("count", [ROWS, float(ROWS), torch.tensor(ROWS)])
+def test_a_count_among_the_inputs_is_refused(count: Any) -> None:
+    batch = {"x": X, "labels": LABELS, "count": count}
+    with pytest.raises(InputError, match=r"divided by the input\['count'\]"):
+        pipecompile(OwnLoss(), batch, k=1, microbatches=4, costs="flops")
+
+
+def test_a_loss_that_is_a_sum_is_right_with_a_count() -> None:
+    batch = {"x": X, "labels": LABELS, "count": torch.tensor(ROWS)}
+    model = OwnLoss()
+    whole = model(**batch)["loss"].item()
+    pipeline = pipecompile(
+        model,
+        batch,
+        k=1,
+        microbatches=4,
+        costs="flops",
+        loss_fn=lambda output, _: output["loss"],
+        loss_reduction="sum",
+    )
+    assert pipeline.step(batch).item() == pytest.approx(whole)
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.floats(0.5, 1e4), st.integers(1, 9), st.booleans())
+def test_any_count_of_a_sum_is_found(count: float, rows: int, is_sum: bool) -> None:
+    values = torch.rand(rows) + 0.1
+
+    def loss(given: Any) -> Tensor:
+        own, number = given.values()
+        return (own.sum() if is_sum else own.mean()) / number
+
+    one, two = ({"values": each, "n": count} for each in (values, torch.cat([values, values])))
+    if not is_sum:
+        refuse_counts(loss, one, two)
+        return
+    with pytest.raises(InputError, match="divided by n, which"):
+        refuse_counts(loss, one, two)

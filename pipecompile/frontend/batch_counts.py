@@ -97,7 +97,8 @@ def _value(loss: Callable[[Mapping[str, Any]], Any], given: Mapping[str, Any]) -
     try:
         with torch.no_grad():
             returned = loss(given)
-        return float(returned[0] if isinstance(returned, tuple) else returned)
+        value: Tensor = returned[0] if isinstance(returned, tuple) else returned
+        return value.detach().item()
     except Exception:
         return None  # a step of it is known to work
 

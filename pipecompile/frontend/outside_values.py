@@ -45,7 +45,13 @@ from typing import Any, NamedTuple
 import numpy
 from torch import Tensor, nn
 
-from pipecompile.graph.attributes import CONTAINERS, PLAIN, deep_copy, is_same_value
+from pipecompile.graph.attributes import (
+    CONTAINERS,
+    PLAIN,
+    ContainerItems,
+    deep_copy,
+    is_same_value,
+)
 
 __all__ = ["OutsideValues"]
 
@@ -123,6 +129,13 @@ class OutsideValues:
     def __init__(self, model: nn.Module) -> None:
         search = _NameSearch(model)
         self._values = search.values
+        self._reads = [each.read for each in search.values]
+        self._objects = [each.value for each in search.values]
+        small = (each for each in self._objects if isinstance(each, (*CONTAINERS, tuple)))
+        self._containers = ContainerItems(each for each in small if len(each) <= MOST_ITEMS)
+        self._read_each_time = [
+            each for each in search.values if isinstance(each.value, (*ARRAYS, *MAPPINGS))
+        ]
         self._code_places = [where for where, _, _ in search.code]
         self._code_reads = [read for _, read, _ in search.code]
         self._code = [value for _, _, value in search.code]
@@ -132,13 +145,17 @@ class OutsideValues:
 
     def changed(self) -> str | None:
         """Return where there is something else now; None if all is the same."""
-        # There are many functions and modules, so they are compared without loops in Python.
+        # There are many of each, so they are first compared as objects, without loops in Python.
         if not all(map(is_, map(call, self._code_reads), self._code)):
             code = zip(self._code_places, self._code_reads, self._code, strict=True)
             return next(where for where, read, value in code if read() is not value)
         if list(map(type, self._modules)) != self._kinds and (place := self._other_class()):
             return place
-        return next((each.where for each in self._values if not each.is_the_same), None)
+        are_the_same = all(map(is_, map(call, self._reads), self._objects))
+        suspects = self._values
+        if are_the_same and self._containers.are_the_same():
+            suspects = self._read_each_time
+        return next((each.where for each in suspects if not each.is_the_same), None)
 
     def _other_class(self) -> str | None:
         """Return which module has another class of its own; torch may have put one around it."""

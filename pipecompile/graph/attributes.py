@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import chain
 from operator import call, is_, itemgetter
@@ -22,6 +22,7 @@ __all__ = [
     "PLAIN",
     "REGISTERED_TABLES",
     "AttributeItems",
+    "ContainerItems",
     "ModuleAttributes",
     "attributes_restored",
     "deep_copy",
@@ -116,6 +117,36 @@ def _is_setting(name: str) -> bool:
     return name in TABLES or name not in INTERNAL
 
 
+class ContainerItems:
+    """The items of the containers in some values, at any depth, to find out cheaply that nothing
+    has changed in them.
+    """
+
+    def __init__(self, values: Iterable[Any]) -> None:
+        nested: dict[int, tuple[Any, Any]] = {}
+        for value in values:
+            _collect_containers(value, nested)
+        containers = [container for container, _ in nested.values()]
+        # Most are tables of hooks, and empty. Of these it is enough to know that they still are.
+        self._empty = [each for each in containers if not each]
+        self._filled = [each for each in containers if each]
+        self._mappings = [each for each in self._filled if isinstance(each, dict)]
+        self._lengths, self._items = list(map(len, self._filled)), list(self._current_items())
+
+    def are_the_same(self) -> bool:
+        """Return whether each item is the same object. If not, it may still be an equal one."""
+        # Without loops in Python: a step of a small model takes a millisecond.
+        return (
+            not any(self._empty)
+            and list(map(len, self._filled)) == self._lengths
+            and all(map(is_, self._current_items(), self._items))
+        )
+
+    def _current_items(self) -> Iterator[Any]:
+        values = map(dict.values, self._mappings)
+        return chain.from_iterable(chain(self._filled, values))
+
+
 class AttributeItems:
     """What the modules of a model hold now, to find out cheaply that nothing has changed.
 
@@ -125,37 +156,25 @@ class AttributeItems:
 
     def __init__(self, model: nn.Module) -> None:
         self._attributes = [vars(module) for module in model.modules()]
-        self._settings = [_getter(attributes) for attributes in self._attributes]
-        nested: dict[int, tuple[Any, Any]] = {}
-        for value in self._setting_values():
-            _collect_containers(value, nested)
-        containers = [container for container, _ in nested.values()]
-        # Most are tables of hooks, and empty. Of these it is enough to know that they still are.
-        self._empty = [each for each in containers if not each]
-        self._filled = [each for each in containers if each]
-        self._mappings = [each for each in self._filled if isinstance(each, dict)]
-        self._lengths, self._items = self._current_lengths(), list(self._current_items())
+        self._getters = [_getter(attributes) for attributes in self._attributes]
+        self._lengths, self._settings = self._current_lengths(), list(self._current_settings())
+        self._containers = ContainerItems(self._settings)
 
     def are_the_same(self) -> bool:
         """Return whether each item is the same object. If not, it may still be an equal one."""
-        if any(self._empty) or self._current_lengths() != self._lengths:
+        if self._current_lengths() != self._lengths:
             return False
         try:
-            return all(map(is_, self._current_items(), self._items))
+            settings_are_the_same = all(map(is_, self._current_settings(), self._settings))
         except KeyError:  # an attribute has another name
             return False
-
-    # Without loops in Python: a step of a small model takes a millisecond.
+        return settings_are_the_same and self._containers.are_the_same()
 
     def _current_lengths(self) -> list[int]:
-        return [*map(len, self._attributes), *map(len, self._filled)]
+        return list(map(len, self._attributes))
 
-    def _current_items(self) -> Iterator[Any]:
-        values = map(dict.values, self._mappings)
-        return chain(self._setting_values(), chain.from_iterable(chain(self._filled, values)))
-
-    def _setting_values(self) -> Iterator[Any]:
-        return chain.from_iterable(map(call, self._settings, self._attributes))
+    def _current_settings(self) -> Iterator[Any]:
+        return chain.from_iterable(map(call, self._getters, self._attributes))
 
 
 def _getter(attributes: Mapping[str, Any]) -> Callable[[Mapping[str, Any]], tuple[Any, ...]]:

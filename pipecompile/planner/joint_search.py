@@ -302,7 +302,8 @@ class _SettingSearch:
         """Plan the best settings again by a thorough search, by which `check` makes a plan too.
 
         Without any plan yet the first settings for which no cut was found get a longer search. The
-        best plan is made by the other objective as well, unless the user has one.
+        best plan is made by the other objective as well, unless the user has one, or it has very
+        many actions: then that takes longer than all quick plans together.
         """
         if len(settings) == 1 and not self._rule_out(settings[0]):
             self._plan(settings[0], THOROUGH)
@@ -319,7 +320,9 @@ class _SettingSearch:
                 self._plan(setting, THOROUGH)
         self._compare_with_reference(settings)
         if self.finished and "objective" not in self.space.fixed and self._has_time:
-            self._plan(self._shortest(self.finished), THOROUGH, "step-time")
+            chosen = self._shortest(self.finished)
+            if _effort_of(chosen) == 1:
+                self._plan(chosen, THOROUGH, "step-time")
 
     def _compare_with_reference(self, settings: Sequence[Setting]) -> None:
         """Plan the reference thoroughly too, unless its bound rules it out."""

@@ -80,10 +80,15 @@ def refuse_counts(
 
 def _numbers(given: Mapping[str, Any]) -> Iterator[tuple[int, str]]:
     """Yield the place among the leaves, and the name, of each number that is no truth value."""
-    for place, (path, leaf) in enumerate(pytree.tree_flatten_with_path(dict(given))[0]):
+    named = (
+        (f"{name}{pytree.keystr(path)}", leaf)
+        for name, part in given.items()
+        for path, leaf in pytree.tree_flatten_with_path(part)[0]
+    )
+    for place, (name, leaf) in enumerate(named):
         is_tensor = isinstance(leaf, Tensor) and not leaf.dim() and leaf.dtype != torch.bool
         if is_tensor or (isinstance(leaf, int | float) and not isinstance(leaf, bool)):
-            yield place, f"{path[0].key}{pytree.keystr(path[1:])}"
+            yield place, name
 
 
 def _with_doubled_number(given: Mapping[str, Any], place: int) -> Mapping[str, Any]:

@@ -7,11 +7,14 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from plain_loop import steps_alike
 from torch import Tensor, nn
 from traps import WIDTH, Two, refused
 
 from pipecompile import CaptureError, pipecompile
+from tests.sweeps import examples
 
 BATCHES = [torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(s)) for s in range(3)]
 
@@ -248,3 +251,25 @@ def test_a_write_to_a_parameter_is_refused_and_leaves_the_model_as_it_was(
         )
     for name, value in model.state_dict().items():
         assert torch.equal(value, before[name])
+
+
+@settings(max_examples=examples(8), deadline=None)
+@given(
+    st.floats(0.1, 0.9),
+    st.permutations(["write", "read", "read again"]),
+    st.sampled_from(["1f1b", "gpipe", "zb-h1"]),
+    st.sampled_from([2, 4]),
+)
+def test_reads_and_writes_in_any_order_are_those_of_the_loop(
+    share: float, order: list[str], schedule: str, microbatches: int
+) -> None:
+    def function(module: Written, value: Tensor) -> Tensor:
+        for action in order:
+            if action == "write":
+                module.kept.mul_(1 - share).add_(value.detach().abs().mean(0), alpha=share)
+            else:
+                value = torch.tanh(value) * module.kept
+        return value
+
+    torch.manual_seed(0)
+    steps_alike(Written(function), BATCHES, microbatches=microbatches, schedule=schedule)

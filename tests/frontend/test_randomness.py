@@ -1,21 +1,30 @@
-"""Forwards that draw from generators of their own are refused, however they come by them."""
+"""Draws do not depend on the cut. Those from generators of a model's own are refused, however it
+comes by them.
+"""
 
 from __future__ import annotations
 
 import random
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from plain_loop import mean_square
 from torch import Tensor, nn
+from torch.nn import functional
+from traps import WIDTH, Two
 
+from pipecompile.api.compilation import pipecompile
 from pipecompile.errors import CaptureError
 from pipecompile.frontend.capture import capture
 from pipecompile.frontend.randomness import require_torch_randomness
 from pipecompile.frontend.signature import Arguments
+from tests.sweeps import examples
 
 X = torch.ones(4, 6)
 PYTHON, NUMPY = random.Random(0), np.random.default_rng(0)
@@ -91,3 +100,56 @@ def test_other_threads_may_draw_meanwhile() -> None:
         thread.start()
         thread.join()
     assert len(drawn) == 1
+
+
+BY_TORCH: dict[str, Callable[[Tensor, float], Tensor]] = {
+    "dropout": functional.dropout,
+    "noise": lambda value, amount: value + amount * torch.randn_like(value),
+    "uniform": lambda value, amount: value * torch.rand(value.shape[-1]).add(amount),
+    "coins": lambda value, amount: value * torch.bernoulli(torch.full_like(value, amount)),
+    "whole numbers": lambda value, amount: value * torch.randint(1, 4, value.shape).add(amount),
+    "an exponential": lambda value, amount: value * torch.empty(WIDTH).exponential_(1 + amount),
+}
+
+
+class Drawing(Two):
+    """Two layers, with a draw before each."""
+
+    def __init__(self, names: Sequence[str], amount: float) -> None:
+        super().__init__()
+        self.names, self.amount = tuple(names), amount
+
+    def forward(self, value: Tensor) -> Tensor:
+        """A value of shape (N, WIDTH) to the same shape."""
+        first, second = (BY_TORCH[name] for name in self.names)
+        value = torch.tanh(self.first(first(value, self.amount)))
+        return self.second(second(value, self.amount))
+
+
+@settings(max_examples=examples(8), deadline=None)
+@given(
+    st.lists(st.sampled_from(sorted(BY_TORCH)), min_size=2, max_size=2),
+    st.floats(0.1, 0.9),
+    st.sampled_from(["1f1b", "gpipe", "zb-h1"]),
+    st.sampled_from(["none", "stage"]),
+    st.integers(0, 2**31),
+)
+def test_neither_cut_nor_order_nor_recompute_changes_what_is_drawn(
+    names: list[str], amount: float, schedule: str, recompute: str, seed: int
+) -> None:
+    batch = torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(0))
+    found = []
+    for options in ({"k": 1}, {"k": 2, "schedule": schedule, "recompute": recompute}):
+        torch.manual_seed(0)
+        pipeline = pipecompile(
+            Drawing(names, amount),
+            batch,
+            microbatches=4,
+            costs="flops",
+            loss_fn=mean_square,
+            seed=seed,
+            **options,  # type: ignore[arg-type]
+        )
+        loss = pipeline.step(batch)
+        found.append([loss, *(parameter.grad for parameter in pipeline.parameters())])
+    assert all(map(torch.equal, *found))

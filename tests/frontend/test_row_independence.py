@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -177,3 +179,30 @@ class Scaled(nn.Module):
 
     def forward(self, x: Tensor, scale: Tensor) -> Tensor:
         return x.cumsum(0) * scale[:, None, None]
+
+
+ALONG: dict[str, Callable[[Tensor, int, float], Tensor]] = {
+    "centred": lambda v, dim, share: v - share * v.mean(dim, keepdim=True),
+    "rolled": lambda v, dim, share: v + share * v.roll(1, dim),
+    "flipped": lambda v, dim, share: v + share * v.flip(dim),
+    "softmax": lambda v, dim, share: v + share * v.softmax(dim),
+    "cumulative": lambda v, dim, share: v + share * v.cumsum(dim),
+    "largest": lambda v, dim, share: v + share * v.amax(dim, keepdim=True),
+}
+
+
+@given(st.sampled_from(sorted(ALONG)), st.integers(0, 2), st.integers(0, 2), st.floats(0.3, 3))
+def test_what_mixes_along_the_batch_is_refused_and_along_others_not(
+    name: str, dim: int, batch_dim: int, share: float
+) -> None:
+    torch.manual_seed(0)
+    model = Mixed(lambda value: ALONG[name](value, dim, share))
+    batches = (torch.randn(4, 5, 6).movedim(0, batch_dim) for _ in range(2))
+    calls = [Arguments((batch,), {}, batch_dim) for batch in batches]
+    # The layer before it mixes along the last dimension.
+    model.layer = nn.Identity()
+    if dim != batch_dim:
+        refuse_dependent_rows(model, *calls)
+        return
+    with pytest.raises(InputError, match="not independent"):
+        refuse_dependent_rows(model, *calls)

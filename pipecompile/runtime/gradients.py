@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pipecompile.errors import InputError
+from pipecompile.graph.storages import is_irregular
 from pipecompile.runtime.shards import local_part
 from pipecompile.runtime.watch import Deadline
 
@@ -62,6 +63,11 @@ class StepGradients:
             )
         parameters = list(parameters)  # an iterator could be read only once
         before = [parameter.grad for parameter in parameters]
+        if any(gradient is not None and is_irregular(gradient) for gradient in before):
+            raise InputError(
+                "a parameter has a sparse gradient from before the step, which cannot be added to "
+                "in place; call zero_grad() first"
+            )
         had_some = bool(self._aside)
         for parameter in parameters:
             parameter.grad = self._pop(parameter, microbatches) if had_some else None

@@ -31,9 +31,10 @@ def full_state(model: nn.Module, share: LocalShare) -> dict[str, Any] | None:
     # The plan knows the names, alike on all ranks. Whether two names are one object may differ:
     # buffers that move to a GPU become other objects.
     first_names = {name: share.first_names.get(name, name) for name in state}
-    for name, value in state.items():
-        if first_names[name] not in sent:
-            sent[first_names[name]] = _to_first(whole(value), share.saved_from(name))
+    with world.calling_together("full_state_dict()"):
+        for name, value in state.items():
+            if first_names[name] not in sent:
+                sent[first_names[name]] = _to_first(whole(value), share.saved_from(name))
     if world.rank() != 0:
         return None
     return {name: sent[first_names[name]] for name in state}

@@ -18,11 +18,12 @@ from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 from torch.utils._pytree import tree_map_only
 
-from pipecompile.errors import InputError, PipecompileError
+from pipecompile.errors import InputError, PipecompileError, RankFaultError
 
 __all__ = [
     "broadcast",
     "broadcast_value",
+    "calling_together",
     "failing_together",
     "gather",
     "join",
@@ -124,8 +125,24 @@ def gather(value: T) -> Sequence[T]:
     if size() == 1:
         return [value]
     values: list[Any] = [None] * size()
-    dist.all_gather_object(values, value)
+    with calling_together("a call that all ranks make"):
+        dist.all_gather_object(values, value)
     return values
+
+
+@contextmanager
+def calling_together(call: str) -> Iterator[None]:
+    """Raise RankFaultError if the block cannot reach a rank, which `call` needs on all of them."""
+    try:
+        yield
+    except RuntimeError as error:
+        if isinstance(error, PipecompileError | torch.OutOfMemoryError):
+            raise
+        reason = str(error).partition("\n")[0]
+        raise RankFaultError(
+            f"{call} exchanges values with all ranks, and one cannot be reached ({reason}); make "
+            "it on every rank, whichever uses what it returns"
+        ) from error
 
 
 @contextmanager

@@ -80,6 +80,14 @@ def drill(
     return Seen("", "", time.monotonic() - start)
 
 
+def gathered_by_one() -> str:
+    """What rank 0 says if it gathers the weights alone, and the other rank ends."""
+    pipeline, _ = small_pipeline("1f1b", 2)
+    said = _said_by(pipeline.full_state_dict) if not dist.get_rank() else ""
+    dist.destroy_process_group()
+    return said
+
+
 def after_a_loss(schedule: str, action: str, error: str) -> list[str]:
     """What a rank says of a step in which `action` raises `error`, and of what follows."""
     ranks = dist.get_world_size()

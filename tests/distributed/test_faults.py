@@ -208,6 +208,11 @@ def test_nothing_follows_a_step_that_failed_midway(
             assert later.startswith("InputError: step 1 failed midway and its messages are lost")
 
 
+def test_weights_that_one_rank_gathers_alone(workers: Workers, tmp_path: Path) -> None:
+    first, _ = workers.run(2, jobs.gathered_by_one, folder=str(tmp_path))
+    assert first.startswith("RankFaultError: full_state_dict() exchanges values with all ranks")
+
+
 @pytest.mark.one_case_in(2)
 @pytest.mark.parametrize(
     ("what", "name"),

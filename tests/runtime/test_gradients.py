@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from pipecompile.errors import InputError
 from pipecompile.runtime.gradients import divide_gradients, fresh_gradients
 
 
@@ -35,6 +36,13 @@ def test_what_a_user_holds_on_to_is_added_to_in_place() -> None:
     assert only.grad is held
     assert held is not None
     assert held.tolist() == [2.0, 2.0]
+
+
+def test_a_sparse_gradient_from_before_is_refused() -> None:
+    sparse = parameter(None)
+    sparse.grad = torch.ones(2).to_sparse()
+    with pytest.raises(InputError, match="sparse gradient from before the step"):
+        fresh_gradients([sparse]).__enter__()
 
 
 def test_a_failing_step_leaves_gradients_as_they_were() -> None:

@@ -40,7 +40,7 @@ class GradientExchange:
     `replicas` are the ranks with the same stages, `ties` the tied parameters with the ranks that
     hold them, `pipeline` those of this pipeline; without them there are none. The ranks of a tie
     are those of one pipeline: if replicas are among them, `ties_have_replicas`. `is_distributed`
-    says whether other ranks have other stages.
+    says whether other ranks have other stages, and `device` is where they exchange norms.
     """
 
     deadline: Callable[[], Deadline] = Deadline
@@ -49,6 +49,7 @@ class GradientExchange:
     ties_have_replicas: bool = False
     pipeline: dist.ProcessGroup | None = None
     is_distributed: bool = False
+    device: torch.device | None = None
 
 
 @dataclass
@@ -210,7 +211,9 @@ class WeightUpdates:
         """Add the gradients of a stage to the norm of all, and begin to sum it over ranks."""
         gradients = [p.grad for p in weights.versions.parameters if p.grad is not None]
         norm = self._norms[version]
-        own = torch.nn.utils.get_total_norm(gradients).double() ** 2 * weights.norm_share
+        # Without gradients it is made on the CPU, where NCCL exchanges nothing.
+        total = torch.nn.utils.get_total_norm(gradients).to(self._exchange.device)
+        own = total.double() ** 2 * weights.norm_share
         norm.power = own if norm.power is None else norm.power + own
         if self._exchange.is_distributed:
             work = self._exchange.deadline().start_all_reduce(norm.power, self._exchange.pipeline)

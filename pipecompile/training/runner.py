@@ -321,6 +321,7 @@ class Runner:
             self._stage_replicas is not None,
             place.pipeline_group,
             is_distributed=len(place.global_ranks) > 1,
+            device=self.device,
         )
 
     def evaluates_with_everyone(self, *, with_loss: bool) -> bool:

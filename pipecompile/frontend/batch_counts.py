@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
-from torch import Tensor
+from torch import Tensor, nn
 
 from pipecompile.errors import InputError
 from pipecompile.frontend.self_check import restored_state
@@ -44,7 +44,7 @@ def refuse_batch_counts(target: Target, call: Arguments, wanted: Any) -> None:
         args, kwargs, targets = given.values()
         return target.trained_by(model(*args, **kwargs), targets)
 
-    with restored_state(target.model_with_loss):
+    with restored_state(model), restored_state(target.loss_module or nn.Identity()):
         for module in model.modules():
             module.training = False
         refuse_counts(

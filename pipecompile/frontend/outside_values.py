@@ -25,12 +25,13 @@ from __future__ import annotations
 import dis
 import os
 import sys
-from collections import ChainMap, UserDict
+from collections import ChainMap, UserDict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cache, cached_property, partial
 from operator import call, is_
+from pathlib import Path
 from types import (
     CellType,
     CodeType,
@@ -56,7 +57,11 @@ from pipecompile.graph.attributes import (
 __all__ = ["OutsideValues"]
 
 FOREIGN = frozenset({"torch", "numpy"})
-"""Packages whose code and objects are not followed, besides the standard library."""
+"""Packages whose code and objects are not followed, besides the standard library, and what is
+installed but has no module of the model (a test runner, a progress bar).
+"""
+INSTALLED = frozenset({"site-packages", "dist-packages"})
+"""Folders of installed packages."""
 MOST_ITEMS = 64
 """Of a larger container only the identity is compared."""
 MAPPINGS = (MappingProxyType, UserDict, ChainMap)
@@ -175,6 +180,9 @@ class _NameSearch:
     def __init__(self, model: nn.Module) -> None:
         self._names = frozenset({"forward"})
         before, named_modules = frozenset[str](), list(model.named_modules())
+        self._packages = {_package(type(module).__module__) for _, module in named_modules}
+        # What is found is followed later: objects may lead to others a thousand times over.
+        self._found: deque[tuple[str, Any]] = deque()
         # A function that is found may name attributes of what was found before it.
         while before != self._names:
             before = self._names
@@ -184,6 +192,8 @@ class _NameSearch:
             self._known_globals: dict[int, set[str]] = {}
             for path, module in named_modules:
                 self._look_in_module(path, module)
+            while self._found:
+                self._look_up(*self._found.popleft())
 
     def _look_in_module(self, path: str, module: nn.Module) -> None:
         self._look_in_class(type(module))
@@ -211,6 +221,10 @@ class _NameSearch:
             self._look(f"{where}.{name}", partial(items.get, name, GONE))
 
     def _follow(self, where: str, value: Any) -> None:
+        """Look up in `value` later what can be reached in it."""
+        self._found.append((where, value))
+
+    def _look_up(self, where: str, value: Any) -> None:
         """Look up in `value`, and in what it consists of, the names that can reach it."""
         if isinstance(value, type):
             self._look_in_class(value)
@@ -220,7 +234,7 @@ class _NameSearch:
         self._seen.add(id(value))
         if isinstance(value, FunctionType):
             self._look_in_function(value)
-        elif _is_owner(value):
+        elif self._is_owner(value):
             self._look_in_object(where, value)
         if isinstance(value, ContextVar):
             self._look(f"{where}.get()", partial(value.get, GONE))
@@ -235,7 +249,7 @@ class _NameSearch:
                     self._follow(where, item)
 
     def _look_in_function(self, function: FunctionType) -> None:
-        if _is_foreign(function.__module__):
+        if self._is_foreign(function.__module__):
             return
         code, where = function.__code__, function.__qualname__
         reads = _reads(code)
@@ -274,7 +288,7 @@ class _NameSearch:
 
     def _look_in_class(self, kind: type) -> None:
         for base in kind.__mro__:
-            if id(base) not in self._seen and not _is_foreign(base.__module__):
+            if id(base) not in self._seen and not self._is_foreign(base.__module__):
                 self._seen.add(id(base))
                 names = {*self._named(vars(base)), *_operators(base)}
                 self._look_among(base.__qualname__, vars(base), names)
@@ -282,6 +296,17 @@ class _NameSearch:
     def _named(self, attributes: Iterable[str]) -> list[str]:
         """Return those of the attributes that a function names."""
         return [name for name in attributes if name in self._names]
+
+    def _is_owner(self, value: Any) -> bool:
+        """Return whether `value` is an object or a Python module of the user, with attributes."""
+        if isinstance(value, ModuleType):
+            return not self._is_foreign(value.__name__)
+        module = type(value).__module__
+        return module in NAMESPACES or not self._is_foreign(module)
+
+    def _is_foreign(self, module: str | None) -> bool:
+        package = _package(module)
+        return _is_foreign(module) or (_is_installed(package) and package not in self._packages)
 
 
 def _operators(kind: type) -> Iterator[str]:
@@ -292,14 +317,6 @@ def _operators(kind: type) -> Iterator[str]:
             yield name
 
 
-def _is_owner(value: Any) -> bool:
-    """Return whether `value` is an object or a Python module of the user, with attributes."""
-    if isinstance(value, ModuleType):
-        return not _is_foreign(value.__name__)
-    module = type(value).__module__
-    return module in NAMESPACES or not _is_foreign(module)
-
-
 def _own_class(kind: type) -> type:
     """Return a class of modules; the one inside, if torch made a class around it."""
     own: Iterator[type] = (base for base in kind.__mro__ if not _is_foreign(base.__module__))
@@ -308,8 +325,20 @@ def _own_class(kind: type) -> type:
 
 
 def _is_foreign(module: str | None) -> bool:
-    package = (module or "builtins").partition(".")[0]
+    package = _package(module)
     return package in FOREIGN or package in sys.stdlib_module_names
+
+
+def _package(module: str | None) -> str:
+    return (module or "builtins").partition(".")[0]
+
+
+@cache
+def _is_installed(package: str) -> bool:
+    """Return whether a package is among those that were installed, and is not the user's code."""
+    module = sys.modules.get(package)
+    places = [getattr(module, "__file__", None), *getattr(module, "__path__", ())]
+    return any(not INSTALLED.isdisjoint(Path(place).parts) for place in places if place)
 
 
 class _Reads(NamedTuple):

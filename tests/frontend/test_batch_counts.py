@@ -119,6 +119,26 @@ def test_a_loss_that_is_a_sum_is_right_with_a_count() -> None:
     assert pipeline.step(batch).item() == pytest.approx(whole)
 
 
+class Counted(nn.Module):
+    """A loss with a layer of its own, and a number in its target."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.dropout = nn.Linear(3, 3), nn.Dropout(0.0)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, output: Tensor, target: tuple[Tensor, int]) -> Tensor:
+        self.calls += 1
+        return total(self.dropout(self.layer(output)), target[0]) / target[1]
+
+
+def test_a_loss_module_is_asked_and_left_as_it_was() -> None:
+    loss = Counted()
+    with pytest.raises(InputError, match="divided by the target"):
+        compiled(loss, sample_target=(LABELS, ROWS))
+    assert loss.calls == 0 and all(module.training for module in loss.modules())
+
+
 @settings(max_examples=25, deadline=None)
 @given(st.floats(0.5, 1e4), st.integers(1, 9), st.booleans())
 def test_any_count_of_a_sum_is_found(count: float, rows: int, is_sum: bool) -> None:

@@ -493,3 +493,50 @@ def test_a_large_container_is_compared_by_what_it_is(monkeypatch: pytest.MonkeyP
 def test_torch_and_the_standard_library_are_not_followed() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.GELU(), nn.TransformerEncoderLayer(4, 2))
     assert not _NameSearch(model).values
+
+
+class Link:
+    """One of a chain of objects."""
+
+    def __init__(self, behind: Link | None) -> None:
+        self.behind, self.scale = behind, 1.0
+
+
+class AtTheEnd(nn.Module):
+    """Reads the last one of a long chain."""
+
+    def __init__(self, length: int) -> None:
+        super().__init__()
+        self.link: Link | None = None
+        for _ in range(length):
+            self.link = Link(self.link)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """A value of shape (N, 4) to the same shape."""
+        link = self.link
+        while link is not None and link.behind is not None:
+            link = link.behind
+        return x if link is None else x * link.scale
+
+
+def test_a_chain_of_objects_may_be_longer_than_the_stack() -> None:
+    model = AtTheEnd(3000)
+    values, last = OutsideValues(model), model.link
+    assert values.changed() is None
+    while last is not None and last.behind is not None:
+        last = last.behind
+    assert last is not None
+    last.scale = 2.0
+    assert values.changed() is not None
+
+
+def test_installed_packages_without_a_module_of_the_model_are_not_followed() -> None:
+    class Named(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            pytest.importorskip("torch")
+            return x
+
+    search = _NameSearch(Named())
+    places = [where for where, *_ in search.code] + [each.where for each in search.values]
+    assert any(where.endswith(".pytest") for where in places)
+    assert not any("_pytest" in where for where in places)

@@ -13,7 +13,7 @@ With `engine="torch"` the runtime of torch.distributed.pipelining walks through 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Literal, NamedTuple
 
@@ -99,8 +99,7 @@ class DistributedPipeline:
         """
         messages = self._messages(schedule)
         last = schedule.microbatches - 1
-        rank = dist.get_rank(self._group)
-        row = schedule.rows[rank]
+        row = schedule.rows[dist.get_rank(self._group)]
         # A replica of a stage may have no microbatch of a small minibatch, and yet trains.
         trains = any(action.kind in BACKWARDS for _, action in schedule)
         messages.begin(
@@ -128,16 +127,13 @@ class DistributedPipeline:
                 rank_step = begun()
                 if leading is not None:
                     agree = partial(messages.agree, agreement)
-                    if self._perform_leading(leading, schedule, rank_step, agree):
-                        left = deque(row[leading.counts[rank] :])
-                    else:
+                    if not self._perform_leading(leading, left, rank_step, agree):
                         rank_step = begun()
-                        leading.drop_messages(schedule, rank, messages)
+                        leading.drop_messages(schedule, dist.get_rank(self._group), messages)
                 self._perform(left, rank_step, schedule)
         except BaseException:  # also Ctrl+C, after which a notebook may go on
             has_begun = leading is not None or not agreement.is_refused
-            exchanges = TRANSFERS if reducer is None else {*TRANSFERS, Kind.REDUCE}
-            if has_begun and any(action.kind in exchanges for action in left):
+            if has_begun and _exchanges(left, has_sums=reducer is not None):
                 watch.lose_messages()
             raise
         watch.actions_are_done()
@@ -156,14 +152,19 @@ class DistributedPipeline:
     def _perform_leading(
         self,
         leading: LeadingForwards,
-        schedule: Schedule,
+        left: deque[Action],
         rank_step: RankStep,
         agree: Callable[[], None],
     ) -> bool:
-        """Perform the leading forwards of this rank; return whether the weights were right."""
+        """Perform the leading forwards of the row that is `left`; return whether the weights were
+        right, and then take away what is done.
+        """
         rank = dist.get_rank(self._group)
         written = [buffer for stage in self._stages.values() for buffer in stage.buffers]
-        return leading.perform(rank_step, schedule.rows[rank], rank, written, agree)
+        is_right = leading.perform(rank_step, tuple(left), rank, written, agree)
+        for _ in range(leading.counts[rank] if is_right else 0):
+            left.popleft()
+        return is_right
 
     def begin(
         self,
@@ -193,3 +194,10 @@ class DistributedPipeline:
             messages = Messages(self._boundaries, peers, self._device, group)
             self._messages_by_placement[schedule.placement] = messages
         return self._messages_by_placement[schedule.placement]
+
+
+def _exchanges(actions: Iterable[Action], *, has_sums: bool) -> bool:
+    """Return whether one of the actions needs other ranks; sums do if it `has_sums`."""
+    return any(
+        action.kind in TRANSFERS or (has_sums and action.kind is Kind.REDUCE) for action in actions
+    )

@@ -266,7 +266,7 @@ class ContinuousTraining(Iterator[Any]):
         with nullcontext() if watch is None else watch.watched(name), torch.inference_mode(False):
             try:
                 yield
-            except Exception:
+            except BaseException:  # also Ctrl+C
                 if watch is not None and self._flow is not None:
                     watch.lose_messages()
                 raise

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipecompile.api.choices import requested_options
+from pipecompile.ir.plan import Options
 from pipecompile.planner.likely_step import likely_step
 from pipecompile.planner.setting_bounds import Work
 from tests.chains_of_nodes import chain
@@ -41,20 +42,15 @@ def test_what_must_be_recomputed_makes_it_longer() -> None:
     assert loose.filled < tight.filled <= 1
 
 
+def recomputing(schedule: str) -> Options:
+    return requested_options(
+        k=8, microbatches=64, costs="flops", schedule=schedule, recompute="stage", memory="80GB"
+    )
+
+
 def test_halves_of_backwards_hold_what_waits_between_them_whatever_is_recomputed() -> None:
     filled = {
-        schedule: likely_step(
-            WORK,
-            requested_options(
-                k=8,
-                microbatches=64,
-                costs="flops",
-                schedule=schedule,
-                recompute="stage",
-                memory="80GB",
-            ),
-            state_bytes=0,
-        ).filled
+        schedule: likely_step(WORK, recomputing(schedule), state_bytes=0).filled
         for schedule in ("1f1b", "zb-h1", "zb-h2")
     }
     assert filled["1f1b"] == pytest.approx((8 << 20) / 80e9)
@@ -68,15 +64,7 @@ def test_what_is_sent_is_held_until_the_step_ends() -> None:
     boundary = 1 << 20
     sending = replace(WORK, boundary_bytes=boundary)
     for schedule, in_flight in (("1f1b", 8), ("gpipe", 64)):
-        options = requested_options(
-            k=8,
-            microbatches=64,
-            costs="flops",
-            schedule=schedule,
-            recompute="stage",
-            memory="80GB",
-        )
-        guess = likely_step(sending, options, state_bytes=0)
+        guess = likely_step(sending, recomputing(schedule), state_bytes=0)
         # One microbatch is recomputed. Of each in flight there is what the stage received, half of
         # what crosses a boundary, and of each of the step what went forward and back.
         held = (8 << 20) + in_flight * boundary // 2 + 64 * boundary

@@ -82,8 +82,9 @@ class Footprint(Value, frozen=True, kw_only=True):
     that of the tokens which a plan for inference reserves.
 
     For a microbatch: `activations` from its forward to its backward, and `sent_outputs` (part of
-    them) until the step ends. So are the gradients of inputs, which a whole backward makes
-    (`sent_by_backward`) or an input backward (`sent_by_input_backward`). An input backward frees
+    them) until the step ends if no gradient answers them. Gradients of inputs, which a whole
+    backward makes (`sent_by_backward`) or an input backward (`sent_by_input_backward`), are held
+    until the stage before has read them. An input backward frees
     `freed_by_input_backward` of the activations and adds `added_by_input_backward`, which the
     weight backward frees. `inputs` are what the stage reads of the minibatch; `received` and
     `received_gradients` come from its neighbours. `buffer_copies` are copies of buffers that nodes
@@ -151,8 +152,13 @@ class Footprint(Value, frozen=True, kw_only=True):
         return total_size(self.sent_outputs)
 
     @property
+    def is_answered(self) -> bool:
+        """Whether a gradient comes back, which says that the next stage has received a message."""
+        return bool(self.received_gradients)
+
+    @property
     def outputs_freed_by_input_backward(self) -> Amount:
-        """The outputs that W does not need: an input backward frees recomputed ones."""
+        """The outputs that W does not need, which an input backward frees."""
         return total_size(
             storage for storage in self.sent_outputs if not storage.is_needed_by_weight_backward
         )

@@ -7,11 +7,13 @@ any of its holders needs it:
                                        is done (its `activations` count it then), or until its
                                        weight backward is done if that needs it
                                        the stage behind, until its weight backward is done
-                                       a message that the stage behind relays, until the step ends
+                                       a message that the stage behind relays, until a gradient
+                                       answers it, or if none does until the step ends
     a gradient of the stage behind     the stage behind, until its weight backward is done
                                        the stage before, until its backward is done, or until its
                                        weight backward is done if that needs it
-                                       a message that the stage before relays, until the step ends
+                                       a message that the stage before relays, until it was read and
+                                       the weight backward is done
 
 A tensor that was received from another rank, and that one stage relays to the other, lives alike:
 `passed_values` and `passed_gradients` count it from the backward of the stage that received it on.
@@ -28,32 +30,33 @@ from pipecompile.ir.amount import ZERO, Amount
 from pipecompile.ir.footprint import Footprint, MessageStorage, ReceivedTensor, total_size
 from pipecompile.memory_model.snapshots import HandoverState, LastAction
 
-__all__ = ["handed_over", "is_held", "most_handed_over", "passed_gradients", "passed_values"]
+__all__ = ["handed_over", "most_handed_over", "passed_gradients", "passed_values"]
 
 
-def handed_over(before: Footprint, behind: Footprint, state: HandoverState) -> Amount:
+def handed_over(
+    before: Footprint, behind: Footprint, state: HandoverState, *, answered: bool
+) -> Amount:
     """Return what a microbatch in this state holds of handed storages.
 
-    What the stage `before` keeps for its own backward is not counted again.
+    What the stage `before` keeps for its own backward is not counted again. The message of the
+    stage `behind` is `answered` if a gradient comes back from another rank.
     """
-    return _outputs(before, behind, state) + _gradients(before, behind, state)
+    return _outputs(before, behind, state, answered) + _gradients(before, behind, state)
 
 
-def most_handed_over(before: Footprint, behind: Footprint) -> Amount:
+def most_handed_over(before: Footprint, behind: Footprint, *, answered: bool) -> Amount:
     """Return the most, by bound, that a microbatch holds of handed storages in any state."""
     actions: tuple[LastAction, ...] = get_args(LastAction)
-    amounts = [
-        handed_over(before, behind, HandoverState(first, second, is_recomputed=is_recomputed))
-        for first, second, is_recomputed in product(actions, actions, (False, True))
-    ]
+    states = [HandoverState(*each) for each in product(actions, actions, (False, True))]
+    amounts = [handed_over(before, behind, state, answered=answered) for state in states]
     return max(amounts, key=lambda amount: amount.bound)
 
 
-def _outputs(before: Footprint, behind: Footprint, state: HandoverState) -> Amount:
+def _outputs(before: Footprint, behind: Footprint, state: HandoverState, answered: bool) -> Amount:
     """Return what is held of the outputs of the stage before."""
     if state.before == "forward":
         return ZERO  # they are part of its activations
-    needed = _held_names(behind.received, state.behind)
+    needed = _held_values(behind, state.behind, answered)
     # Its own weight backward counts what it needs itself, unless recomputed outputs went before.
     keeps_own = state.before == "input backward" and not state.is_recomputed
     return total_size(
@@ -68,11 +71,11 @@ def _gradients(before: Footprint, behind: Footprint, state: HandoverState) -> Am
     match state.behind:
         case "forward":
             return ZERO
-        case "backward":
+        case "backward" | "returned":
             storages = behind.sent_by_backward
         case "input backward" | "weight backward":
             storages = behind.sent_by_input_backward
-    needed = _held_names(before.received_gradients, state.before)
+    needed = _held_gradients(before, state.before)
     if state.before == "forward":
         needed = {name for storage in storages for name in storage.names}
     # The stage behind may itself hold what it returned, for its weight backward.
@@ -84,11 +87,13 @@ def _gradients(before: Footprint, behind: Footprint, state: HandoverState) -> Am
     )
 
 
-def passed_values(before: Footprint, behind: Footprint, state: HandoverState) -> Amount:
+def passed_values(
+    before: Footprint, behind: Footprint, state: HandoverState, *, answered: bool
+) -> Amount:
     """Return what is held of values that the stage before has received from another rank."""
     if state.before == "forward":
         return ZERO  # all that it has received counts until its backward
-    needed = _held_names(behind.received, state.behind)
+    needed = _held_values(behind, state.behind, answered)
     return _passed(before.received, needed, is_between=state.before == "input backward")
 
 
@@ -96,7 +101,7 @@ def passed_gradients(before: Footprint, behind: Footprint, state: HandoverState)
     """Return what is held of gradients that the stage behind has received from another rank."""
     if state.behind == "forward":
         return ZERO
-    needed = _held_names(before.received_gradients, state.before)
+    needed = _held_gradients(before, state.before)
     if state.before == "forward":
         needed = {name for tensor in behind.received_gradients for name in tensor.relayed_as}
     is_between = state.behind == "input backward"
@@ -118,15 +123,28 @@ def _passed(
     )
 
 
-def _held_names(tensors: Iterable[ReceivedTensor], last: LastAction) -> Collection[str]:
-    """Return what a stage holds of what it got once its action `last`, a backward, is done."""
+def _held_values(stage: Footprint, last: LastAction, answered: bool) -> Collection[str]:
+    """Return which values a stage holds once its action `last`, a backward, is done."""
     is_between = last == "input backward"
-    return {tensor.name for tensor in tensors if is_held(tensor, is_between=is_between)}
+    relays = last == "forward" or not answered
+    return _held_names(stage.received, relays=relays, is_between=is_between)
 
 
-def is_held(tensor: ReceivedTensor, *, is_between: bool) -> bool:
-    """Return whether a stage still holds what it got once its backward, or its I, is done."""
-    return bool(tensor.relayed_as) or (is_between and tensor.is_needed_by_weight_backward)
+def _held_gradients(stage: Footprint, last: LastAction) -> Collection[str]:
+    """Return which gradients a stage holds once its action `last`, a backward, is done."""
+    is_between = last == "input backward"
+    return _held_names(stage.received_gradients, relays=last != "returned", is_between=is_between)
+
+
+def _held_names(
+    tensors: Iterable[ReceivedTensor], *, relays: bool, is_between: bool
+) -> Collection[str]:
+    """Return what is needed by a weight backward `is_between`, or by a message that `relays` it."""
+    return {
+        tensor.name
+        for tensor in tensors
+        if (relays and tensor.relayed_as) or (is_between and tensor.is_needed_by_weight_backward)
+    }
 
 
 def _holds_any(storage: MessageStorage, names: Collection[str]) -> bool:

@@ -6,16 +6,11 @@ other is no message, but it is held alike (handover.py). rank.py adds up what th
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from pipecompile.ir.amount import Amount
-from pipecompile.ir.footprint import Footprint, ReceivedTensor, total_size
-from pipecompile.memory_model.handover import (
-    handed_over,
-    is_held,
-    passed_gradients,
-    passed_values,
-)
+from pipecompile.ir.footprint import Footprint, total_size
+from pipecompile.memory_model.handover import handed_over, passed_gradients, passed_values
 from pipecompile.memory_model.snapshots import StageState
 
 __all__ = ["held_messages"]
@@ -25,37 +20,53 @@ def held_messages(stages: Mapping[int, Footprint], index: int, state: StageState
     """Return what a stage has received and sent, and what the next one holds on the same rank."""
     stage = stages[index]
     held = (
-        _received(stage.received, state.values_received, state.values_between, state.values_relayed)
-        + _received(
-            stage.received_gradients,
-            state.gradients_received,
-            state.gradients_between,
-            state.gradients_relayed,
-        )
-        + stage.outputs * state.outputs_sent
+        _values(stage, state)
+        + _gradients(stage, state)
         + total_size(stage.sent_by_backward) * state.backward_sent
         + total_size(stage.sent_by_input_backward) * state.input_backward_sent
     )
     for handover, count in state.handovers.items():
         behind = stages[index + 1]
-        each = handed_over(stage, behind, handover)
+        answered = behind.is_answered and index + 2 not in stages
+        each = handed_over(stage, behind, handover, answered=answered)
         # What came from another rank, and passes through one of the two or both.
         if index - 1 not in stages:
-            each += passed_values(stage, behind, handover)
+            each += passed_values(stage, behind, handover, answered=answered)
         if index + 2 not in stages:
             each += passed_gradients(stage, behind, handover)
         held += each * count
     return held
 
 
-def _received(tensors: Sequence[ReceivedTensor], whole: int, between: int, relayed: int) -> Amount:
-    """Return what is held of received values, or gradients, of so many microbatches.
-
-    `whole` messages are held as they came; of `between` ones what a weight backward needs is left,
-    and of `relayed` ones what was sent on.
-    """
+def _values(stage: Footprint, state: StageState) -> Amount:
+    """Return what is held of values that were received, and of outputs that no gradient answers."""
+    relayed = total_size(tensor for tensor in stage.received if tensor.relayed_as)
+    unanswered = 0 if stage.is_answered else state.outputs_sent
+    needed = total_size(
+        tensor
+        for tensor in stage.received
+        if tensor.is_needed_by_weight_backward and (stage.is_answered or not tensor.relayed_as)
+    )
     return (
-        total_size(tensors) * whole
-        + total_size(tensor for tensor in tensors if is_held(tensor, is_between=True)) * between
-        + total_size(tensor for tensor in tensors if is_held(tensor, is_between=False)) * relayed
+        total_size(stage.received) * state.values_received
+        + needed * state.values_between
+        + relayed * (state.values_relayed + unanswered)
+        + stage.outputs * unanswered
+    )
+
+
+def _gradients(stage: Footprint, state: StageState) -> Amount:
+    """Return what is held of gradients that were received, and of those that were read and that a
+    weight backward still needs.
+    """
+    received, sent = stage.received_gradients, stage.sent_by_input_backward
+    relayed = [tensor for tensor in received if tensor.relayed_as]
+    needed = [tensor for tensor in received if tensor.is_needed_by_weight_backward]
+    kept = total_size(storage for storage in sent if storage.is_needed_by_weight_backward)
+    return (
+        total_size(received) * state.gradients_received
+        + total_size(tensor for tensor in needed if not tensor.relayed_as) * state.gradients_between
+        + total_size(relayed) * state.gradients_relayed
+        + total_size(tensor for tensor in needed if tensor.relayed_as) * state.between_returned
+        + kept * state.between_returned
     )

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import chain
+from types import MappingProxyType
 
 from pipecompile.ir.schedule import Action
 from pipecompile.memory_model.snapshots import Snapshot, all_snapshots
@@ -12,15 +13,19 @@ from pipecompile.memory_model.snapshots import Snapshot, all_snapshots
 __all__ = ["peak_snapshots"]
 
 
-def peak_snapshots(row: Sequence[Action]) -> tuple[Snapshot, ...]:
+def peak_snapshots(
+    row: Sequence[Action], unread: Mapping[int, int] = MappingProxyType({})
+) -> tuple[Snapshot, ...]:
     """Return the snapshots of a rank's row at which it may hold most.
+
+    Of each stage at most so many gradients are `unread`, all of one that is left out.
 
     Without RECV actions, all that neighbours on other ranks send counts as received when the row
     begins, which is never too late. Of two snapshots that need the same workspace, the one that
     holds nothing more is left out: planners price thousands of cuts by these snapshots.
     """
     alike: dict[tuple[object, ...], list[Snapshot]] = defaultdict(list)
-    for snapshot in all_snapshots(row):
+    for snapshot in all_snapshots(row, unread):
         has_gradients = snapshot.states[snapshot.stage].has_gradients
         kind = snapshot.kind, snapshot.is_before_backwards
         # The workspace depends on the key alone, and so does whether copies are held for a

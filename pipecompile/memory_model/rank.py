@@ -10,13 +10,14 @@ snapshots.py says how many microbatches are in which state as each action begins
     activations   what microbatches in flight keep       from the forward to the backward
     buffers       the minibatch where it is read         always, for all microbatches
                   what was received                      from its RECV to the backward
-                  what was sent                          until the step ends
+                  gradients that were sent               until they were read (unread_gradients.py)
+                  outputs that no gradient answers       until the step ends
                   copies of small gradients              from a stage's last backward to the end
     workspace     the most that lives in the action      while it runs
 
-That is what the runtime does: a receive makes its buffer when it is posted (runtime/messages.py),
-and what was sent is freed when the step ends. A peak is that of one moment: kinds that peak at
-other moments are not added up.
+That is what the runtime does: a receive makes its buffer when it is posted, and what was sent is
+freed when the order of actions says that it was read (runtime/messages.py). A peak is that of one
+moment: kinds that peak at other moments are not added up.
 
 Each figure comes twice. `expected` counts the bytes that are asked for. `bound` is what an
 allocator may take for them, see allocator.py. Planners and reports call these functions; nobody
@@ -46,6 +47,7 @@ from pipecompile.memory_model.handover import most_handed_over
 from pipecompile.memory_model.messages import held_messages
 from pipecompile.memory_model.peak_snapshots import peak_snapshots
 from pipecompile.memory_model.snapshots import Snapshot, StageState, all_snapshots, states
+from pipecompile.memory_model.unread_gradients import unread_gradients
 
 __all__ = [
     "BackwardAllowance",
@@ -147,7 +149,7 @@ def memory_by_stage(plan: Plan, rank: int) -> dict[int, RankMemory]:
     """Return which part of the expected peak of a rank of `plan` belongs to each of its stages."""
     return stage_memory(
         plan.footprints(rank),
-        peak_snapshots(plan.schedule.rows[rank]),
+        peak_snapshots(plan.schedule.rows[rank], unread_gradients(plan.schedule)),
         microbatches=plan.schedule.microbatches,
         allocator=ALLOCATORS[plan.allocator],
     )
@@ -156,7 +158,8 @@ def memory_by_stage(plan: Plan, rank: int) -> dict[int, RankMemory]:
 def memory_of_actions(plan: Plan, rank: int) -> Iterator[tuple[Snapshot, RankMemory]]:
     """Yield what a rank holds in each action; bounds are without what an allocator adds to it."""
     stages, allocator = plan.footprints(rank), ALLOCATORS[plan.allocator]
-    for snapshot in all_snapshots(plan.schedule.rows[rank]):
+    unread = unread_gradients(plan.schedule)
+    for snapshot in all_snapshots(plan.schedule.rows[rank], unread):
         yield snapshot, _held(stages, snapshot, plan.microbatches, allocator)
 
 
@@ -255,7 +258,9 @@ def available_for_activations(
         always += held_messages(stages, index, all_messages)
     for index, stage in stages.items():
         if index + 1 in stages:
-            always += most_handed_over(stage, stages[index + 1]) * microbatches
+            behind = stages[index + 1]
+            answered = behind.is_answered and index + 2 not in stages
+            always += most_handed_over(stage, behind, answered=answered) * microbatches
     free = allocator.unpadded(memory_bytes, neighbour_ranks(stages))
     workspace = max(most_in_actions(stages, index, index in recomputed) for index in stages)
     left = free - always.bound - workspace
@@ -347,14 +352,12 @@ def _activations(stage: Footprint, state: StageState) -> Amount:
     Between input and weight backward a microbatch keeps what the first of them left: with
     activations of 41, of which it frees 5 and to which it adds 7, that is 43.
     """
-    between = between_halves(stage)
-    without_outputs = between - stage.outputs_freed_by_input_backward
+    between = between_halves(stage) - stage.outputs_freed_by_input_backward
     return (
         stage.activations * state.with_activations
         + stage.outputs * state.with_outputs
         + stage.buffer_copies * state.with_buffer_copies
         + between * state.between_backwards
-        + without_outputs * state.between_without_outputs
     )
 
 

@@ -3,16 +3,17 @@
 Everything that is held begins with one action and ends with another. For a stage of one rank, with
 one microbatch and a split backward:
 
-    row                RECV_F   F   RECV_B   I        W                 (end of the step)
+    row                RECV_F   F   RECV_B   I        W        I of a later microbatch
     activations                 ├────────────┤
     between                                  ├────────┤
-    sent by I                                ├────────────────────────▶
-    outputs sent                                      ├───────────────▶
+    sent by I                                ├─────────────────┤
     received values    ├─────────────────────┤
     received gradients              ├────────┤
 
-These spans, added up over microbatches, are the state after each action. rank.py multiplies the
-counts with a stage's `Footprint`.
+The gradient of a microbatch says that its outputs were received, and a later backward that what an
+earlier one has sent was read (unread_gradients.py). Where no gradient answers them, outputs are
+held until the step ends. These spans, added up over microbatches, are the state after each action.
+rank.py multiplies the counts with a stage's `Footprint`.
 """
 
 from __future__ import annotations
@@ -34,8 +35,10 @@ __all__ = [
     "states",
 ]
 
-LastAction = Literal["forward", "input backward", "weight backward", "backward"]
-"""How far a microbatch is in a stage: the last action that it has done there."""
+LastAction = Literal["forward", "input backward", "weight backward", "backward", "returned"]
+"""How far a microbatch is in a stage: the last action that it has done there, or "returned" once
+the rank of the stage before has read its gradients.
+"""
 
 
 class HandoverState(NamedTuple):
@@ -58,16 +61,19 @@ class StageState(NamedTuple):
     with_activations    forward (or recompute) done, backward not begun
     with_outputs        only outputs are held, of a forward that will be recomputed
     with_buffer_copies  copies of buffers are held for a recompute
-    between_backwards   input backward done, weight backward not; all outputs are held
-    between_without_outputs   the same, but outputs that the weight backward does not need are gone:
-                        they were recomputed, or the next stage is on the same rank
-    outputs_sent        outputs went to another rank, and wait for the step's end
-    backward_sent       input gradients of a backward went to another rank, and wait likewise
+    between_backwards   input backward done, weight backward not; outputs that the latter does not
+                        need are gone
+    between_returned    the same, and the input gradients were read; those that the weight backward
+                        needs are held
+    outputs_sent        input backward done; outputs, and values that were sent on as they came,
+                        wait for the step's end if no gradient answers them
+    backward_sent       input gradients of a backward went to another rank, and may be unread
     input_backward_sent   those of an input backward
     values_received     values were received, and the backward (or input backward) has not begun
     values_between      the same between input and weight backward: what the latter needs is held
-    values_relayed      the backward is done; what was sent on as it came waits for the step's end
-    gradients_received, gradients_between, gradients_relayed   the same of received gradients
+    values_relayed      in an evaluation: values that were sent on as they came wait for its end
+    gradients_received, gradients_between   the same of received gradients
+    gradients_relayed   gradients that were sent on as they came may be unread
     has_gradients       1 if the gradients of parameters exist
     has_all_gradients   1 if they are complete, so that replicas sum them
     handovers           if the next stage is on the same rank: how far microbatches are in both,
@@ -78,7 +84,7 @@ class StageState(NamedTuple):
     with_outputs: int = 0
     with_buffer_copies: int = 0
     between_backwards: int = 0
-    between_without_outputs: int = 0
+    between_returned: int = 0
     outputs_sent: int = 0
     backward_sent: int = 0
     input_backward_sent: int = 0
@@ -95,8 +101,7 @@ class StageState(NamedTuple):
     @property
     def in_flight(self) -> int:
         """How many microbatches hold activations."""
-        between = self.between_backwards + self.between_without_outputs
-        return self.with_activations + between
+        return self.with_activations + self.between_backwards
 
 
 class Snapshot(NamedTuple):
@@ -104,8 +109,8 @@ class Snapshot(NamedTuple):
 
     The sum over replicas of a stage's gradients is one of kind REDUCE. The optimizer's step is one
     for all stages, of kind STEP; its `stage` is the first one.
-    `frees_outputs` says that a weight backward frees outputs that its microbatch still holds but
-    does not hand over (see `StageState.between_without_outputs`).
+    `frees_outputs` says that a weight backward frees those outputs that it needs: the stage behind
+    holds no storages of the same forward.
     """
 
     kind: Kind
@@ -147,7 +152,8 @@ _RECEIVES = frozenset({Kind.RECEIVE_FORWARD, Kind.RECEIVE_BACKWARD})
 class _ActionIndices(NamedTuple):
     """Where in a row the actions of one microbatch in one stage are, in the order of `_KINDS`.
 
-    An action that the row does not have is behind the row's end.
+    An action that the row does not have is behind the row's end. `gradients_read` is where the
+    message of its input gradients is freed.
     """
 
     forward: int
@@ -157,6 +163,7 @@ class _ActionIndices(NamedTuple):
     weight_backward: int
     receive_values: int
     receive_gradients: int
+    gradients_read: int
 
     @property
     def input_gradients(self) -> int:
@@ -170,6 +177,8 @@ class _ActionIndices(NamedTuple):
 
     def last_action(self, index: int) -> LastAction:
         """Return how far the microbatch is after the action at `index`."""
+        if index >= max(self.gradients_read, self.weight_gradients):
+            return "returned"
         if index >= self.backward:
             return "backward"
         if index < self.input_backward:
@@ -196,13 +205,15 @@ def _trains(row: Sequence[Action]) -> bool:
     return any(action.kind in BACKWARDS for action in row)
 
 
-def all_snapshots(row: Sequence[Action]) -> Iterator[Snapshot]:
+def all_snapshots(
+    row: Sequence[Action], unread: Mapping[int, int] = MappingProxyType({})
+) -> Iterator[Snapshot]:
     """Yield a snapshot for every action that computes, one for each sum over replicas, and one for
-    the optimizer's step.
+    the optimizer's step. Of each stage at most so many gradients are `unread`.
     """
     row = _with_receives(row)
     before: Mapping[int, StageState] = {stage: StageState() for stage in _stages(row)}
-    for action, after in states(row):
+    for action, after in states(row, unread):
         if action.kind in COMPUTE:
             yield _snapshot(action, before, after[action.stage])
         if after[action.stage].has_all_gradients > before[action.stage].has_all_gradients:
@@ -227,19 +238,24 @@ def _snapshot(action: Action, before: Mapping[int, StageState], after: StageStat
     )
     frees_outputs = (
         action.kind is Kind.BACKWARD_WEIGHT
-        and after.between_without_outputs < own.between_without_outputs
+        and after.between_backwards < own.between_backwards
         and all(handover.is_recomputed for handover in ended)
     )
     return Snapshot(action.kind, action.stage, beginning, frees_outputs)
 
 
-def states(row: Sequence[Action]) -> Iterator[tuple[Action, Mapping[int, StageState]]]:
-    """Yield each action with the state of each stage after it."""
+def states(
+    row: Sequence[Action], unread: Mapping[int, int] = MappingProxyType({})
+) -> Iterator[tuple[Action, Mapping[int, StageState]]]:
+    """Yield each action with the state of each stage after it.
+
+    Of a stage at most so many gradients are `unread`; of one that is left out all may be.
+    """
     # By index of the row and by stage: how much each field changes there.
     changes: dict[int, dict[int, Counter[str | HandoverState]]] = defaultdict(
         lambda: defaultdict(Counter)
     )
-    for stage, field, begin, end in _spans(row):
+    for stage, field, begin, end in _spans(row, unread):
         changes[begin][stage][field] += 1
         changes[end][stage][field] -= 1
     current = {stage: StageState() for stage in _stages(row)}
@@ -270,21 +286,23 @@ def _stages(row: Sequence[Action]) -> list[int]:
     return sorted({action.stage for action in row})
 
 
-def _spans(row: Sequence[Action]) -> Iterator[_Span]:
+def _spans(row: Sequence[Action], unread: Mapping[int, int]) -> Iterator[_Span]:
     """Yield everything that is held while the row runs."""
     end, trains = len(row), _trains(row)
     index_of = {
         (action.stage, action.microbatch, action.kind): index for index, action in enumerate(row)
     }
+    read_at = _read_at(row, unread)
     indices = {
         (stage, microbatch): _ActionIndices(
-            *(index_of.get((stage, microbatch, kind), end) for kind in _KINDS)
+            *(index_of.get((stage, microbatch, kind), end) for kind in _KINDS),
+            gradients_read=read_at.get((stage, microbatch), end),
         )
         for stage, microbatch, kind in index_of
         if kind in COMPUTE
     }
     # A neighbour on another rank has no actions in this row.
-    absent = _ActionIndices(*[end] * len(_KINDS))
+    absent = _ActionIndices(*[end] * len(_KINDS), gradients_read=end)
     for (stage, microbatch), own in indices.items():
         before = indices.get((stage - 1, microbatch), absent)
         behind = indices.get((stage + 1, microbatch), absent)
@@ -298,6 +316,21 @@ def _spans(row: Sequence[Action]) -> Iterator[_Span]:
             yield _Span(stage, "has_all_gradients", max(made), end)
 
 
+def _read_at(row: Sequence[Action], unread: Mapping[int, int]) -> dict[tuple[int, int | None], int]:
+    """Return by stage and microbatch where a stage frees the message of its input gradients: as it
+    sends one more than may be unread.
+    """
+    sent: dict[int, list[tuple[int, int | None]]] = defaultdict(list)
+    for index, action in enumerate(row):
+        if action.kind in BACKWARDS:
+            sent[action.stage].append((index, action.microbatch))
+    return {
+        (stage, microbatch): later
+        for stage, count in unread.items()
+        for (_, microbatch), (later, _) in zip(sent[stage], sent[stage][count:], strict=False)
+    }
+
+
 def _microbatch_spans(
     own: _ActionIndices, before: _ActionIndices, behind: _ActionIndices, end: int, trains: bool
 ) -> Iterator[tuple[str | HandoverState, int, int]]:
@@ -309,48 +342,36 @@ def _microbatch_spans(
     is_recomputed = own.recompute < end
     follows_neighbour, hands_over = before.input_gradients < end, behind.input_gradients < end
     if is_recomputed or not trains:
-        # A neighbour reads the outputs until it has their gradients; messages need them longer.
-        stop = own.input_gradients if hands_over else own.weight_gradients
-        yield "with_outputs", own.forward, stop
+        yield "with_outputs", own.forward, own.input_gradients
     if is_recomputed:
         yield "with_buffer_copies", own.forward, own.weight_gradients
     if trains:
         begin = own.recompute if is_recomputed else own.forward
         yield "with_activations", begin, own.input_gradients
-    between = "between_without_outputs" if is_recomputed or hands_over else "between_backwards"
-    yield between, own.input_backward, own.weight_backward
+    yield "between_backwards", own.input_backward, own.weight_backward
     if hands_over:
         # The state of a handover changes with each backward of either stage.
-        ends = {behind.input_gradients, behind.weight_gradients}
+        ends = {behind.input_gradients, behind.weight_gradients, own.gradients_read}
         ends |= {own.input_gradients, own.weight_gradients, end}
         for begin, stop in pairwise(sorted(ends)):
             last = own.last_action(begin), behind.last_action(begin)
             yield HandoverState(*last, is_recomputed), begin, stop
     else:
-        yield "outputs_sent", own.weight_gradients, end
+        yield "outputs_sent", own.input_gradients, end
     if not follows_neighbour:
-        yield "input_backward_sent", own.input_backward, end
-        yield "backward_sent", own.backward, end
-    yield from _received_spans("values", own, own.receive_values, end, trains, not hands_over)
-    follows = follows_neighbour
-    yield from _received_spans("gradients", own, own.receive_gradients, end, trains, not follows)
-
-
-def _received_spans(
-    what: str, own: _ActionIndices, begin: int, end: int, trains: bool, goes_on: bool
-) -> Iterator[tuple[str, int, int]]:
-    """Yield field, begin and end of what a stage holds of a message that is received at `begin`.
-
-    `goes_on` says that what it relays goes to another rank. If the next holder is on the same one,
-    the state of the handover counts what is held after the backward.
-    """
-    if begin == end:
-        return
-    # An evaluation lets go of what it received when its forward is done.
-    whole, done = own.input_gradients, own.weight_gradients
-    if not trains:
-        whole = done = own.forward
-    yield f"{what}_received", begin, whole
-    if goes_on:
-        yield f"{what}_between", own.input_backward, own.weight_backward
-        yield f"{what}_relayed", done, end
+        yield "input_backward_sent", own.input_backward, own.gradients_read
+        yield "backward_sent", own.backward, own.gradients_read
+        if own.input_backward < end:
+            yield "between_returned", own.gradients_read, own.weight_backward
+    if own.receive_values < end:
+        # An evaluation lets go of what it received when its forward is done.
+        done = own.input_gradients if trains else own.forward
+        yield "values_received", own.receive_values, done
+        if not hands_over:
+            yield "values_between", own.input_backward, own.weight_backward
+            yield "values_relayed", end if trains else done, end
+    if own.receive_gradients < end:
+        yield "gradients_received", own.receive_gradients, own.input_gradients
+        if not follows_neighbour:
+            yield "gradients_between", own.input_backward, own.weight_backward
+            yield "gradients_relayed", own.input_gradients, own.gradients_read

@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 from pipecompile.ir.schedule import BACKWARDS, TRANSFERS, Action, Kind, Schedule
+from pipecompile.memory_model.unread_gradients import unread_gradients
 from pipecompile.runtime.agreement import Agreement
 from pipecompile.runtime.leading_forwards import LeadingForwards
 from pipecompile.runtime.messages import Boundaries, Messages
@@ -107,6 +108,10 @@ class DistributedPipeline:
             agreement if leading is None else None,
             None if remainder is None else (last, remainder.boundaries),
             trains=trains,
+            kept={
+                (Kind.SEND_BACKWARD, stage): count
+                for stage, count in unread_gradients(schedule).items()
+            },
         )
         begun = partial(
             RankStep,
@@ -171,10 +176,11 @@ class DistributedPipeline:
         schedule: Schedule,
         agreement: Agreement,
         watch: StepWatch,
-        kept: Mapping[Kind, int],
+        kept: Mapping[tuple[Kind, int], int],
     ) -> Messages:
         """Return the messages of a run that has no end, on the ranks of `schedule`; none is
-        exchanged before the ranks' `agreement`. So many messages of each kind of SEND are `kept`.
+        exchanged before the ranks' `agreement`. Of each kind of SEND of a stage so many messages
+        are `kept`.
         """
         messages = self._messages(schedule)
         messages.begin(watch.deadline, agreement, kept=kept)

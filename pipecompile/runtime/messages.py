@@ -8,8 +8,9 @@ comes, and waited for by the action that needs it:
 
 Its buffers are made when it is posted, and nothing here holds them once they were waited for: they
 live as long as the stage needs them, and the memory model counts them so (memory_model/rank.py).
-So their number depends on the order of actions, not on the number of microbatches. What is sent is
-kept until the step ends, and in a run without end until what comes back says that it was received.
+What is sent is kept until the order of actions says that it was received: what went forward until
+the gradient of the same microbatch comes back, and of gradients as many as may be unread. So how
+much there is depends on the order of actions, not on the number of microbatches.
 """
 
 from __future__ import annotations
@@ -74,6 +75,13 @@ class _Buffers(NamedTuple):
         return chain(self.values, (self.told,))
 
 
+class _Sent(NamedTuple):
+    """A message that is sent, of one microbatch."""
+
+    microbatch: int | None
+    works: list[dist.Work]
+
+
 class Messages:
     """The messages of one rank.
 
@@ -98,8 +106,8 @@ class Messages:
         self._trains = True
         self._missing = MissingGradients()
         self._receiving: dict[Action, deque[list[dist.Work]]] = defaultdict(deque)
-        self._sending: dict[Kind, deque[list[dist.Work]]] = defaultdict(deque)
-        self._kept: Mapping[Kind, int] | None = None
+        self._sending: dict[tuple[Kind, int], deque[_Sent]] = defaultdict(deque)
+        self._kept: Mapping[tuple[Kind, int], int] = {}
         self._deadline = Deadline()
         self._agreement: Agreement | None = None
 
@@ -123,6 +131,8 @@ class Messages:
         """Return what the receive of `action` has brought, once it is there."""
         for work in self._receiving[action].popleft():
             self._deadline.wait(work)
+        if action.kind is Kind.RECEIVE_BACKWARD:
+            self._free_answered(action)
         values, told = self._buffers[action].popleft()
         if told is None:
             return values
@@ -139,10 +149,20 @@ class Messages:
             values = self._gradients_to_send(action, values)
         plain = [None if each is None else _plain(each) for each in values]
         peer = peer_of(self._peers, target, action.microbatch)
-        sending = self._sending[action.kind]
-        while self._kept is not None and len(sending) >= self._kept[action.kind]:
-            self._wait_for(sending.popleft())
-        sending.append(self._start(dist.isend, plain, peer))
+        sent = self._sending[action.kind, action.stage]
+        kept = self._kept.get((action.kind, action.stage))
+        while kept is not None and len(sent) >= kept:
+            self._wait_for(sent.popleft().works)
+        sent.append(_Sent(action.microbatch, self._start(dist.isend, plain, peer)))
+
+    def _free_answered(self, action: Action) -> None:
+        """Free what went forward of the microbatch whose gradient `action` has received."""
+        sent = self._sending[Kind.SEND_FORWARD, action.stage]
+        for index, message in enumerate(sent):
+            if message.microbatch == action.microbatch:
+                self._wait_for(message.works)
+                del sent[index]
+                return
 
     def _gradients_to_send(self, action: Action, values: Values) -> Values:
         """Return a message of gradients: zeros for those that are missing and not left out."""
@@ -197,20 +217,20 @@ class Messages:
         remainder: tuple[int, Boundaries] | None = None,
         *,
         trains: bool = True,
-        kept: Mapping[Kind, int] | None = None,
+        kept: Mapping[tuple[Kind, int], int] | None = None,
     ) -> None:
         """Begin a step that ends by `deadline`; forget what one that failed has left.
 
         No message is exchanged before the ranks' `agreement`; without it `agree` is called before
         the first message of gradients. `remainder` is the microbatch that is smaller than the
-        others, and its boundaries. A run that has no end keeps so many messages of each kind of
-        SEND (`kept`): those before them have been received.
+        others, and its boundaries. Of each kind of SEND of a stage so many messages are `kept` at
+        most: those before them have been received.
         """
         self._deadline = deadline
         self._agreement = agreement
         self._remainder = remainder
         self._trains = trains
-        self._kept = kept
+        self._kept = kept or {}
         # Operations go before the memory that they write to.
         self._receiving.clear()
         self._buffers.clear()
@@ -229,8 +249,8 @@ class Messages:
     def finish(self) -> None:
         """Wait until everything is sent."""
         self.settle()
-        for works in chain.from_iterable(self._sending.values()):
-            self._wait_for(works)
+        for message in chain.from_iterable(self._sending.values()):
+            self._wait_for(message.works)
         self._sending.clear()
         if self._trains:
             self._missing.end_step()

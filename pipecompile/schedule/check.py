@@ -15,6 +15,7 @@ from functools import cached_property
 from itertools import pairwise, product, zip_longest
 
 from pipecompile.errors import ScheduleError
+from pipecompile.ir.action_order import Dependencies, dependency_order, message_of
 from pipecompile.ir.schedule import (
     BACKWARDS,
     COMPUTE,
@@ -25,10 +26,7 @@ from pipecompile.ir.schedule import (
 )
 from pipecompile.ir.size import size_text
 from pipecompile.schedule.dependencies import (
-    Dependencies,
     compute_dependencies,
-    dependency_order,
-    message_of,
     waits_for_replicas,
 )
 from pipecompile.schedule.problem import PlacedProblem, StageCosts

@@ -1,4 +1,4 @@
-"""What an action waits for, and an order in which all actions can happen.
+"""What an action waits for.
 
 Between two neighbouring stages, for one microbatch (an arrow leads to what waits):
 
@@ -10,28 +10,21 @@ Between two neighbouring stages, for one microbatch (an arrow leads to what wait
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from pipecompile.errors import ScheduleError
-from pipecompile.ir.schedule import BACKWARDS, COMPUTE, Action, Kind, Schedule
+from pipecompile.ir.action_order import Dependencies
+from pipecompile.ir.schedule import COMPUTE, Action, Kind, Schedule
 from pipecompile.ir.stage_ranks import stage_ranks
 from pipecompile.schedule.problem import PlacedProblem
 
 __all__ = [
     "TASK_KINDS",
-    "Dependencies",
     "Dependent",
     "compute_dependencies",
-    "dependency_order",
     "dependents",
-    "message_of",
     "waits_for_replicas",
 ]
-
-Dependencies = Callable[[Action], Sequence[Action]]
-"""Returns what an action waits for."""
 
 # Numbers of the kinds. B and I share one, since a microbatch has one of both in each stage.
 _FORWARD, _BACKWARD, _WEIGHT, _RECOMPUTE = range(4)
@@ -91,25 +84,6 @@ def dependents(problem: PlacedProblem) -> list[list[Dependent]]:
         add(_FORWARD, skip.source, _FORWARD, skip.destination, skip.forward_ns)
         add(_BACKWARD, skip.destination, _BACKWARD, skip.source, skip.backward_ns)
     return waiting
-
-
-def message_of(
-    action: Action, stages: int, gradient: Sequence[bool]
-) -> tuple[Action, Action] | None:
-    """Return the send and the receive of a compute action's result; None if it is not sent.
-
-    It goes to the next stage or to the previous one. `gradient[s]` says whether a gradient flows
-    from stage s + 1 back to stage s.
-    """
-    stage, microbatch = action.stage, action.microbatch
-    if action.kind is Kind.FORWARD and stage + 1 < stages:
-        send = Action(stage, Kind.SEND_FORWARD, microbatch)
-        return send, Action(stage + 1, Kind.RECEIVE_FORWARD, microbatch)
-    # Both B and I produce the gradient that the stage before waits for; W produces none.
-    if action.kind in BACKWARDS and stage and gradient[stage - 1]:
-        send = Action(stage, Kind.SEND_BACKWARD, microbatch)
-        return send, Action(stage - 1, Kind.RECEIVE_BACKWARD, microbatch)
-    return None
 
 
 def waits_for_replicas(schedule: Schedule) -> dict[Action, list[Action]]:
@@ -172,38 +146,3 @@ def compute_dependencies(problem: PlacedProblem, schedule: Schedule) -> Dependen
         ]
 
     return dependencies
-
-
-def dependency_order(
-    rows: Sequence[Sequence[Action]], dependencies: Dependencies
-) -> Iterator[tuple[int, Action]]:
-    """Yield each (rank, action) after all before it on its rank and all that it waits for.
-
-    This is one of many such orders, but always the same. If there is none, ScheduleError says what
-    every rank waits for in the end.
-    """
-    heads = [0] * len(rows)
-    done: set[Action] = set()
-    waiting: dict[Action, list[int]] = defaultdict(list)
-    ready = deque(range(len(rows)))
-    while ready:
-        rank = ready.popleft()
-        for index in range(heads[rank], len(rows[rank])):
-            action = rows[rank][index]
-            missing = next((need for need in dependencies(action) if need not in done), None)
-            if missing is not None:
-                waiting[missing].append(rank)
-                break
-            yield rank, action
-            heads[rank] += 1
-            done.add(action)
-            # The ranks that waited for this action go on after those that are ready already.
-            ready.extend(waiting.pop(action, ()))
-    if waiting:
-        stuck = sorted((rank, missing) for missing, ranks in waiting.items() for rank in ranks)
-        raise ScheduleError(
-            "; ".join(
-                f"rank {rank} stops at {rows[rank][heads[rank]]} until {missing} is done"
-                for rank, missing in stuck
-            )
-        )

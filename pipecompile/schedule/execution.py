@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from pipecompile.errors import ScheduleError
+from pipecompile.ir.action_order import dependency_order
 from pipecompile.ir.schedule import Action, Event, Kind, Schedule
 from pipecompile.schedule.dependencies import (
     TASK_KINDS,
     compute_dependencies,
-    dependency_order,
     dependents,
     waits_for_replicas,
 )

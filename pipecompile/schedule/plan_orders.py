@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from pipecompile.ir.action_order import dependency_order
 from pipecompile.ir.plan import Plan
 from pipecompile.ir.schedule import Action, Schedule
-from pipecompile.schedule.dependencies import compute_dependencies, dependency_order
+from pipecompile.schedule.dependencies import compute_dependencies
 from pipecompile.schedule.named_orders import generate
 from pipecompile.schedule.problem import PlacedProblem
 from pipecompile.schedule.stages import problem_of_stages

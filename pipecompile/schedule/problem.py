@@ -33,9 +33,8 @@ class StageCosts:
 
     `can_split` says whether the backward may be done in two halves, `recompute` whether the stage
     recomputes its forward. With `except_last` it does not for the step's last microbatch: of that
-    one `recomputed_bytes` are held from its only forward on, and no `kept_bytes`. Between its
-    halves it holds `freed_output_bytes` more: outputs that an input backward frees only if a
-    recompute made them.
+    one `recomputed_bytes` are held from its only forward on, and no `kept_bytes`; nor are there the
+    `buffer_copy_bytes`, which a recomputed one keeps until its weight backward.
     """
 
     forward_ns: int
@@ -47,7 +46,7 @@ class StageCosts:
     kept_bytes: int = 0
     recomputed_bytes: int = 0
     between_bytes: int = 0
-    freed_output_bytes: int = 0
+    buffer_copy_bytes: int = 0
     can_split: bool = True
     recompute: bool = False
     except_last: bool = False
@@ -177,7 +176,7 @@ class PlacedProblem:
                 last[stage] = activation_changes(
                     kept=costs.recomputed_bytes + self._skipped_bytes[stage],
                     recomputed=0,
-                    between=costs.between_bytes - costs.kept_bytes + costs.freed_output_bytes,
+                    between=costs.between_bytes - costs.buffer_copy_bytes,
                 )
         return tuple(last)
 

@@ -13,10 +13,9 @@ the receiving rank too. Under 1F1B with 4 microbatches that leaves
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
 
-from pipecompile.ir.schedule import BACKWARDS, Action, Kind, Schedule
-from pipecompile.schedule.dependencies import dependency_order, message_of
+from pipecompile.ir.action_order import message_of, past_of
+from pipecompile.ir.schedule import Action, Schedule
 
 __all__ = ["add_earliest_receives"]
 
@@ -34,7 +33,7 @@ def add_earliest_receives(schedule: Schedule) -> Schedule:
         (action, message_of(action, len(placement), gradient)) for row in rows for action in row
     ]
     producers = {message[1]: action for action, message in messages if message}
-    past = _past(rows, producers)
+    past = past_of(rows, producers)
     arriving: dict[tuple[int, int], list[Action]] = defaultdict(list)
     for receive, producer in producers.items():
         rank = schedule.rank_of(receive)
@@ -49,29 +48,3 @@ def add_earliest_receives(schedule: Schedule) -> Schedule:
     return Schedule.of(
         schedule.name, schedule.microbatches, placement, lowered, schedule.weight_versions
     )
-
-
-def _past(
-    rows: Sequence[Sequence[Action]], producers: Mapping[Action, Action]
-) -> dict[Action, tuple[int, ...]]:
-    """Return for each action how many actions of each rank are done whenever it is done.
-
-    These are vector clocks (Fidge 1988, Mattern 1989). `producers` are by receive.
-    """
-
-    def sources(action: Action) -> list[Action]:
-        receives = {Kind.FORWARD: Kind.RECEIVE_FORWARD}
-        receives |= dict.fromkeys(BACKWARDS, Kind.RECEIVE_BACKWARD)
-        kind = receives.get(action.kind)
-        producer = producers.get(action._replace(kind=kind)) if kind else None
-        return [] if producer is None else [producer]
-
-    clocks = [(0,) * len(rows) for _ in rows]
-    past: dict[Action, tuple[int, ...]] = {}
-    for rank, action in dependency_order(rows, sources):
-        known = clocks[rank]
-        for source in sources(action):
-            known = tuple(map(max, known, past[source]))
-        known = (*known[:rank], known[rank] + 1, *known[rank + 1 :])
-        clocks[rank] = past[action] = known
-    return past

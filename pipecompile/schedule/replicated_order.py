@@ -24,10 +24,10 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from pipecompile.ir.action_order import message_of
 from pipecompile.ir.schedule import COMPUTE, Action, Kind
 from pipecompile.schedule.asynchronous_versions import PipelineSize, VersionRule
 from pipecompile.schedule.continuous_order import ContinuousOrder, UpdatedWeights
-from pipecompile.schedule.dependencies import message_of
 
 __all__ = ["ReplicatedOrder"]
 

@@ -6,10 +6,11 @@ run without an end holds less than such a row of what was sent, and more as its 
     row          F0 F1 F2 B0 F3 B1 …  B8 REDUCE STEP     nothing is in flight at the step
     without end  F0 F1 F2 B0 REDUCE STEP F3 B1 …         microbatches are; B1 finds no gradients
 
-What was sent forward is kept until the next forward is sent behind its backward, and gradients as
-long as they may be unread (`PipelineSize.unread_gradients`). A stage with one rank, between stages
-with one, posts the receive of one value ahead, and that of a gradient when it needs it
-(continuous_order.py). Others post them as soon as they are sent (replicated_order.py).
+Gradients that were sent are kept as long as they may be unread (`PipelineSize.unread_gradients`),
+and outputs that no gradient answers until the next forward is sent behind their backward. A stage
+with one rank, between stages with one, posts the receive of one value ahead, and that of a gradient
+when it needs it (continuous_order.py). Others post them as soon as they are sent
+(replicated_order.py).
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from collections.abc import Iterable, Iterator
 from pipecompile.ir.schedule import BACKWARDS, Kind, Schedule
 from pipecompile.memory_model.peak_snapshots import peak_snapshots
 from pipecompile.memory_model.snapshots import Snapshot, StageState
+from pipecompile.memory_model.unread_gradients import unread_gradients
 from pipecompile.schedule.asynchronous_versions import DOUBLE_BUFFERED, PipelineSize, rule_of
 
 __all__ = ["snapshots_by_rank"]
@@ -30,11 +32,13 @@ def snapshots_by_rank(order: Schedule, microbatches: int) -> tuple[tuple[Snapsho
     `microbatches` are those of a minibatch, of which an order of an asynchronous schedule may have
     more than one.
     """
-    rows = map(peak_snapshots, order.rows)
     rule = rule_of(order.weight_versions)
     if rule is None:
-        return tuple(rows)
+        unread = unread_gradients(order)
+        return tuple(peak_snapshots(row, unread) for row in order.rows)
     size = PipelineSize.of(order.placement, microbatches)
+    unread = {stage: size.unread_gradients(stage) for stage in range(size.stages)}
+    rows = [peak_snapshots(row, unread) for row in order.rows]
     sums = rule is DOUBLE_BUFFERED or size.least_update > 1
     return tuple(tuple(_without_end(row, size, sums=sums)) for row in rows)
 
@@ -49,7 +53,9 @@ def _without_end(
         if snapshot.kind in (Kind.REDUCE, Kind.STEP):
             continue
         ((stage, state),) = snapshot.states.items()
-        state = _as_kept(snapshot.kind, state, size.unread_gradients(stage))
+        # The send of a forward comes before the next backward.
+        outputs = 1 if snapshot.kind is Kind.FORWARD else 0
+        state = state._replace(outputs_sent=min(state.outputs_sent, outputs))
         if not size.has_replicas:
             state = _as_posted(state, needs_gradient=snapshot.kind is not Kind.FORWARD)
         held = state if sums else state._replace(has_gradients=0)
@@ -57,19 +63,6 @@ def _without_end(
         if snapshot.kind in BACKWARDS:
             after = {stage: _after_backward(state)}
             yield from (Snapshot(kind, stage, after) for kind in (Kind.REDUCE, Kind.STEP))
-
-
-def _as_kept(kind: Kind, state: StageState, unread: int) -> StageState:
-    """Return the state with as much of what was sent as a run without an end keeps as an action of
-    `kind` begins. The send of a forward comes before the next backward.
-    """
-    outputs = 1 if kind is Kind.FORWARD else 0
-    return state._replace(
-        outputs_sent=min(state.outputs_sent, outputs),
-        values_relayed=min(state.values_relayed, outputs),
-        backward_sent=min(state.backward_sent, unread),
-        gradients_relayed=min(state.gradients_relayed, unread),
-    )
 
 
 def _as_posted(state: StageState, *, needs_gradient: bool) -> StageState:
@@ -88,7 +81,6 @@ def _after_backward(state: StageState) -> StageState:
         values_received=max(0, state.values_received - 1),
         gradients_received=max(0, state.gradients_received - 1),
         outputs_sent=1,
-        values_relayed=1,
         has_gradients=1,
         has_all_gradients=1,
     )

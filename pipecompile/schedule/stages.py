@@ -19,6 +19,7 @@ from pipecompile.ir.rank_memory import RankMemory
 from pipecompile.ir.schedule import Schedule
 from pipecompile.ir.stage import ReplicaExchange, Stage
 from pipecompile.ir.stage_ranks import stage_ranks, stages_on
+from pipecompile.memory_model.action_workspace import between_halves
 from pipecompile.memory_model.allocator import ALLOCATORS
 from pipecompile.memory_model.rank import (
     available_for_activations,
@@ -162,8 +163,8 @@ def _costs(
     recomputes, footprint = stage.recomputes, stage.footprint
     kept = footprint.activations.bound
     # A forward that is recomputed keeps only what it sends and what it writes to.
-    bare = (footprint.outputs + footprint.buffer_copies).bound if recomputes else 0
-    freed_outputs = footprint.outputs_freed_by_input_backward.bound if recomputes else 0
+    copies = footprint.buffer_copies.bound if recomputes else 0
+    bare = footprint.outputs.bound + copies
     region_ns = stage.recompute_ns if stage.recompute == "regions" else 0
     encoding_ns = sum(run.forward_ns for run in stage.encoded_runs)
     decoding_ns = sum(run.backward_ns for run in stage.encoded_runs)
@@ -179,12 +180,9 @@ def _costs(
         reduce_ns=stage.per_step_ns + sum_ns,
         kept_bytes=bare if recomputes else kept,
         recomputed_bytes=kept if recomputes else 0,
-        # torch frees nothing of a microbatch before its weight backward.
-        between_bytes=kept
-        + bare
-        + (footprint.added_by_input_backward - footprint.freed_by_input_backward).bound
-        - freed_outputs,
-        freed_output_bytes=freed_outputs,
+        between_bytes=copies
+        + (between_halves(footprint) - footprint.outputs_freed_by_input_backward).bound,
+        buffer_copy_bytes=copies,
         can_split=can_split,
         recompute=recomputes,
         except_last=stage.recompute == "except-last",

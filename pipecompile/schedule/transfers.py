@@ -13,6 +13,7 @@ what each waits for, so the result cannot deadlock, even if every send blocks un
 from __future__ import annotations
 
 from pipecompile.errors import InputError
+from pipecompile.ir.action_order import message_of
 from pipecompile.ir.schedule import (
     COMPUTE,
     WEIGHT_GRADIENT_KINDS,
@@ -21,7 +22,6 @@ from pipecompile.ir.schedule import (
     Kind,
     Schedule,
 )
-from pipecompile.schedule.dependencies import message_of
 from pipecompile.schedule.execution import execute
 from pipecompile.schedule.problem import PlacedProblem
 

@@ -304,8 +304,8 @@ class Runner:
         size = PipelineSize.of(schedule.placement, schedule.microbatches)
         kept = {
             # A forward follows the backward of the one that is `depth` before it.
-            Kind.SEND_FORWARD: size.depth(stage),
-            Kind.SEND_BACKWARD: size.unread_gradients(stage),
+            (Kind.SEND_FORWARD, stage): size.depth(stage),
+            (Kind.SEND_BACKWARD, stage): size.unread_gradients(stage),
         }
         return pipeline.begin(schedule, agreement, self.watch, kept)
 

@@ -26,6 +26,7 @@ from pipecompile.frontend.target_capture import Captured
 from pipecompile.graph.loss_module import hold_loss
 from pipecompile.graph.model_state import named_state
 from pipecompile.graph.random_streams import StreamKey
+from pipecompile.ir.action_order import dependency_order
 from pipecompile.ir.plan import Plan
 from pipecompile.ir.schedule import Kind
 from pipecompile.ir.serialization import decode, encode
@@ -43,7 +44,7 @@ from pipecompile.runtime.stage_times import (
     with_split_backwards,
     with_whole_backwards,
 )
-from pipecompile.schedule.dependencies import compute_dependencies, dependency_order
+from pipecompile.schedule.dependencies import compute_dependencies
 from pipecompile.schedule.named_orders import MAY_SPLIT
 from pipecompile.schedule.stages import problem_of_plan
 from pipecompile.training.program import Program

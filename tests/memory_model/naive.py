@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
 from pipecompile.ir.graph import CostGraph, Node
 from pipecompile.ir.schedule import BACKWARDS, COMPUTE, Action, Kind
@@ -26,6 +27,9 @@ class _Rank(NaiveForward):
     stages: dict[int, NaiveStage] = field(default_factory=dict)
     recomputed: set[tuple[int, int]] = field(default_factory=set)
     trains: bool = True
+    unread: Mapping[int, int] = field(default_factory=dict)
+    returned: dict[int, list[int]] = field(default_factory=dict)
+    read: set[tuple[int, int]] = field(default_factory=set)
     with_gradients: set[int] = field(default_factory=set)
     between: set[tuple[int, int]] = field(default_factory=set)
     split: set[tuple[int, int]] = field(default_factory=set)
@@ -55,6 +59,8 @@ class _Rank(NaiveForward):
             self._return(stage, microbatch, is_input_backward=not is_whole)
         if kind is Kind.BACKWARD_INPUT:
             self._free_outputs(stage, microbatch)
+        if kind is not Kind.BACKWARD_WEIGHT:
+            self._free_sent(stage, microbatch)
         if is_weights:
             self.done.add((stage.index, microbatch))
             self.between.discard((stage.index, microbatch))
@@ -62,11 +68,45 @@ class _Rank(NaiveForward):
         else:
             self.between.add((stage.index, microbatch))
             self.split.add((stage.index, microbatch))
+        self._free_around(stage, microbatch)
+        if kind is not Kind.BACKWARD_WEIGHT:
+            self._send_gradients(stage, microbatch)
+
+    def _free_around(self, stage: NaiveStage, microbatch: int) -> None:
+        """Free what neither a stage nor one beside it holds any more of a microbatch."""
         self._hand_over(stage.index, microbatch)
         self._hand_over(stage.index - 1, microbatch)
         for index in (stage.index - 1, stage.index, stage.index + 1):
             if {(index, microbatch)} & (self.between | self.done):
                 self._free_received(self.stages[index], microbatch)
+        here = stage.index, microbatch
+        if here in self.read and stage.index - 1 not in self.stages:
+            for home in stage.returned(is_input_backward=here in self.split):
+                if not (here in self.between and stage.holds_returned(home)):
+                    self.live.drop(*here, "returned", home)
+
+    def _free_sent(self, stage: NaiveStage, microbatch: int) -> None:
+        """Free the outputs that a gradient answers; others stay in their message."""
+        self.live.drop(stage.index, microbatch, "outputs only")
+        if stage.index + 1 not in self.stages and not self._is_answered(stage):
+            for key, size in stage.messages.items():
+                self.live.hold((stage.index, microbatch, "sent", *key), size)
+
+    def _is_answered(self, stage: NaiveStage) -> bool:
+        """Whether a gradient comes back from the next stage."""
+        return self.trains and any(
+            stage.leaves(tensor.producer, tensor.consumers)
+            and stage.is_later(tensor.consumers_with_gradient)
+            for tensor in stage.graph.tensors
+        )
+
+    def _send_gradients(self, stage: NaiveStage, microbatch: int) -> None:
+        """Send a message of gradients; of more than may be unread the first one was read."""
+        sent = self.returned.setdefault(stage.index, [])
+        sent.append(microbatch)
+        if len(sent) > self.unread.get(stage.index, len(sent)):
+            self.read.add((stage.index, sent[0]))
+            self._free_around(stage, sent.pop(0))
 
     def receive(self, stage: NaiveStage, microbatch: int, kind: Kind) -> None:
         """Make the buffers of a message."""
@@ -86,34 +126,38 @@ class _Rank(NaiveForward):
         for name in [tensor.producer for tensor in stage.graph.tensors]:
             is_held = is_half and stage.needs_for_weight_backward(name)
             behind = self.stages.get(stage.index + 1) if self.trains else None
-            if not (is_held or self._is_held_behind(stage.leaves_as(name), behind, microbatch)):
+            names = stage.leaves_as(name)
+            if behind is None:
+                is_relayed = bool(names) and not self._is_answered(stage)
+            else:
+                is_relayed = self._is_held_behind(names, behind, microbatch)
+            if not (is_held or is_relayed):
                 self.live.drop(stage.index, microbatch, "received", name)
             is_held = is_half and stage.holds_received_gradient(name)
-            before = self.stages.get(stage.index - 1)
-            if not (is_held or self._is_held_before(stage.returns_as(name), before, microbatch)):
+            if not (is_held or self._is_held_before(stage, stage.returns_as(name), microbatch)):
                 self.live.drop(stage.index, microbatch, "received gradient", name)
 
-    def _is_held_behind(
-        self, names: Sequence[str], behind: NaiveStage | None, microbatch: int
-    ) -> bool:
-        """Whether the next stage holds a value that it got under these names; None: elsewhere."""
-        if behind is None:
-            return bool(names)
+    def _is_held_behind(self, names: Sequence[str], behind: NaiveStage, microbatch: int) -> bool:
+        """Whether the next stage holds a value that it got under these names."""
         is_half = (behind.index, microbatch) in self.between
+        waits = behind.index + 1 in self.stages or not self._is_answered(behind)
         return any(
-            behind.relays_input(name) or (is_half and behind.needs_for_weight_backward(name))
+            (waits and behind.relays_input(name))
+            or (is_half and behind.needs_for_weight_backward(name))
             for name in names
         )
 
-    def _is_held_before(
-        self, names: Sequence[str], before: NaiveStage | None, microbatch: int
-    ) -> bool:
-        """Whether the stage before holds a gradient that it got for these outputs."""
-        if before is None or not {(before.index, microbatch)} & (self.between | self.done):
+    def _is_held_before(self, stage: NaiveStage, names: Sequence[str], microbatch: int) -> bool:
+        """Whether the stage before, or a message to it, holds a gradient that it got for these."""
+        there = stage.index - 1, microbatch
+        before = self.stages.get(stage.index - 1)
+        if before is None:
+            return bool(names) and (stage.index, microbatch) not in self.read
+        if not {there} & (self.between | self.done):
             return bool(names)
-        is_half = (before.index, microbatch) in self.between
         return any(
-            before.relays_gradient(name) or (is_half and before.holds_received_gradient(name))
+            (before.relays_gradient(name) and there not in self.read & self.done)
+            or (there in self.between and before.holds_received_gradient(name))
             for name in names
         )
 
@@ -135,9 +179,12 @@ class _Rank(NaiveForward):
                 self.live.sizes[key] = stage.size(name)
 
     def _free_saved(self, stage: NaiveStage, microbatch: int, node: str, kind: Kind) -> None:
-        """Free what no backward before this node's needs: recomputed outputs too, in W."""
-        is_recomputed = (stage.index, microbatch) in self.recomputed
-        frees_outputs = kind is Kind.BACKWARD_WEIGHT and is_recomputed
+        """Free what no backward before this node's needs: outputs too in W, if no stage of the rank
+        has the same.
+        """
+        # The first forward's outputs are handed over as they are.
+        is_own = (stage.index, microbatch) in self.recomputed or stage.index + 1 not in self.stages
+        frees_outputs = kind is Kind.BACKWARD_WEIGHT and is_own
         for storage in stage.own_storages():
             is_freed = frees_outputs or not stage.is_sent(storage)
             if is_freed and stage.holders(storage)[:1] == [node]:
@@ -241,13 +288,11 @@ class _Rank(NaiveForward):
                 self.live.drop(stage.index, microbatch, "kept", *copy.key)
 
     def _free_outputs(self, stage: NaiveStage, microbatch: int) -> None:
-        """Free outputs that no weight backward needs, if they were recomputed or handed over.
+        """Free outputs that no weight backward needs.
 
-        Of recomputed ones, those of the first forward were sent. A next stage on the same rank may
-        need handed ones longer, and holds them itself.
+        A next stage on the same rank may need handed ones longer, and holds them itself, as does a
+        message that no gradient answers.
         """
-        if (stage.index, microbatch) not in self.recomputed and stage.index + 1 not in self.stages:
-            return
         for storage in filter(stage.is_sent, stage.own_storages()):
             if not self._is_reached(stage, stage.savers(storage)):
                 self.live.drop(stage.index, microbatch, "kept", storage)
@@ -267,11 +312,7 @@ class _Rank(NaiveForward):
     def _is_needed_behind(self, stage: NaiveStage, microbatch: int, key: Key) -> bool:
         """Whether the next stage relays an output, or needs it in its weight backward."""
         behind = self.stages[stage.index + 1]
-        is_half = (behind.index, microbatch) in self.between
-        return any(
-            behind.relays_input(name) or (is_half and behind.needs_for_weight_backward(name))
-            for name in stage.names_in(key)
-        )
+        return self._is_held_behind(stage.names_in(key), behind, microbatch)
 
     def _return(self, stage: NaiveStage, microbatch: int, *, is_input_backward: bool) -> None:
         """Return the gradients of inputs; those of inputs that are only relayed were received."""
@@ -297,20 +338,20 @@ class _Rank(NaiveForward):
         before, behind = self.stages.get(index), self.stages.get(index + 1)
         if before is None or behind is None or not {here} & (self.between | self.done):
             return
-        self.live.drop(index, microbatch, "outputs only")
         for key, size in before.messages.items():
             is_own = (*here, "kept", *key) in self.live.sizes and here not in self.recomputed
             self.live.drop(*here, "handed", *key)
             if self._is_needed_behind(before, microbatch, key) and not is_own:
                 self.live.hold((*here, "handed", *key), size)
         for home, (_, names) in behind.returned(is_input_backward=there in self.split).items():
-            relayed = any(before.relays_gradient(name) for name in names)
+            is_read = here in self.read & self.done
+            relayed = any(before.relays_gradient(name) for name in names) and not is_read
             retained = here in self.between and any(map(before.holds_received_gradient, names))
             if not (relayed or retained or (there in self.between and behind.holds_returned(home))):
                 self.live.drop(*there, "returned", home)
 
     def _finish(self, stage: NaiveStage, microbatch: int) -> None:
-        """End a microbatch: only what went to another rank stays until the step ends."""
+        """End a microbatch: only its messages may stay."""
         for node in stage.nodes if stage.index not in self.with_gradients else []:
             if not node.parameters:
                 self.live.hold((stage.index, "gradient", node.name), node.parameter_bytes)
@@ -330,10 +371,7 @@ class _Rank(NaiveForward):
         self.with_gradients.add(stage.index)
         self.live.drop(stage.index, microbatch, "kept")
         self.live.drop(stage.index, microbatch, "input backward")
-        self.live.drop(stage.index, microbatch, "outputs only")
         self.live.drop(stage.index, microbatch, "stage's copies")
-        for key, size in stage.messages.items() if stage.index + 1 not in self.stages else ():
-            self.live.hold((stage.index, microbatch, "sent", *key), size)
 
     def perform(self, action: Action) -> None:
         stage, microbatch = self.stages[action.stage], action.microbatch
@@ -364,11 +402,12 @@ def highest(
     microbatches: int,
     regions: Mapping[int, Sequence[Sequence[str]]] = NONE,
     encoded_runs: Mapping[int, Sequence[EncodedNames]] = NO_ENCODINGS,
+    unread: Mapping[int, int] = MappingProxyType({}),
 ) -> int:
     """Return the most bytes that the rank of `row` holds, without an optimizer.
 
-    `regions` and `encoded_runs` are by stage. A row without receives has received all messages when
-    it begins.
+    `regions` and `encoded_runs` are by stage, and so are the most gradients that are `unread`, if
+    not all. A row without receives has received all messages when it begins.
     """
     receives = [action for action in row if action.kind in RECEIVES]
     row = [action for action in row if action.kind in (*COMPUTE, *RECEIVES)]
@@ -382,7 +421,7 @@ def highest(
         if a.kind is Kind.RECOMPUTE and a.microbatch is not None
     }
     trains = any(action.kind in BACKWARDS for action in row)
-    rank = _Rank(stages=stages, recomputed=recomputed, trains=trains)
+    rank = _Rank(stages=stages, recomputed=recomputed, trains=trains, unread=unread)
     for stage in stages.values():
         _hold_always(rank.live, stage, microbatches)
         for microbatch in range(0 if receives else microbatches):

@@ -212,7 +212,7 @@ def test_recompute_is_chosen_where_memory_needs_it() -> None:
     fixed = {"replicas": 1, "microbatches": 4, "schedule": "1f1b"}
     loose = searched(chain, space(2, fixed), links=FREE)
     needed = max(rank.total.bound for rank in loose.prediction.memory)
-    tight = searched(chain, space(2, fixed, memory=needed - 5 * 10**7), links=FREE)
+    tight = searched(chain, space(2, fixed, memory=needed - 3 * 10**7), links=FREE)
     assert loose.options.recompute == "none"
     assert tight.options.recompute != "none"
     assert tight.prediction.step_ns > loose.prediction.step_ns

@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import chain
-from types import MappingProxyType
 
 from pipecompile.ir.schedule import Action
-from pipecompile.memory_model.snapshots import Snapshot, all_snapshots
+from pipecompile.memory_model.snapshots import ALL_UNREAD, Snapshot, all_snapshots
+from pipecompile.memory_model.unread_gradients import UnreadGradients
 
 __all__ = ["peak_snapshots"]
 
 
 def peak_snapshots(
-    row: Sequence[Action], unread: Mapping[int, int] = MappingProxyType({})
+    row: Sequence[Action], unread: UnreadGradients = ALL_UNREAD
 ) -> tuple[Snapshot, ...]:
     """Return the snapshots of a rank's row at which it may hold most.
 
-    Of each stage at most so many gradients are `unread`, all of one that is left out.
+    So many gradients are `unread` as one is sent; if none is named, all are.
 
     Without RECV actions, all that neighbours on other ranks send counts as received when the row
     begins, which is never too late. Of two snapshots that need the same workspace, the one that

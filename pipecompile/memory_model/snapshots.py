@@ -18,15 +18,17 @@ rank.py multiplies the counts with a stage's `Footprint`.
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter, defaultdict, deque
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from types import MappingProxyType
 from typing import Literal, NamedTuple
 
 from pipecompile.ir.schedule import BACKWARDS, COMPUTE, Action, Kind
+from pipecompile.memory_model.unread_gradients import UnreadGradients
 
 __all__ = [
+    "ALL_UNREAD",
     "HandoverState",
     "LastAction",
     "Snapshot",
@@ -52,6 +54,7 @@ class HandoverState(NamedTuple):
     is_recomputed: bool
 
 
+ALL_UNREAD: UnreadGradients = MappingProxyType({})
 NO_HANDOVERS: Mapping[HandoverState, int] = MappingProxyType({})
 
 
@@ -206,10 +209,10 @@ def _trains(row: Sequence[Action]) -> bool:
 
 
 def all_snapshots(
-    row: Sequence[Action], unread: Mapping[int, int] = MappingProxyType({})
+    row: Sequence[Action], unread: UnreadGradients = ALL_UNREAD
 ) -> Iterator[Snapshot]:
     """Yield a snapshot for every action that computes, one for each sum over replicas, and one for
-    the optimizer's step. Of each stage at most so many gradients are `unread`.
+    the optimizer's step. So many gradients are `unread` as one is sent; if none is named, all are.
     """
     row = _with_receives(row)
     before: Mapping[int, StageState] = {stage: StageState() for stage in _stages(row)}
@@ -245,11 +248,11 @@ def _snapshot(action: Action, before: Mapping[int, StageState], after: StageStat
 
 
 def states(
-    row: Sequence[Action], unread: Mapping[int, int] = MappingProxyType({})
+    row: Sequence[Action], unread: UnreadGradients = ALL_UNREAD
 ) -> Iterator[tuple[Action, Mapping[int, StageState]]]:
     """Yield each action with the state of each stage after it.
 
-    Of a stage at most so many gradients are `unread`; of one that is left out all may be.
+    So many gradients are `unread` as one is sent; if none is named, all are.
     """
     # By index of the row and by stage: how much each field changes there.
     changes: dict[int, dict[int, Counter[str | HandoverState]]] = defaultdict(
@@ -286,7 +289,7 @@ def _stages(row: Sequence[Action]) -> list[int]:
     return sorted({action.stage for action in row})
 
 
-def _spans(row: Sequence[Action], unread: Mapping[int, int]) -> Iterator[_Span]:
+def _spans(row: Sequence[Action], unread: UnreadGradients) -> Iterator[_Span]:
     """Yield everything that is held while the row runs."""
     end, trains = len(row), _trains(row)
     index_of = {
@@ -296,13 +299,13 @@ def _spans(row: Sequence[Action], unread: Mapping[int, int]) -> Iterator[_Span]:
     indices = {
         (stage, microbatch): _ActionIndices(
             *(index_of.get((stage, microbatch, kind), end) for kind in _KINDS),
-            gradients_read=read_at.get((stage, microbatch), end),
+            read_at.get((stage, microbatch), end),
         )
         for stage, microbatch, kind in index_of
         if kind in COMPUTE
     }
     # A neighbour on another rank has no actions in this row.
-    absent = _ActionIndices(*[end] * len(_KINDS), gradients_read=end)
+    absent = _ActionIndices(*[end] * len(_KINDS), end)
     for (stage, microbatch), own in indices.items():
         before = indices.get((stage - 1, microbatch), absent)
         behind = indices.get((stage + 1, microbatch), absent)
@@ -316,19 +319,18 @@ def _spans(row: Sequence[Action], unread: Mapping[int, int]) -> Iterator[_Span]:
             yield _Span(stage, "has_all_gradients", max(made), end)
 
 
-def _read_at(row: Sequence[Action], unread: Mapping[int, int]) -> dict[tuple[int, int | None], int]:
+def _read_at(row: Sequence[Action], unread: UnreadGradients) -> dict[tuple[int, int | None], int]:
     """Return by stage and microbatch where a stage frees the message of its input gradients: as it
-    sends one more than may be unread.
+    sends a later one that says so.
     """
-    sent: dict[int, list[tuple[int, int | None]]] = defaultdict(list)
-    for index, action in enumerate(row):
-        if action.kind in BACKWARDS:
-            sent[action.stage].append((index, action.microbatch))
-    return {
-        (stage, microbatch): later
-        for stage, count in unread.items()
-        for (_, microbatch), (later, _) in zip(sent[stage], sent[stage][count:], strict=False)
-    }
+    sent: dict[int, deque[int | None]] = defaultdict(deque)
+    read_at: dict[tuple[int, int | None], int] = {}
+    for index, (kind, stage, microbatch) in enumerate((a.kind, a.stage, a.microbatch) for a in row):
+        if kind in BACKWARDS and (stage, microbatch) in unread:
+            sent[stage].append(microbatch)
+            while len(sent[stage]) > unread[stage, microbatch]:
+                read_at[stage, sent[stage].popleft()] = index
+    return read_at
 
 
 def _microbatch_spans(

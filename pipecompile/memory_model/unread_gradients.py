@@ -7,7 +7,8 @@ follows its reader on the other rank. Under 1F1B on the last two of three ranks:
     rank 1    F0 F1 B0 F2 B1 F3 B2 …       F2 of rank 1 follows its B0
     rank 2    F0 B0 F1 B1 F2 B2 F3 …       so F2 of rank 2 tells that the gradient of 0 was read
 
-As rank 2 sends the gradient of 2, that of 1 may be unread too: never more than two are.
+As rank 2 sends the gradient of 2, that of 1 may be unread too. When no forwards are left, nothing
+tells any more, and all that follow are unread until the step ends.
 """
 
 from __future__ import annotations
@@ -19,15 +20,19 @@ from functools import lru_cache
 from pipecompile.ir.action_order import message_of, past_of
 from pipecompile.ir.schedule import BACKWARDS, Action, Kind, Schedule
 
-__all__ = ["unread_gradients"]
+__all__ = ["UnreadGradients", "unread_gradients"]
+
+UnreadGradients = Mapping[tuple[int, int | None], int]
+"""By stage and microbatch: how many gradients of the stage are unread, at most, as it sends that of
+the microbatch. It is one of them, and they are counted from the first unread one on.
+"""
 
 
 @lru_cache(maxsize=16)
-def unread_gradients(schedule: Schedule) -> Mapping[int, int]:
-    """Return by stage how many of its gradients are unread at most, as it sends one of them.
+def unread_gradients(schedule: Schedule) -> UnreadGradients:
+    """Return how many gradients are unread as one is sent to another rank.
 
-    They are counted from the first unread one on, with the one that is sent. Stages that send none
-    to another rank are left out. ScheduleError if the schedule cannot be performed.
+    ScheduleError if the schedule cannot be performed.
     """
     producers = _producers(schedule)
     past = past_of(schedule.compute, producers)
@@ -38,7 +43,7 @@ def unread_gradients(schedule: Schedule) -> Mapping[int, int]:
         for index, action in enumerate(row)
         if action.kind in BACKWARDS
     }
-    most: dict[int, int] = {}
+    counts: dict[tuple[int, int | None], int] = {}
     for rank, row in enumerate(schedule.compute):
         unread: dict[int, deque[tuple[int, int]]] = defaultdict(deque)
         for action in (action for action in row if action.kind in BACKWARDS):
@@ -51,8 +56,8 @@ def unread_gradients(schedule: Schedule) -> Mapping[int, int]:
             while sent and past[action][sent[0][0]] >= sent[0][1]:
                 sent.popleft()
             sent.append(reader)
-            most[stage] = max(most.get(stage, 0), len(sent))
-    return most
+            counts[stage, microbatch] = len(sent)
+    return counts
 
 
 def _producers(schedule: Schedule) -> dict[Action, Action]:

@@ -59,10 +59,10 @@ def likely_step(work: Work, options: Options, state_bytes: int) -> LikelyStep:
         return LikelyStep(step, 0.0)
     cap = sum(caps) // ranks
     room = cap - state_bytes // ranks
-    # What is sent is kept until the step ends, and a recompute begins with what was received.
-    messages = stages // ranks * options.microbatches if ranks > 1 else 0
-    sent = messages * work.boundary_bytes
-    waiting = kept * (ranks // fewer) * work.boundary_bytes // 2
+    # Two gradients of a stage are unread, and half of what crosses a boundary is a gradient.
+    sent = stages // ranks * work.boundary_bytes if ranks > 1 else 0
+    # What is recomputed waits with what it received and what it sent.
+    waiting = kept * (ranks // fewer) * work.boundary_bytes
     extra, activations = _recompute(work, options, held, room - sent, one + waiting)
     filled = (state_bytes // ranks + sent + activations) / max(1, cap)
     return LikelyStep(step + m * extra // fewer, filled)

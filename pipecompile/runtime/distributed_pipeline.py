@@ -21,10 +21,10 @@ import torch
 import torch.distributed as dist
 
 from pipecompile.ir.schedule import BACKWARDS, TRANSFERS, Action, Kind, Schedule
-from pipecompile.memory_model.unread_gradients import unread_gradients
+from pipecompile.memory_model.unread_gradients import UnreadGradients, unread_gradients
 from pipecompile.runtime.agreement import Agreement
 from pipecompile.runtime.leading_forwards import LeadingForwards
-from pipecompile.runtime.messages import Boundaries, Messages
+from pipecompile.runtime.messages import Boundaries, KeptMessages, Messages
 from pipecompile.runtime.peers import peers_at
 from pipecompile.runtime.rank_step import (
     ActionObserver,
@@ -108,10 +108,7 @@ class DistributedPipeline:
             agreement if leading is None else None,
             None if remainder is None else (last, remainder.boundaries),
             trains=trains,
-            kept={
-                (Kind.SEND_BACKWARD, stage): count
-                for stage, count in unread_gradients(schedule).items()
-            },
+            kept=partial(_kept, unread_gradients(schedule)),
         )
         begun = partial(
             RankStep,
@@ -176,11 +173,10 @@ class DistributedPipeline:
         schedule: Schedule,
         agreement: Agreement,
         watch: StepWatch,
-        kept: Mapping[tuple[Kind, int], int],
+        kept: KeptMessages,
     ) -> Messages:
         """Return the messages of a run that has no end, on the ranks of `schedule`; none is
-        exchanged before the ranks' `agreement`. Of each kind of SEND of a stage so many messages
-        are `kept`.
+        exchanged before the ranks' `agreement`. `kept` says how many messages to keep.
         """
         messages = self._messages(schedule)
         messages.begin(watch.deadline, agreement, kept=kept)
@@ -200,6 +196,13 @@ class DistributedPipeline:
             messages = Messages(self._boundaries, peers, self._device, group)
             self._messages_by_placement[schedule.placement] = messages
         return self._messages_by_placement[schedule.placement]
+
+
+def _kept(unread: UnreadGradients, send: Action) -> int | None:
+    """Return how many messages to keep: of values all for which no gradient has come back."""
+    if send.kind is Kind.SEND_FORWARD:
+        return None
+    return unread[send.stage, send.microbatch] - 1
 
 
 def _exchanges(actions: Iterable[Action], *, has_sums: bool) -> bool:

@@ -16,7 +16,7 @@ much there is depends on the order of actions, not on the number of microbatches
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain
 from typing import NamedTuple
 
@@ -30,7 +30,7 @@ from pipecompile.runtime.missing_gradients import MissingGradients
 from pipecompile.runtime.peers import Peers, peer_of
 from pipecompile.runtime.watch import Deadline
 
-__all__ = ["Boundaries", "BoundaryShape", "Messages"]
+__all__ = ["Boundaries", "BoundaryShape", "KeptMessages", "Messages"]
 
 Values = Sequence[Tensor | None]
 """The tensors of one message; None for a gradient that nobody sends."""
@@ -75,6 +75,16 @@ class _Buffers(NamedTuple):
         return chain(self.values, (self.told,))
 
 
+KeptMessages = Callable[[Action], int | None]
+"""Returns how many messages of the kind and stage of a SEND are kept as it begins; None: all. Those
+before them have been received.
+"""
+
+
+def _all(_: Action) -> None:
+    """Let all messages be kept."""
+
+
 class _Sent(NamedTuple):
     """A message that is sent, of one microbatch."""
 
@@ -107,7 +117,7 @@ class Messages:
         self._missing = MissingGradients()
         self._receiving: dict[Action, deque[list[dist.Work]]] = defaultdict(deque)
         self._sending: dict[tuple[Kind, int], deque[_Sent]] = defaultdict(deque)
-        self._kept: Mapping[tuple[Kind, int], int] = {}
+        self._kept: KeptMessages = _all
         self._deadline = Deadline()
         self._agreement: Agreement | None = None
 
@@ -150,8 +160,8 @@ class Messages:
         plain = [None if each is None else _plain(each) for each in values]
         peer = peer_of(self._peers, target, action.microbatch)
         sent = self._sending[action.kind, action.stage]
-        kept = self._kept.get((action.kind, action.stage))
-        while kept is not None and len(sent) >= kept:
+        kept = self._kept(action)
+        while kept is not None and len(sent) > kept:
             self._wait_for(sent.popleft().works)
         sent.append(_Sent(action.microbatch, self._start(dist.isend, plain, peer)))
 
@@ -217,20 +227,19 @@ class Messages:
         remainder: tuple[int, Boundaries] | None = None,
         *,
         trains: bool = True,
-        kept: Mapping[tuple[Kind, int], int] | None = None,
+        kept: KeptMessages | None = None,
     ) -> None:
         """Begin a step that ends by `deadline`; forget what one that failed has left.
 
         No message is exchanged before the ranks' `agreement`; without it `agree` is called before
         the first message of gradients. `remainder` is the microbatch that is smaller than the
-        others, and its boundaries. Of each kind of SEND of a stage so many messages are `kept` at
-        most: those before them have been received.
+        others, and its boundaries. `kept` says how many messages to keep.
         """
         self._deadline = deadline
         self._agreement = agreement
         self._remainder = remainder
         self._trains = trains
-        self._kept = kept or {}
+        self._kept = kept or _all
         # Operations go before the memory that they write to.
         self._receiving.clear()
         self._buffers.clear()

@@ -37,7 +37,11 @@ def snapshots_by_rank(order: Schedule, microbatches: int) -> tuple[tuple[Snapsho
         unread = unread_gradients(order)
         return tuple(peak_snapshots(row, unread) for row in order.rows)
     size = PipelineSize.of(order.placement, microbatches)
-    unread = {stage: size.unread_gradients(stage) for stage in range(size.stages)}
+    unread = {
+        (action.stage, action.microbatch): size.unread_gradients(action.stage)
+        for _, action in order
+        if action.kind in BACKWARDS
+    }
     rows = [peak_snapshots(row, unread) for row in order.rows]
     sums = rule is DOUBLE_BUFFERED or size.least_update > 1
     return tuple(tuple(_without_end(row, size, sums=sums)) for row in rows)

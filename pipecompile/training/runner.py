@@ -304,10 +304,10 @@ class Runner:
         size = PipelineSize.of(schedule.placement, schedule.microbatches)
         kept = {
             # A forward follows the backward of the one that is `depth` before it.
-            (Kind.SEND_FORWARD, stage): size.depth(stage),
-            (Kind.SEND_BACKWARD, stage): size.unread_gradients(stage),
+            Kind.SEND_FORWARD: size.depth(stage) - 1,
+            Kind.SEND_BACKWARD: size.unread_gradients(stage) - 1,
         }
-        return pipeline.begin(schedule, agreement, self.watch, kept)
+        return pipeline.begin(schedule, agreement, self.watch, lambda send: kept[send.kind])
 
     def exchange(self) -> GradientExchange:
         """Return with whom this process sums gradients."""

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from types import MappingProxyType
 
 from pipecompile.ir.graph import CostGraph, Node
 from pipecompile.ir.schedule import BACKWARDS, COMPUTE, Action, Kind
+from pipecompile.memory_model.snapshots import ALL_UNREAD
+from pipecompile.memory_model.unread_gradients import UnreadGradients
 from tests.memory_model.naive_encodings import EncodedNames, Key
 from tests.memory_model.naive_forward import NaiveForward
 from tests.memory_model.naive_recompute import LiveBytes
@@ -27,7 +28,7 @@ class _Rank(NaiveForward):
     stages: dict[int, NaiveStage] = field(default_factory=dict)
     recomputed: set[tuple[int, int]] = field(default_factory=set)
     trains: bool = True
-    unread: Mapping[int, int] = field(default_factory=dict)
+    unread: UnreadGradients = field(default_factory=dict)
     returned: dict[int, list[int]] = field(default_factory=dict)
     read: set[tuple[int, int]] = field(default_factory=set)
     with_gradients: set[int] = field(default_factory=set)
@@ -101,10 +102,10 @@ class _Rank(NaiveForward):
         )
 
     def _send_gradients(self, stage: NaiveStage, microbatch: int) -> None:
-        """Send a message of gradients; of more than may be unread the first one was read."""
+        """Send a message of gradients; of more than may be unread the first ones were read."""
         sent = self.returned.setdefault(stage.index, [])
         sent.append(microbatch)
-        if len(sent) > self.unread.get(stage.index, len(sent)):
+        while len(sent) > self.unread.get((stage.index, microbatch), len(sent)):
             self.read.add((stage.index, sent[0]))
             self._free_around(stage, sent.pop(0))
 
@@ -402,12 +403,12 @@ def highest(
     microbatches: int,
     regions: Mapping[int, Sequence[Sequence[str]]] = NONE,
     encoded_runs: Mapping[int, Sequence[EncodedNames]] = NO_ENCODINGS,
-    unread: Mapping[int, int] = MappingProxyType({}),
+    unread: UnreadGradients = ALL_UNREAD,
 ) -> int:
     """Return the most bytes that the rank of `row` holds, without an optimizer.
 
-    `regions` and `encoded_runs` are by stage, and so are the most gradients that are `unread`, if
-    not all. A row without receives has received all messages when it begins.
+    `regions` and `encoded_runs` are by stage. So many gradients are `unread` as one is
+    sent. A row without receives has received all messages when it begins.
     """
     receives = [action for action in row if action.kind in RECEIVES]
     row = [action for action in row if action.kind in (*COMPUTE, *RECEIVES)]

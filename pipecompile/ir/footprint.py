@@ -81,11 +81,10 @@ class Footprint(Value, frozen=True, kw_only=True):
     versions of weights that microbatches in flight read are among `parameters`. The `kv_cache` is
     that of the tokens which a plan for inference reserves.
 
-    For a microbatch: `activations` from its forward to its backward, and `sent_outputs` (part of
-    them) until the step ends if no gradient answers them. Gradients of inputs, which a whole
-    backward makes (`sent_by_backward`) or an input backward (`sent_by_input_backward`), are held
-    until the stage before has read them. An input backward frees
-    `freed_by_input_backward` of the activations and adds `added_by_input_backward`, which the
+    For a microbatch: `activations` from its forward to its backward, `sent_outputs` among them.
+    Gradients of inputs, which a whole backward makes (`sent_by_backward`) or an input backward
+    (`sent_by_input_backward`), are held until the stage before has read them. An input backward
+    frees `freed_by_input_backward` of the activations and adds `added_by_input_backward`, which the
     weight backward frees. `inputs` are what the stage reads of the minibatch; `received` and
     `received_gradients` come from its neighbours. `buffer_copies` are copies of buffers that nodes
     write to: a microbatch of which the whole stage is recomputed keeps them.
@@ -150,11 +149,6 @@ class Footprint(Value, frozen=True, kw_only=True):
     def outputs(self) -> Amount:
         """The size of all that is sent to the next stage."""
         return total_size(self.sent_outputs)
-
-    @property
-    def is_answered(self) -> bool:
-        """Whether a gradient comes back, which says that the next stage has received a message."""
-        return bool(self.received_gradients)
 
     @property
     def outputs_freed_by_input_backward(self) -> Amount:

@@ -7,8 +7,8 @@ any of its holders needs it:
                                        is done (its `activations` count it then), or until its
                                        weight backward is done if that needs it
                                        the stage behind, until its weight backward is done
-                                       a message that the stage behind relays, until a gradient
-                                       answers it, or if none does until the step ends
+                                       a third stage of the rank that it is relayed to, until the
+                                       step ends
     a gradient of the stage behind     the stage behind, until its weight backward is done
                                        the stage before, until its backward is done, or until its
                                        weight backward is done if that needs it
@@ -34,29 +34,29 @@ __all__ = ["handed_over", "most_handed_over", "passed_gradients", "passed_values
 
 
 def handed_over(
-    before: Footprint, behind: Footprint, state: HandoverState, *, answered: bool
+    before: Footprint, behind: Footprint, state: HandoverState, *, goes_on: bool
 ) -> Amount:
     """Return what a microbatch in this state holds of handed storages.
 
-    What the stage `before` keeps for its own backward is not counted again. The message of the
-    stage `behind` is `answered` if a gradient comes back from another rank.
+    What the stage `before` keeps for its own backward is not counted again. `goes_on` says that the
+    stage behind hands what it relays to a third one of the rank.
     """
-    return _outputs(before, behind, state, answered) + _gradients(before, behind, state)
+    return _outputs(before, behind, state, goes_on) + _gradients(before, behind, state)
 
 
-def most_handed_over(before: Footprint, behind: Footprint, *, answered: bool) -> Amount:
+def most_handed_over(before: Footprint, behind: Footprint, *, goes_on: bool) -> Amount:
     """Return the most, by bound, that a microbatch holds of handed storages in any state."""
     actions: tuple[LastAction, ...] = get_args(LastAction)
     states = [HandoverState(*each) for each in product(actions, actions, (False, True))]
-    amounts = [handed_over(before, behind, state, answered=answered) for state in states]
+    amounts = [handed_over(before, behind, state, goes_on=goes_on) for state in states]
     return max(amounts, key=lambda amount: amount.bound)
 
 
-def _outputs(before: Footprint, behind: Footprint, state: HandoverState, answered: bool) -> Amount:
+def _outputs(before: Footprint, behind: Footprint, state: HandoverState, goes_on: bool) -> Amount:
     """Return what is held of the outputs of the stage before."""
     if state.before == "forward":
         return ZERO  # they are part of its activations
-    needed = _held_values(behind, state.behind, answered)
+    needed = _held_values(behind, state.behind, goes_on)
     # Its own weight backward counts what it needs itself, unless recomputed outputs went before.
     keeps_own = state.before == "input backward" and not state.is_recomputed
     return total_size(
@@ -88,12 +88,12 @@ def _gradients(before: Footprint, behind: Footprint, state: HandoverState) -> Am
 
 
 def passed_values(
-    before: Footprint, behind: Footprint, state: HandoverState, *, answered: bool
+    before: Footprint, behind: Footprint, state: HandoverState, *, goes_on: bool
 ) -> Amount:
     """Return what is held of values that the stage before has received from another rank."""
     if state.before == "forward":
         return ZERO  # all that it has received counts until its backward
-    needed = _held_values(behind, state.behind, answered)
+    needed = _held_values(behind, state.behind, goes_on)
     return _passed(before.received, needed, is_between=state.before == "input backward")
 
 
@@ -123,10 +123,10 @@ def _passed(
     )
 
 
-def _held_values(stage: Footprint, last: LastAction, answered: bool) -> Collection[str]:
+def _held_values(stage: Footprint, last: LastAction, goes_on: bool) -> Collection[str]:
     """Return which values a stage holds once its action `last`, a backward, is done."""
     is_between = last == "input backward"
-    relays = last == "forward" or not answered
+    relays = last == "forward" or goes_on
     return _held_names(stage.received, relays=relays, is_between=is_between)
 
 

@@ -27,11 +27,11 @@ def held_messages(stages: Mapping[int, Footprint], index: int, state: StageState
     )
     for handover, count in state.handovers.items():
         behind = stages[index + 1]
-        answered = behind.is_answered and index + 2 not in stages
-        each = handed_over(stage, behind, handover, answered=answered)
+        goes_on = index + 2 in stages
+        each = handed_over(stage, behind, handover, goes_on=goes_on)
         # What came from another rank, and passes through one of the two or both.
         if index - 1 not in stages:
-            each += passed_values(stage, behind, handover, answered=answered)
+            each += passed_values(stage, behind, handover, goes_on=goes_on)
         if index + 2 not in stages:
             each += passed_gradients(stage, behind, handover)
         held += each * count
@@ -39,19 +39,13 @@ def held_messages(stages: Mapping[int, Footprint], index: int, state: StageState
 
 
 def _values(stage: Footprint, state: StageState) -> Amount:
-    """Return what is held of values that were received, and of outputs that no gradient answers."""
-    relayed = total_size(tensor for tensor in stage.received if tensor.relayed_as)
-    unanswered = 0 if stage.is_answered else state.outputs_sent
-    needed = total_size(
-        tensor
-        for tensor in stage.received
-        if tensor.is_needed_by_weight_backward and (stage.is_answered or not tensor.relayed_as)
-    )
+    """Return what is held of values that were received."""
+    needed = (tensor for tensor in stage.received if tensor.is_needed_by_weight_backward)
+    relayed = (tensor for tensor in stage.received if tensor.relayed_as)
     return (
         total_size(stage.received) * state.values_received
-        + needed * state.values_between
-        + relayed * (state.values_relayed + unanswered)
-        + stage.outputs * unanswered
+        + total_size(needed) * state.values_between
+        + total_size(relayed) * state.values_relayed
     )
 
 

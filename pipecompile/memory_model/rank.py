@@ -11,7 +11,6 @@ snapshots.py says how many microbatches are in which state as each action begins
     buffers       the minibatch where it is read         always, for all microbatches
                   what was received                      from its RECV to the backward
                   gradients that were sent               until they were read (unread_gradients.py)
-                  outputs that no gradient answers       until the step ends
                   copies of small gradients              from a stage's last backward to the end
     workspace     the most that lives in the action      while it runs
 
@@ -252,15 +251,14 @@ def available_for_activations(
         all_messages = StageState(
             values_received=with_previous,
             gradients_received=with_next,
-            outputs_sent=with_next,
             backward_sent=with_previous,
         )
         always += held_messages(stages, index, all_messages)
     for index, stage in stages.items():
         if index + 1 in stages:
             behind = stages[index + 1]
-            answered = behind.is_answered and index + 2 not in stages
-            always += most_handed_over(stage, behind, answered=answered) * microbatches
+            goes_on = index + 2 in stages
+            always += most_handed_over(stage, behind, goes_on=goes_on) * microbatches
     free = allocator.unpadded(memory_bytes, neighbour_ranks(stages))
     workspace = max(most_in_actions(stages, index, index in recomputed) for index in stages)
     left = free - always.bound - workspace

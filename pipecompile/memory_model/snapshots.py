@@ -10,10 +10,9 @@ one microbatch and a split backward:
     received values    ├─────────────────────┤
     received gradients              ├────────┤
 
-The gradient of a microbatch says that its outputs were received, and a later backward that what an
-earlier one has sent was read (unread_gradients.py). Where no gradient answers them, outputs are
-held until the step ends. These spans, added up over microbatches, are the state after each action.
-rank.py multiplies the counts with a stage's `Footprint`.
+The backward of a microbatch says that its outputs were received, and a later backward that what an
+earlier one has sent was read (unread_gradients.py). These spans, added up over microbatches, are
+the state after each action. rank.py multiplies the counts with a stage's `Footprint`.
 """
 
 from __future__ import annotations
@@ -68,8 +67,6 @@ class StageState(NamedTuple):
                         need are gone
     between_returned    the same, and the input gradients were read; those that the weight backward
                         needs are held
-    outputs_sent        input backward done; outputs, and values that were sent on as they came,
-                        wait for the step's end if no gradient answers them
     backward_sent       input gradients of a backward went to another rank, and may be unread
     input_backward_sent   those of an input backward
     values_received     values were received, and the backward (or input backward) has not begun
@@ -88,7 +85,6 @@ class StageState(NamedTuple):
     with_buffer_copies: int = 0
     between_backwards: int = 0
     between_returned: int = 0
-    outputs_sent: int = 0
     backward_sent: int = 0
     input_backward_sent: int = 0
     values_received: int = 0
@@ -358,8 +354,6 @@ def _microbatch_spans(
         for begin, stop in pairwise(sorted(ends)):
             last = own.last_action(begin), behind.last_action(begin)
             yield HandoverState(*last, is_recomputed), begin, stop
-    else:
-        yield "outputs_sent", own.input_gradients, end
     if not follows_neighbour:
         yield "input_backward_sent", own.input_backward, own.gradients_read
         yield "backward_sent", own.backward, own.gradients_read

@@ -1,7 +1,7 @@
 """How many gradients a stage has sent of which it cannot know yet that they were read.
 
-What was sent is freed once the order of actions says that the other rank has read it. A forward's
-message is answered by the gradient of its microbatch. A gradient is read before any forward that
+What was sent is freed once the order of actions says that the other rank has read it. What went
+forward was read when the backward of its microbatch is done, a gradient before any forward that
 follows its reader on the other rank. Under 1F1B on the last two of three ranks:
 
     rank 1    F0 F1 B0 F2 B1 F3 B2 …       F2 of rank 1 follows its B0

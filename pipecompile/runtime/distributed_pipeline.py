@@ -21,10 +21,10 @@ import torch
 import torch.distributed as dist
 
 from pipecompile.ir.schedule import BACKWARDS, TRANSFERS, Action, Kind, Schedule
-from pipecompile.memory_model.unread_gradients import UnreadGradients, unread_gradients
+from pipecompile.memory_model.unread_gradients import unread_gradients
 from pipecompile.runtime.agreement import Agreement
 from pipecompile.runtime.leading_forwards import LeadingForwards
-from pipecompile.runtime.messages import Boundaries, KeptMessages, Messages
+from pipecompile.runtime.messages import Boundaries, CountUnread, Messages
 from pipecompile.runtime.peers import peers_at
 from pipecompile.runtime.rank_step import (
     ActionObserver,
@@ -98,7 +98,7 @@ class DistributedPipeline:
         if that is smaller than the others. With `leading` forwards ranks agree only after these.
         Where it fails with messages on their way that nobody receives, `watch` is told.
         """
-        messages = self._messages(schedule)
+        messages, unread = self._messages(schedule), unread_gradients(schedule)
         last = schedule.microbatches - 1
         row = schedule.rows[dist.get_rank(self._group)]
         # A replica of a stage may have no microbatch of a small minibatch, and yet trains.
@@ -108,7 +108,7 @@ class DistributedPipeline:
             agreement if leading is None else None,
             None if remainder is None else (last, remainder.boundaries),
             trains=trains,
-            kept=partial(_kept, unread_gradients(schedule)),
+            unread=lambda send: unread[send.stage, send.microbatch],
         )
         begun = partial(
             RankStep,
@@ -173,13 +173,13 @@ class DistributedPipeline:
         schedule: Schedule,
         agreement: Agreement,
         watch: StepWatch,
-        kept: KeptMessages,
+        unread: CountUnread,
     ) -> Messages:
         """Return the messages of a run that has no end, on the ranks of `schedule`; none is
-        exchanged before the ranks' `agreement`. `kept` says how many messages to keep.
+        exchanged before the ranks' `agreement`. As many gradients are kept as are `unread`.
         """
         messages = self._messages(schedule)
-        messages.begin(watch.deadline, agreement, kept=kept)
+        messages.begin(watch.deadline, agreement, unread=unread)
         return messages
 
     @property
@@ -196,13 +196,6 @@ class DistributedPipeline:
             messages = Messages(self._boundaries, peers, self._device, group)
             self._messages_by_placement[schedule.placement] = messages
         return self._messages_by_placement[schedule.placement]
-
-
-def _kept(unread: UnreadGradients, send: Action) -> int | None:
-    """Return how many messages to keep: of values all for which no gradient has come back."""
-    if send.kind is Kind.SEND_FORWARD:
-        return None
-    return unread[send.stage, send.microbatch] - 1
 
 
 def _exchanges(actions: Iterable[Action], *, has_sums: bool) -> bool:

@@ -9,7 +9,7 @@ comes, and waited for by the action that needs it:
 Its buffers are made when it is posted, and nothing here holds them once they were waited for: they
 live as long as the stage needs them, and the memory model counts them so (memory_model/rank.py).
 What is sent is kept until the order of actions says that it was received: what went forward until
-the gradient of the same microbatch comes back, and of gradients as many as may be unread. So how
+the backward of the same microbatch is done, and of gradients as many as may be unread. So how
 much there is depends on the order of actions, not on the number of microbatches.
 """
 
@@ -30,7 +30,7 @@ from pipecompile.runtime.missing_gradients import MissingGradients
 from pipecompile.runtime.peers import Peers, peer_of
 from pipecompile.runtime.watch import Deadline
 
-__all__ = ["Boundaries", "BoundaryShape", "KeptMessages", "Messages"]
+__all__ = ["Boundaries", "BoundaryShape", "CountUnread", "Messages"]
 
 Values = Sequence[Tensor | None]
 """The tensors of one message; None for a gradient that nobody sends."""
@@ -59,6 +59,9 @@ Boundaries = Sequence[Sequence[BoundaryShape]]
 """The tensors that enter each stage."""
 
 
+_Place = tuple[int, int | None]
+"""A stage and a microbatch."""
+
 _Key = tuple[int, int, tuple[BoundaryShape, ...]]
 """What names a boundary: the stage behind it, whose turn it is, and what crosses there."""
 
@@ -75,21 +78,8 @@ class _Buffers(NamedTuple):
         return chain(self.values, (self.told,))
 
 
-KeptMessages = Callable[[Action], int | None]
-"""Returns how many messages of the kind and stage of a SEND are kept as it begins; None: all. Those
-before them have been received.
-"""
-
-
-def _all(_: Action) -> None:
-    """Let all messages be kept."""
-
-
-class _Sent(NamedTuple):
-    """A message that is sent, of one microbatch."""
-
-    microbatch: int | None
-    works: list[dist.Work]
+CountUnread = Callable[[Action], int]
+"""Returns how many gradients of its stage may be unread as a SEND begins, its own included."""
 
 
 class Messages:
@@ -116,8 +106,9 @@ class Messages:
         self._trains = True
         self._missing = MissingGradients()
         self._receiving: dict[Action, deque[list[dist.Work]]] = defaultdict(deque)
-        self._sending: dict[tuple[Kind, int], deque[_Sent]] = defaultdict(deque)
-        self._kept: KeptMessages = _all
+        self._values_sent: dict[_Place, deque[list[dist.Work]]] = defaultdict(deque)
+        self._gradients_sent: dict[int, deque[list[dist.Work]]] = defaultdict(deque)
+        self._unread: CountUnread | None = None
         self._deadline = Deadline()
         self._agreement: Agreement | None = None
 
@@ -141,8 +132,6 @@ class Messages:
         """Return what the receive of `action` has brought, once it is there."""
         for work in self._receiving[action].popleft():
             self._deadline.wait(work)
-        if action.kind is Kind.RECEIVE_BACKWARD:
-            self._free_answered(action)
         values, told = self._buffers[action].popleft()
         if told is None:
             return values
@@ -159,20 +148,22 @@ class Messages:
             values = self._gradients_to_send(action, values)
         plain = [None if each is None else _plain(each) for each in values]
         peer = peer_of(self._peers, target, action.microbatch)
-        sent = self._sending[action.kind, action.stage]
-        kept = self._kept(action)
-        while kept is not None and len(sent) > kept:
-            self._wait_for(sent.popleft().works)
-        sent.append(_Sent(action.microbatch, self._start(dist.isend, plain, peer)))
+        if action.kind is Kind.SEND_FORWARD:
+            sent = self._values_sent[action.stage, action.microbatch]
+        else:
+            sent = self._gradients_sent[action.stage]
+            while self._unread is not None and len(sent) >= self._unread(action):
+                self._wait_for(sent.popleft())
+        sent.append(self._start(dist.isend, plain, peer))
 
-    def _free_answered(self, action: Action) -> None:
-        """Free what went forward of the microbatch whose gradient `action` has received."""
-        sent = self._sending[Kind.SEND_FORWARD, action.stage]
-        for index, message in enumerate(sent):
-            if message.microbatch == action.microbatch:
-                self._wait_for(message.works)
-                del sent[index]
-                return
+    def free_values(self, stage: int, microbatch: int) -> None:
+        """Free what a stage has sent forward of a microbatch, now that its backward is done.
+
+        It was received: in every order of actions this backward is behind that of the next stage.
+        """
+        sent = self._values_sent[stage, microbatch]
+        if sent:
+            self._wait_for(sent.popleft())
 
     def _gradients_to_send(self, action: Action, values: Values) -> Values:
         """Return a message of gradients: zeros for those that are missing and not left out."""
@@ -227,24 +218,25 @@ class Messages:
         remainder: tuple[int, Boundaries] | None = None,
         *,
         trains: bool = True,
-        kept: KeptMessages | None = None,
+        unread: CountUnread | None = None,
     ) -> None:
         """Begin a step that ends by `deadline`; forget what one that failed has left.
 
         No message is exchanged before the ranks' `agreement`; without it `agree` is called before
         the first message of gradients. `remainder` is the microbatch that is smaller than the
-        others, and its boundaries. `kept` says how many messages to keep.
+        others, and its boundaries. As many gradients are kept as are `unread`.
         """
         self._deadline = deadline
         self._agreement = agreement
         self._remainder = remainder
         self._trains = trains
-        self._kept = kept or _all
+        self._unread = unread
         # Operations go before the memory that they write to.
         self._receiving.clear()
         self._buffers.clear()
         self._missing.begin_step()
-        self._sending.clear()
+        self._values_sent.clear()
+        self._gradients_sent.clear()
 
     def agree(self, agreement: Agreement) -> None:
         """Wait for the ranks' `agreement` about the step."""
@@ -258,9 +250,11 @@ class Messages:
     def finish(self) -> None:
         """Wait until everything is sent."""
         self.settle()
-        for message in chain.from_iterable(self._sending.values()):
-            self._wait_for(message.works)
-        self._sending.clear()
+        for sent in (*self._values_sent.values(), *self._gradients_sent.values()):
+            for works in sent:
+                self._wait_for(works)
+        self._values_sent.clear()
+        self._gradients_sent.clear()
         if self._trains:
             self._missing.end_step()
 

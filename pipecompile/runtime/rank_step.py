@@ -208,6 +208,8 @@ class RankStep:
                 self._stage(*key).backward_weight(self._parts.pop(key), tied)
             case _:
                 self._transfer(action)
+        if action.kind in BACKWARDS and self._messages is not None:
+            self._messages.free_values(*key)
 
     def _stage(self, index: int, microbatch: int) -> EagerStage:
         """Return the stage `index` for the size of `microbatch`."""

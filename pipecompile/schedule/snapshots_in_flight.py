@@ -6,10 +6,9 @@ run without an end holds less than such a row of what was sent, and more as its 
     row          F0 F1 F2 B0 F3 B1 …  B8 REDUCE STEP     nothing is in flight at the step
     without end  F0 F1 F2 B0 REDUCE STEP F3 B1 …         microbatches are; B1 finds no gradients
 
-Gradients that were sent are kept as long as they may be unread (`PipelineSize.unread_gradients`),
-and outputs that no gradient answers until the next forward is sent behind their backward. A stage
-with one rank, between stages with one, posts the receive of one value ahead, and that of a gradient
-when it needs it (continuous_order.py). Others post them as soon as they are sent
+Gradients that were sent are kept as long as they may be unread (`PipelineSize.unread_gradients`).
+A stage with one rank, between stages with one, posts the receive of one value ahead, and that of a
+gradient when it needs it (continuous_order.py). Others post them as soon as they are sent
 (replicated_order.py).
 """
 
@@ -57,9 +56,6 @@ def _without_end(
         if snapshot.kind in (Kind.REDUCE, Kind.STEP):
             continue
         ((stage, state),) = snapshot.states.items()
-        # The send of a forward comes before the next backward.
-        outputs = 1 if snapshot.kind is Kind.FORWARD else 0
-        state = state._replace(outputs_sent=min(state.outputs_sent, outputs))
         if not size.has_replicas:
             state = _as_posted(state, needs_gradient=snapshot.kind is not Kind.FORWARD)
         held = state if sums else state._replace(has_gradients=0)
@@ -84,7 +80,6 @@ def _after_backward(state: StageState) -> StageState:
         with_activations=state.with_activations - 1,
         values_received=max(0, state.values_received - 1),
         gradients_received=max(0, state.gradients_received - 1),
-        outputs_sent=1,
         has_gradients=1,
         has_all_gradients=1,
     )

@@ -13,7 +13,7 @@ from torch import Tensor, fx, nn
 from pipecompile.errors import InputError, PipecompileError
 from pipecompile.frontend.target import Target
 from pipecompile.ir.plan import Plan
-from pipecompile.ir.schedule import Kind, Schedule
+from pipecompile.ir.schedule import Schedule
 from pipecompile.runtime import one_process, world
 from pipecompile.runtime.communication_hook import CommunicationHook
 from pipecompile.runtime.distributed_pipeline import DistributedPipeline, Engine, SizedStages
@@ -302,12 +302,8 @@ class Runner:
         schedule = self._plan.schedule
         (stage,) = self._share.stages  # under schedules without an end
         size = PipelineSize.of(schedule.placement, schedule.microbatches)
-        kept = {
-            # A forward follows the backward of the one that is `depth` before it.
-            Kind.SEND_FORWARD: size.depth(stage) - 1,
-            Kind.SEND_BACKWARD: size.unread_gradients(stage) - 1,
-        }
-        return pipeline.begin(schedule, agreement, self.watch, lambda send: kept[send.kind])
+        unread = size.unread_gradients(stage)
+        return pipeline.begin(schedule, agreement, self.watch, lambda _: unread)
 
     def exchange(self) -> GradientExchange:
         """Return with whom this process sums gradients."""

@@ -60,8 +60,7 @@ class _Rank(NaiveForward):
             self._return(stage, microbatch, is_input_backward=not is_whole)
         if kind is Kind.BACKWARD_INPUT:
             self._free_outputs(stage, microbatch)
-        if kind is not Kind.BACKWARD_WEIGHT:
-            self._free_sent(stage, microbatch)
+        self.live.drop(stage.index, microbatch, "outputs only")
         if is_weights:
             self.done.add((stage.index, microbatch))
             self.between.discard((stage.index, microbatch))
@@ -85,21 +84,6 @@ class _Rank(NaiveForward):
             for home in stage.returned(is_input_backward=here in self.split):
                 if not (here in self.between and stage.holds_returned(home)):
                     self.live.drop(*here, "returned", home)
-
-    def _free_sent(self, stage: NaiveStage, microbatch: int) -> None:
-        """Free the outputs that a gradient answers; others stay in their message."""
-        self.live.drop(stage.index, microbatch, "outputs only")
-        if stage.index + 1 not in self.stages and not self._is_answered(stage):
-            for key, size in stage.messages.items():
-                self.live.hold((stage.index, microbatch, "sent", *key), size)
-
-    def _is_answered(self, stage: NaiveStage) -> bool:
-        """Whether a gradient comes back from the next stage."""
-        return self.trains and any(
-            stage.leaves(tensor.producer, tensor.consumers)
-            and stage.is_later(tensor.consumers_with_gradient)
-            for tensor in stage.graph.tensors
-        )
 
     def _send_gradients(self, stage: NaiveStage, microbatch: int) -> None:
         """Send a message of gradients; of more than may be unread the first ones were read."""
@@ -129,7 +113,7 @@ class _Rank(NaiveForward):
             behind = self.stages.get(stage.index + 1) if self.trains else None
             names = stage.leaves_as(name)
             if behind is None:
-                is_relayed = bool(names) and not self._is_answered(stage)
+                is_relayed = bool(names) and not self.trains
             else:
                 is_relayed = self._is_held_behind(names, behind, microbatch)
             if not (is_held or is_relayed):
@@ -141,7 +125,7 @@ class _Rank(NaiveForward):
     def _is_held_behind(self, names: Sequence[str], behind: NaiveStage, microbatch: int) -> bool:
         """Whether the next stage holds a value that it got under these names."""
         is_half = (behind.index, microbatch) in self.between
-        waits = behind.index + 1 in self.stages or not self._is_answered(behind)
+        waits = behind.index + 1 in self.stages
         return any(
             (waits and behind.relays_input(name))
             or (is_half and behind.needs_for_weight_backward(name))
@@ -291,8 +275,7 @@ class _Rank(NaiveForward):
     def _free_outputs(self, stage: NaiveStage, microbatch: int) -> None:
         """Free outputs that no weight backward needs.
 
-        A next stage on the same rank may need handed ones longer, and holds them itself, as does a
-        message that no gradient answers.
+        A next stage on the same rank may need handed ones longer, and holds them itself.
         """
         for storage in filter(stage.is_sent, stage.own_storages()):
             if not self._is_reached(stage, stage.savers(storage)):

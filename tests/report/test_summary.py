@@ -212,7 +212,7 @@ def test_the_fixed_part_of_a_bound_is_named(make_plan: MakePlan) -> None:
     plan = make_plan()
     text = summary(plan)
     assert re.search(
-        r"^ +1 .* 45\.0 MiB 86\.0 MiB 137\.4 MiB 1\.0 GiB 886\.6 MiB$", text, re.MULTILINE
+        r"^ +1 .* 43\.0 MiB 86\.0 MiB 135\.3 MiB 1\.0 GiB 888\.7 MiB$", text, re.MULTILINE
     )
     assert "fixed: of the bound, what the allocator and the communication library take" in text
 

@@ -292,16 +292,16 @@ def _spans(row: Sequence[Action], unread: UnreadGradients) -> Iterator[_Span]:
         (action.stage, action.microbatch, action.kind): index for index, action in enumerate(row)
     }
     read_at = _read_at(row, unread)
-    indices = {
-        (stage, microbatch): _ActionIndices(
-            *(index_of.get((stage, microbatch, kind), end) for kind in _KINDS),
-            read_at.get((stage, microbatch), end),
-        )
+    places = {
+        (stage, microbatch): [index_of.get((stage, microbatch, kind), end) for kind in _KINDS]
         for stage, microbatch, kind in index_of
         if kind in COMPUTE
     }
+    indices = {
+        key: _ActionIndices(*[*found, read_at.get(key, end)]) for key, found in places.items()
+    }
     # A neighbour on another rank has no actions in this row.
-    absent = _ActionIndices(*[end] * len(_KINDS), end)
+    absent = _ActionIndices(*[end] * (len(_KINDS) + 1))
     for (stage, microbatch), own in indices.items():
         before = indices.get((stage - 1, microbatch), absent)
         behind = indices.get((stage + 1, microbatch), absent)

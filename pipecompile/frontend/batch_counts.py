@@ -24,6 +24,7 @@ from pipecompile.errors import InputError
 from pipecompile.frontend.self_check import restored_state
 from pipecompile.frontend.signature import Arguments
 from pipecompile.frontend.target import Target
+from pipecompile.graph.pytrees import leaves_with_paths
 
 __all__ = ["refuse_batch_counts", "refuse_counts"]
 
@@ -83,7 +84,7 @@ def _numbers(given: Mapping[str, Any]) -> Iterator[tuple[int, str]]:
     named = (
         (f"{name}{pytree.keystr(path)}", leaf)
         for name, part in given.items()
-        for path, leaf in pytree.tree_flatten_with_path(part)[0]
+        for path, leaf in leaves_with_paths(part)
     )
     for place, (name, leaf) in enumerate(named):
         is_tensor = isinstance(leaf, Tensor) and not leaf.dim() and leaf.dtype != torch.bool

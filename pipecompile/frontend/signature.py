@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from pipecompile.errors import CaptureError, InputError
 from pipecompile.frontend.batch_dims import BatchDim, BatchDims, batch_size, input_dims, output_dim
 from pipecompile.frontend.refusals import UnsupportedError
-from pipecompile.graph.pytrees import register_dataclasses
+from pipecompile.graph.pytrees import leaves_with_paths, register_dataclasses
 from pipecompile.graph.storages import is_irregular, layout_name
 
 __all__ = ["Arguments", "InputStructure", "OutputStructure", "arguments_of", "call_of"]
@@ -113,7 +113,8 @@ class InputStructure:
         CaptureError for leaves of another kind.
         """
         register_dataclasses((call.args, call.kwargs))
-        leaves, spec = pytree.tree_flatten_with_path((call.args, call.kwargs))
+        spec = pytree.tree_structure((call.args, call.kwargs))
+        leaves = list(leaves_with_paths((call.args, call.kwargs)))
         parameters = tuple(inspect.signature(model.forward).parameters.values())
         names: list[str | None] = []
         for path, leaf in leaves:
@@ -305,5 +306,5 @@ def _leaf_paths(call: Any) -> list[str]:
     return [
         f"{kind}{pytree.keystr(path)}"
         for kind, values in (("argument", args), ("keyword", kwargs))
-        for path, _ in pytree.tree_flatten_with_path(values)[0]
+        for path, _ in leaves_with_paths(values)
     ]

@@ -20,7 +20,7 @@ from torch import Tensor
 from pipecompile.errors import InputError
 from pipecompile.frontend.batch_dims import BatchDims
 from pipecompile.frontend.nested_values import hides_tensors
-from pipecompile.graph.pytrees import register_dataclasses
+from pipecompile.graph.pytrees import leaves_with_paths, register_dataclasses
 from pipecompile.graph.storages import is_irregular, layout_name
 
 __all__ = ["cut_targets"]
@@ -64,7 +64,7 @@ def _refuse_lists_of_samples(targets: Any, samples: int) -> None:
     def may_be_samples(value: Any) -> bool:
         return isinstance(value, list) and len(value) == samples > 1
 
-    for path, value in pytree.tree_flatten_with_path(targets, is_leaf=may_be_samples)[0]:
+    for path, value in leaves_with_paths(targets, may_be_samples):
         if may_be_samples(value):
             raise InputError(
                 f"the target{pytree.keystr(path)} is a list of {samples}, as many as there are "
@@ -105,7 +105,7 @@ def _batch_dimension(leaf: Any, samples: int, likely: Sequence[int], targets: An
 
 def _path(leaf: Any, targets: Any) -> str:
     """Return where a leaf of `targets` is: "['mask'][0]"."""
-    paths, _ = pytree.tree_flatten_with_path(targets)
+    paths = leaves_with_paths(targets)
     return next(pytree.keystr(path) for path, each in paths if each is leaf)
 
 

@@ -3,17 +3,41 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch.utils._pytree as pytree
 from torch import Tensor
 
-__all__ = ["register_dataclasses", "tensor_leaves"]
+__all__ = ["leaves_with_paths", "register_dataclasses", "tensor_leaves"]
+
+Path = tuple[Any, ...]
+"""The keys on the way to a leaf; `pytree.keystr` writes them."""
 
 
 def tensor_leaves(value: Any) -> tuple[Tensor, ...]:
     """Return the tensors among the leaves of a pytree, in order."""
     return tuple(leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor))
+
+
+def leaves_with_paths(
+    value: Any, is_leaf: Callable[[Any], bool] | None = None, path: Path = ()
+) -> Iterator[tuple[Path, Any]]:
+    """Yield the leaves of a pytree, in order, and the way to each.
+
+    Torch's own function fails on kinds of nodes that were registered without keys, as those of
+    diffusers are; their items are numbered here.
+    """
+    node = pytree.SUPPORTED_NODES.get(pytree._get_node_type(value))
+    if node is None or (is_leaf is not None and is_leaf(value)):
+        yield path, value
+        return
+    if node.flatten_with_keys_fn is None:
+        pairs = [(pytree.SequenceKey(i), item) for i, item in enumerate(node.flatten_fn(value)[0])]
+    else:
+        pairs = list(node.flatten_with_keys_fn(value)[0])
+    for key, item in pairs:
+        yield from leaves_with_paths(item, is_leaf, (*path, key))
 
 
 def register_dataclasses(value: Any) -> None:

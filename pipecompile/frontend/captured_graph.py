@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import sympy
@@ -26,7 +26,10 @@ from pipecompile.graph.storages import is_irregular, layout_name, storage_key
 from pipecompile.passes.buffer_versions import KeepVersions
 from pipecompile.passes.contract import apply_passes
 
-__all__ = ["Capture", "CaptureNote", "aliases_of", "eliminate_dead_code"]
+__all__ = ["KEYS_IN_ORDER", "Capture", "CaptureNote", "aliases_of", "eliminate_dead_code"]
+
+KEYS_IN_ORDER = ", keys in order"
+"""Ends the method of a capture whose forward goes by the order of keys in its arguments."""
 
 
 @dataclass(frozen=True)
@@ -75,6 +78,11 @@ class Capture:
     def first_names(self) -> dict[str, str]:
         """Every name of every parameter and buffer, mapped to the first name of the tensor."""
         return {name: first for first, others in self.aliases.items() for name in (first, *others)}
+
+    def with_keys_in_order(self) -> Capture:
+        """Return the capture for arguments with their keys in the order of these."""
+        inputs = replace(self.inputs, is_ordered=True)
+        return replace(self, inputs=inputs, method=self.method + KEYS_IN_ORDER)
 
     def instantiate(self, call: Arguments) -> fx.GraphModule:
         """Return the graph for the batch size of `call`.

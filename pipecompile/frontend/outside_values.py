@@ -159,8 +159,8 @@ class OutsideValues:
         # There are many of each, so they are first compared as objects, without loops in Python.
         if not all(map(is_, map(call, self._code_reads), self._code)):
             code = zip(self._code_places, self._code_reads, self._code, strict=True)
-            place = next(where for where, read, value in code if read() is not value)
-            return place if isinstance(place, str) else place()
+            changed = next(where for where, read, value in code if read() is not value)
+            return changed if isinstance(changed, str) else changed()
         if list(map(type, self._modules)) != self._kinds and (place := self._other_class()):
             return place
         are_the_same = all(map(is_, map(call, self._reads), self._objects))
@@ -187,13 +187,13 @@ class _NameSearch:
     def __init__(self, model: nn.Module) -> None:
         self._names, self._may_be_absent = frozenset({"forward"}), frozenset[str]()
         self._of_owners = frozenset[tuple[str, str]]()
-        before, named_modules = (), list(model.named_modules())
+        named_modules, before = list(model.named_modules()), (frozenset[Any](),) * 3
         self._packages = {package_of(type(module).__module__) for _, module in named_modules}
         # What is found is followed later: objects may lead to others a thousand times over.
         self._found: deque[tuple[str, Any]] = deque()
         # A function that is found may name attributes of what was found before it.
-        while before != (now := (self._names, self._may_be_absent, self._of_owners)):
-            before = now
+        while before != (self._names, self._may_be_absent, self._of_owners):
+            before = self._names, self._may_be_absent, self._of_owners
             self.values: list[_OutsideValue] = []
             self.code: list[tuple[Place, Read, Any]] = []
             # What modules of the model hold is compared by itself.

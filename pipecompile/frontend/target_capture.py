@@ -7,14 +7,13 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import chain
 
-import torch.utils._pytree as pytree
-from torch import Tensor, fx, nn
+from torch import fx, nn
 
 from pipecompile.errors import CaptureError, InputError
 from pipecompile.frontend.batch_counts import refuse_batch_counts
 from pipecompile.frontend.batch_dims import part_of
 from pipecompile.frontend.capture import capture, captures
-from pipecompile.frontend.captured_graph import Capture
+from pipecompile.frontend.captured_graph import KEYS_IN_ORDER, Capture
 from pipecompile.frontend.digest import digest
 from pipecompile.frontend.proof import Proof, proven_capture
 from pipecompile.frontend.refusals import UnsupportedError
@@ -25,6 +24,7 @@ from pipecompile.frontend.target import Target
 from pipecompile.graph.loss_module import hold_loss
 from pipecompile.graph.model_state import named_state
 from pipecompile.graph.modules import is_within
+from pipecompile.graph.pytrees import map_tensors
 from pipecompile.graph.storages import is_irregular, layout_name
 from pipecompile.ir.plan import Options, Provenance
 from pipecompile.passes.contract import apply_passes
@@ -153,7 +153,7 @@ def _microbatch(target: Target, options: Options, index: int) -> Arguments:
     if target.has_values:
         return call
     # No operator mixes tensors with values and without: all get the device of the model.
-    args, kwargs = pytree.tree_map_only(Tensor, target.on_device, (call.args, call.kwargs))
+    args, kwargs = map_tensors(target.on_device, (call.args, call.kwargs))
     return Arguments(args, kwargs, call.batch_dim)
 
 
@@ -164,7 +164,9 @@ def _captured_by(
     if method is None:
         return capture(target.model, sample, options.leaf)
     attempts = captures(target.model, sample, options.leaf)
-    return next(attempt for attempt in attempts if attempt.method == method)
+    own = method.removesuffix(KEYS_IN_ORDER)
+    found = next(attempt for attempt in attempts if attempt.method == own)
+    return found if method == own else found.with_keys_in_order()
 
 
 def _remarks(captured: Capture) -> Iterator[str]:

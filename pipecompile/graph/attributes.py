@@ -26,6 +26,7 @@ __all__ = [
     "ModuleAttributes",
     "attributes_restored",
     "deep_copy",
+    "is_same_constant",
     "is_same_value",
     "module_settings",
 ]
@@ -240,7 +241,17 @@ def is_same_value(left: Any, right: Any) -> bool:
     if isinstance(left, dict):
         # The order of keys counts: a forward may iterate over them.
         return list(left) == list(right) and all(map(is_same_value, left.values(), right.values()))
-    return isinstance(left, (*PLAIN, set)) and bool(left == right)
+    return isinstance(left, (*PLAIN, set)) and is_same_constant(left, right)
+
+
+def is_same_constant(left: Any, right: Any) -> bool:
+    """Return whether code computes the same with two plain values: of floats NaN is like NaN, but
+    0.0 not like -0.0.
+    """
+    if type(left) is not type(right):
+        return False  # True equals 1
+    is_written = isinstance(left, (float, complex))
+    return repr(left) == repr(right) if is_written else bool(left == right)
 
 
 def _restore_items(container: Any, items: Any) -> None:

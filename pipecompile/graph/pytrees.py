@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+import torch
 import torch.utils._pytree as pytree
 from torch import Tensor
 
-__all__ = ["leaves_with_paths", "register_dataclasses", "tensor_leaves"]
+__all__ = [
+    "is_size",
+    "leaves_with_paths",
+    "map_tensors",
+    "register_dataclasses",
+    "tensor_leaves",
+]
 
 Path = tuple[Any, ...]
 """The keys on the way to a leaf; `pytree.keystr` writes them."""
@@ -18,6 +25,16 @@ Path = tuple[Any, ...]
 def tensor_leaves(value: Any) -> tuple[Tensor, ...]:
     """Return the tensors among the leaves of a pytree, in order."""
     return tuple(leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor))
+
+
+def is_size(value: Any) -> bool:
+    """Return whether a value is a size, which torch takes for a node and makes a tuple of again."""
+    return isinstance(value, torch.Size)
+
+
+def map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
+    """Return a pytree with `function` applied to its tensors; sizes in it stay as they are."""
+    return pytree.tree_map_only(Tensor, function, value, is_leaf=is_size)
 
 
 def leaves_with_paths(
@@ -32,10 +49,12 @@ def leaves_with_paths(
     if node is None or (is_leaf is not None and is_leaf(value)):
         yield path, value
         return
+    pairs: Iterable[tuple[Any, Any]]
     if node.flatten_with_keys_fn is None:
-        pairs = [(pytree.SequenceKey(i), item) for i, item in enumerate(node.flatten_fn(value)[0])]
+        items = enumerate(node.flatten_fn(value)[0])
+        pairs = ((pytree.SequenceKey(number), item) for number, item in items)
     else:
-        pairs = list(node.flatten_with_keys_fn(value)[0])
+        pairs = node.flatten_with_keys_fn(value)[0]
     for key, item in pairs:
         yield from leaves_with_paths(item, is_leaf, (*path, key))
 

@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from pipecompile.errors import InputError, PipecompileError
-from pipecompile.frontend.batch_counts import refuse_counts
+from pipecompile.frontend.batch_counts import OUTPUT, refuse_counts
 from pipecompile.frontend.signature import OutputStructure
 from pipecompile.frontend.target import LossFunction, Target
 from pipecompile.graph.storages import is_irregular, storage_key
@@ -69,7 +69,7 @@ class UserLoss:
         def twice(tensor: Tensor) -> Tensor:
             return torch.cat([tensor, tensor]) if tensor.dim() else tensor
 
-        given = {"the output": self.structure.unflatten(outputs), "the target": wanted}
+        given = {OUTPUT: self.structure.unflatten(outputs), "the target": wanted}
         with torch.random.fork_rng([each.device.index for each in outputs if each.is_cuda]):
             refuse_counts(loss, given, tree_map_only(Tensor, twice, given))
 

@@ -55,7 +55,8 @@ class Capture:
     the same model for another call. `asks_layout` is where the forward asks how a tensor lies in
     memory, "" if it does not: then inputs may lie in any way. `value_reads` are tensors whose
     values are numbers in the graph, and `constant_answers` what was read out of tensors that are
-    computed from sizes, or from inputs of whole numbers.
+    computed from sizes, or from inputs of whole numbers. `masks_nothing` tells of each
+    input whether it may have been a mask that masks nothing.
     """
 
     model: nn.Module
@@ -73,6 +74,7 @@ class Capture:
     asks_layout: str = ""
     value_reads: tuple[ValueRead, ...] = ()
     constant_answers: tuple[ConstantAnswer, ...] = ()
+    masks_nothing: tuple[bool, ...] = ()
 
     @property
     def first_names(self) -> dict[str, str]:

@@ -32,6 +32,7 @@ import os
 import sys
 from collections import ChainMap, UserDict, UserList, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cache, cached_property, partial, partialmethod, singledispatchmethod
@@ -285,6 +286,8 @@ class _NameSearch:
         self._names |= reads.names
         self._may_be_absent |= reads.may_be_absent
         self._of_owners |= reads.of_owners
+        if reads.is_by_text:
+            self._add_texts(function.__globals__.get(name) for name in reads.globals)
         # Functions of one module share its globals.
         module, of_module = function.__module__, function.__globals__
         known = self._known_globals.setdefault(id(of_module), set())
@@ -309,11 +312,18 @@ class _NameSearch:
         for name in reads.imports:
             self._follow(name, sys.modules.get(name))
         if reads.names & ENVIRONMENT:
-            for name in strings_in(code):
+            for name in strings_in(code.co_consts):
                 self._look(f"os.environ[{name!r}]", partial(os.environ.get, name))
 
+    def _add_texts(self, values: Iterable[Any]) -> None:
+        """Add the strings in these values to the names that code may look for in any object."""
+        texts = frozenset[str]().union(*map(strings_in, values))
+        self._names |= texts
+        self._may_be_absent |= texts
+        self._of_owners |= {(ANY, text) for text in texts}
+
     def _look_in_object(self, where: str, value: Any) -> None:
-        attributes = getattr(value, "__dict__", {})
+        attributes = _attributes_of(value)
         self._look_among(where, attributes, self._named_of(where, value, attributes))
         if isinstance(value, ModuleType):
             return
@@ -388,6 +398,14 @@ class _NameSearch:
     def _is_foreign(self, module: str | None) -> bool:
         package = package_of(module)
         return is_foreign(module) or (is_installed(package) and package not in self._packages)
+
+
+def _attributes_of(value: Any) -> Mapping[str, Any]:
+    """Return the attributes of an object, which may be none, or not let anybody see them."""
+    attributes: Any = None
+    with suppress(Exception):
+        attributes = vars(value)
+    return attributes if isinstance(attributes, Mapping) else {}
 
 
 def _operators(kind: type) -> Iterator[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import operator
 import weakref
 from collections import UserList
 from collections.abc import Callable
@@ -12,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from torch import Tensor, nn
 
 from pipecompile.frontend.outside_values import OutsideValues
@@ -103,6 +105,35 @@ SCALER, INHERITING = Scaler(), InheritingScaler()
 OUTSIDE = nn.Linear(2, 2)
 OUTSIDE.config = SimpleNamespace(scale=2.0)  # type: ignore[assignment]
 DISPATCHING, WITH_PARTIAL = Dispatching(), WithPartial()
+
+
+NAME, NAMES = "named", ["other", "listed"]
+NAMED = SimpleNamespace(named=2.0, listed=2.0, looped=2.0, unlisted=1, data=2.0)
+
+
+def looped(x: Tensor) -> Tensor:
+    for name in ("looped", "other"):
+        x = x * getattr(NAMED, name, 1.0)
+    return x
+
+
+def listed(x: Tensor) -> Tensor:
+    for name in NAMES:
+        x = x * getattr(NAMED, name, 1.0)
+    return x
+
+
+class OwnData:
+    """An attribute that tensors have too, and a method that calls `self` otherwise."""
+
+    def __init__(self) -> None:
+        self.data = 2.0
+
+    def doubled(this) -> float:  # noqa: N805
+        return 2 * this.data
+
+
+OWN_DATA = OwnData()
 
 
 def tried(x: Tensor) -> Tensor:
@@ -211,6 +242,23 @@ CASES: dict[str, tuple[Forward, Change, str]] = {
         put("flag", True),
         "CONFIG.flag",
     ),
+    "an attribute whose name is a global": (
+        lambda x: x * getattr(NAMED, NAME),
+        put("named", 3.0, NAMED),
+        "NAMED.named",
+    ),
+    "an attribute whose name is in a list": (listed, put("listed", 3.0, NAMED), "NAMED.listed"),
+    "an attribute whose name is in a tuple": (looped, put("looped", 3.0, NAMED), "NAMED.looped"),
+    "a method by its name": (
+        lambda x: x * operator.methodcaller("doubled")(OWN_DATA),
+        put("doubled", lambda _: 3.0, OwnData),
+        "OwnData.doubled",
+    ),
+    "an attribute as tensors have it": (
+        lambda x: x * OWN_DATA.doubled(),
+        put("data", 3.0, OWN_DATA),
+        "OWN_DATA.data",
+    ),
     "what was no attribute": (tried, put("tried", 3.0), "CONFIG.tried"),
     "a global with the name of a builtin": (
         lambda x: x * abs(2.0),
@@ -291,18 +339,26 @@ class TypedByText(Typed):
         return x.to(getattr(self.config, "dtype"))  # noqa: B009
 
 
+class TypedByKeyword(Typed):
+    def forward(self, x: Tensor) -> Tensor:
+        """A value of any shape to the same shape."""
+        return torch.add(x, torch.zeros(1, dtype=x.dtype, device=getattr(self.config, "device")))  # noqa: B009
+
+
 def typed(x: Tensor, config: Any) -> Tensor:
     return x.to(config.dtype)
 
 
-@pytest.mark.parametrize("kind", [Typed, TypedByConfig, TypedByArgument, TypedByText])
+@pytest.mark.parametrize(
+    "kind", [Typed, TypedByKeyword, TypedByConfig, TypedByArgument, TypedByText]
+)
 def test_attributes_of_tensors_count_where_code_reads_them_of_an_object(kind: type[Typed]) -> None:
     model = kind()
     values = OutsideValues(model)
     # As `save_pretrained` of transformers does it.
     model.config.dtype = "float32"
     changed = values.changed()
-    assert changed == (None if kind is Typed else "config.dtype")
+    assert changed == (None if kind in (Typed, TypedByKeyword) else "config.dtype")
 
 
 def test_tables_of_installed_packages_get_entries_for_other_models(monkeypatch: Patch) -> None:
@@ -328,6 +384,19 @@ def test_a_cached_property_that_is_first_read_later_is_no_change() -> None:
     values = OutsideValues(Reading(lambda x: x * LAZY.scale))
     assert LAZY.scale == 2.0
     assert values.changed() is None
+
+
+class Hiding:
+    @property
+    def __dict__(self) -> Any:  # type: ignore[override]
+        raise RuntimeError("hidden")
+
+
+HIDING = Hiding()
+
+
+def test_an_object_may_hide_its_attributes() -> None:
+    assert OutsideValues(Reading(lambda x: x if HIDING else -x)).changed() is None
 
 
 HOLDING: list[Any] = [2.0]

@@ -30,13 +30,19 @@ def joint_plan_of(target: Target, request: JointRequest, *, self_check: bool = T
     request = replace(request, base=completed(target, request.base))
     space = request.space(target.samples)
     sizes = sizes_to_measure({target.samples // each.parts for each in space.settings()})
-    costs = ModelCosts(target, sizes=sizes if len(sizes) > 1 else ())
-    plan = joint_plan(space, costs, request.links, request.cluster.text, request.limits)
-    part = planned_target(target, plan)
-    captured = costs.captured(
-        msgspec.structs.replace(plan.options, microbatches=plan.replicas * plan.microbatches)
-    )
-    if self_check and target.has_values:
-        captured = capture_target(part, plan.options, verify=True, method=captured.capture.method)
-    proven = msgspec.structs.replace(plan, capture=captured.provenance)
-    return with_digests(proven, captured)
+    sizes = sizes if len(sizes) > 1 else ()
+    method: str | None = None
+    while True:
+        costs = ModelCosts(target, method, sizes)
+        plan = joint_plan(space, costs, request.links, request.cluster.text, request.limits)
+        part = planned_target(target, plan)
+        captured = searched = costs.captured(
+            msgspec.structs.replace(plan.options, microbatches=plan.replicas * plan.microbatches)
+        )
+        if self_check and target.has_values:
+            captured = capture_target(part, plan.options, verify=True)
+        # If the way to capture it that was tried first is not the model, another graph is planned.
+        if captured.digest == searched.digest or captured.capture.method == method:
+            proven = msgspec.structs.replace(plan, capture=captured.provenance)
+            return with_digests(proven, captured)
+        method = captured.capture.method

@@ -6,16 +6,18 @@ M microbatches is 1/M of what the user means:
     the batch              (l₀ + l₁ + l₂ + l₃) / 4
     two microbatches       (l₀ + l₁) / 4 and (l₂ + l₃) / 4      their mean is half of it
 
-A loss that such a number divides is halved if the number is doubled, and doubles if every sample
-comes twice. A weight or a temperature does not do both.
+Where such a number divides a sum, l = Σ/n + b, it is the same whether every sample comes twice or
+the number is halved, and then another loss. With a weight or a temperature, or a mean, that is not
+so. Numbers are halved, and not doubled, since a number may be an index.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from math import isclose
 from typing import Any
 
+import numpy as np
 import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
@@ -24,9 +26,12 @@ from pipecompile.errors import InputError
 from pipecompile.frontend.self_check import restored_state
 from pipecompile.frontend.signature import Arguments
 from pipecompile.frontend.target import Target
+from pipecompile.graph.pytrees import leaves_with_paths
 
-__all__ = ["refuse_batch_counts", "refuse_counts"]
+__all__ = ["OUTPUT", "refuse_batch_counts", "refuse_counts"]
 
+OUTPUT = "the output"
+"""What a loss is given of the model."""
 TOLERANCE = 1e-3  # of the loss, which may be in half precision
 
 
@@ -58,44 +63,66 @@ def refuse_counts(
     loss: Callable[[Mapping[str, Any]], Any], given: Mapping[str, Any], doubled: Mapping[str, Any]
 ) -> None:
     """Raise InputError if a number in `given`, by what it is called, divides the loss of a
-    microbatch and counts the whole batch. `doubled` has every sample twice.
+    microbatch, or a part of it, and counts the whole batch. `doubled` has every sample twice.
 
-    A loss that fails on these is not asked.
+    What is called `OUTPUT` is not the user's, and has no counts. A loss that fails on these is not
+    asked.
     """
-    numbers = list(_numbers(given))
+    numbers = dict(_numbers(given, doubled))
     if not numbers:
         return
-    whole = _value(loss, given)
-    if not whole or not _is_close(_value(loss, doubled), 2 * whole):
-        return
-    for place, name in numbers:
-        if _is_close(_value(loss, _with_doubled_number(given, place)), whole / 2):
+    even = _with_halves(given, numbers, 2)
+    once = _value(loss, even)
+    if _is_close(_value(loss, _with_halves(even, numbers, 1)), once):
+        return  # it reads none of them
+    twice = _value(loss, _with_halves(doubled, numbers, 2))
+    # Several numbers may count, each for a part of the loss.
+    for counts in [*([place] for place in numbers), list(numbers)]:
+        halved = _value(loss, _with_halves(even, counts, 1))
+        if _is_close(twice, halved) and not _is_close(once, halved):
+            names = " and ".join(numbers[place] for place in counts)
             raise InputError(
-                f"the loss is divided by {name}, which every microbatch is given whole: where it "
+                f"the loss is divided by {names}, which every microbatch is given whole: where it "
                 "counts something in the batch, the mean over microbatches is only a part of the "
                 "loss; divide by what is in the microbatch, or give loss_reduction='sum' with a "
                 "loss_fn whose losses add up to that of the batch"
             )
 
 
-def _numbers(given: Mapping[str, Any]) -> Iterator[tuple[int, str]]:
-    """Yield the place among the leaves, and the name, of each number that is no truth value."""
+def _numbers(given: Mapping[str, Any], doubled: Mapping[str, Any]) -> Iterator[tuple[int, str]]:
+    """Yield the place among the leaves, and the name, of each number that is no truth value, and
+    that is not of one sample.
+    """
     named = (
-        (f"{name}{pytree.keystr(path)}", leaf)
+        (name, f"{name}{pytree.keystr(path)}", leaf)
         for name, part in given.items()
-        for path, leaf in pytree.tree_flatten_with_path(part)[0]
+        for path, leaf in leaves_with_paths(part)
     )
-    for place, (name, leaf) in enumerate(named):
-        is_tensor = isinstance(leaf, Tensor) and not leaf.dim() and leaf.dtype != torch.bool
-        if is_tensor or (isinstance(leaf, int | float) and not isinstance(leaf, bool)):
+    others = pytree.tree_leaves(dict(doubled))
+    for place, ((part, name, leaf), other) in enumerate(zip(named, others, strict=True)):
+        is_number = isinstance(leaf, int | float | np.number) and not isinstance(leaf, bool)
+        if isinstance(leaf, Tensor):
+            is_number = leaf.numel() == other.numel() == 1 and leaf.dtype != torch.bool
+        if is_number and part != OUTPUT:
             yield place, name
 
 
-def _with_doubled_number(given: Mapping[str, Any], place: int) -> Mapping[str, Any]:
+def _with_halves(given: Mapping[str, Any], places: Iterable[int], halves: int) -> Mapping[str, Any]:
+    """Return `given` with so many halves of the numbers in these places; of an odd one, of the even
+    one below.
+    """
     leaves, structure = pytree.tree_flatten(dict(given))
-    leaves[place] = leaves[place] * 2
+    for place in places:
+        number = leaves[place]
+        leaves[place] = halves * (number / 2 if _has_fractions(number) else number // 2)
     changed: dict[str, Any] = pytree.tree_unflatten(leaves, structure)
     return changed
+
+
+def _has_fractions(number: Any) -> bool:
+    if isinstance(number, Tensor):
+        return number.is_floating_point()
+    return isinstance(number, float | np.floating)
 
 
 def _value(loss: Callable[[Mapping[str, Any]], Any], given: Mapping[str, Any]) -> float | None:
@@ -108,8 +135,8 @@ def _value(loss: Callable[[Mapping[str, Any]], Any], given: Mapping[str, Any]) -
         return None  # a step of it is known to work
 
 
-def _is_close(value: float | None, wanted: float) -> bool:
-    return value is not None and isclose(value, wanted, rel_tol=TOLERANCE)
+def _is_close(one: float | None, other: float | None) -> bool:
+    return one is not None and other is not None and isclose(one, other, rel_tol=TOLERANCE)
 
 
 def _twice(tensor: Tensor, dim: int | None) -> Tensor:

@@ -19,8 +19,7 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
-import torch.utils._pytree as pytree
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parameter import is_lazy
 
 from pipecompile.errors import CaptureError, InputError, PipecompileError
@@ -41,9 +40,10 @@ from pipecompile.frontend.signature import Arguments
 from pipecompile.frontend.source import error_line
 from pipecompile.graph.attributes import ModuleAttributes
 from pipecompile.graph.model_state import has_values, named_state
+from pipecompile.graph.pytrees import tensor_leaves
 from pipecompile.graph.torch_repairs import repair_torch
 
-__all__ = ["capture", "captures", "normalises_batches"]
+__all__ = ["capture", "captures", "is_first_choice", "normalises_batches"]
 
 WRAPPERS = {
     "DataParallel": "module",
@@ -135,7 +135,7 @@ def captures(
         if method.allows_data and answers is None:
             answers = _probe_data(model, call, failures)
         by = partial(_capture_by, model, call, leaves=leaves, recapture=recapture)
-        if method is IN_SIGHT and as_outside and _may_mask_nothing(call):
+        if method is IN_SIGHT and as_outside and any(_masks_nothing(call)):
             for recorded in _as_outside(by):
                 has_capture = True
                 yield recorded
@@ -176,15 +176,21 @@ def _probe_data(
         ) from error
 
 
-def _may_mask_nothing(call: Arguments) -> bool:
-    """Return whether an input of whole numbers or booleans is the same everywhere, such as a mask
-    of ones: no other can be left out, and a recording would be for nothing.
+def is_first_choice(capture: Capture, call: Arguments) -> bool:
+    """Return whether a new capture for `call` would be made in the same way as one that holds for
+    it.
     """
-    leaves = pytree.tree_leaves((call.args, call.kwargs))
-    return any(
-        not (has_values(leaf) and leaf.numel()) or bool((leaf == leaf.flatten()[0]).all())
-        for leaf in leaves
-        if isinstance(leaf, Tensor) and not has_gradient_type(leaf)
+    return capture.method == METHODS[0].name or capture.masks_nothing == _masks_nothing(call)
+
+
+def _masks_nothing(call: Arguments) -> tuple[bool, ...]:
+    """Return of each tensor whether it has whole numbers or booleans that are the same everywhere,
+    such as a mask of ones: no other can be left out, and a recording would be for nothing.
+    """
+    return tuple(
+        not has_gradient_type(leaf)
+        and (not (has_values(leaf) and leaf.numel()) or bool((leaf == leaf.flatten()[0]).all()))
+        for leaf in tensor_leaves((call.args, call.kwargs))
     )
 
 
@@ -243,6 +249,7 @@ def _capture_by(
         asks_layout=forward.recorder.asks_layout,
         value_reads=tuple(forward.recorder.value_reads),
         constant_answers=tuple(forward.recorder.constant_answers.values()),
+        masks_nothing=_masks_nothing(call),
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import sympy
@@ -26,7 +26,10 @@ from pipecompile.graph.storages import is_irregular, layout_name, storage_key
 from pipecompile.passes.buffer_versions import KeepVersions
 from pipecompile.passes.contract import apply_passes
 
-__all__ = ["Capture", "CaptureNote", "aliases_of", "eliminate_dead_code"]
+__all__ = ["KEYS_IN_ORDER", "Capture", "CaptureNote", "aliases_of", "eliminate_dead_code"]
+
+KEYS_IN_ORDER = ", keys in order"
+"""Ends the method of a capture whose forward goes by the order of keys in its arguments."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +55,8 @@ class Capture:
     the same model for another call. `asks_layout` is where the forward asks how a tensor lies in
     memory, "" if it does not: then inputs may lie in any way. `value_reads` are tensors whose
     values are numbers in the graph, and `constant_answers` what was read out of tensors that are
-    computed from sizes, or from inputs of whole numbers.
+    computed from sizes, or from inputs of whole numbers. `masks_nothing` tells of each
+    input whether it may have been a mask that masks nothing.
     """
 
     model: nn.Module
@@ -70,11 +74,17 @@ class Capture:
     asks_layout: str = ""
     value_reads: tuple[ValueRead, ...] = ()
     constant_answers: tuple[ConstantAnswer, ...] = ()
+    masks_nothing: tuple[bool, ...] = ()
 
     @property
     def first_names(self) -> dict[str, str]:
         """Every name of every parameter and buffer, mapped to the first name of the tensor."""
         return {name: first for first, others in self.aliases.items() for name in (first, *others)}
+
+    def with_keys_in_order(self) -> Capture:
+        """Return the capture for arguments with their keys in the order of these."""
+        inputs = replace(self.inputs, is_ordered=True)
+        return replace(self, inputs=inputs, method=self.method + KEYS_IN_ORDER)
 
     def instantiate(self, call: Arguments) -> fx.GraphModule:
         """Return the graph for the batch size of `call`.

@@ -12,12 +12,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
 
 from pipecompile.frontend.signature import Arguments
 from pipecompile.graph.attributes import attributes_restored
 from pipecompile.graph.data_answers import DataAnswer, RecordAnswers
 from pipecompile.graph.model_state import named_state, swapped_state
+from pipecompile.graph.pytrees import map_tensors
 
 __all__ = ["ProbedAnswers", "cuda_devices", "probe_data"]
 
@@ -55,7 +55,7 @@ def probe_data(model: nn.Module, call: Arguments) -> ProbedAnswers:
     try:
         with _on_copies(model), record:
             # The forward may write to its inputs, which are the user's.
-            args, kwargs = tree_map_only(Tensor, Tensor.clone, (call.args, call.kwargs))
+            args, kwargs = map_tensors(Tensor.clone, (call.args, call.kwargs))
             model(*args, **kwargs)
     finally:
         nn.Module.__call__ = original  # type: ignore[method-assign]

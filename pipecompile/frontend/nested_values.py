@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import operator
 from collections.abc import Callable, Iterator
+from types import MemberDescriptorType
 from typing import Any
 
 from torch import Tensor
@@ -46,5 +47,13 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
 
 def hides_tensors(value: Any) -> bool:
     """Return whether `value` is an object with tensors that no node could pass to it."""
-    attributes = getattr(value, "__dict__", {}).values()
+    attributes = (*getattr(value, "__dict__", {}).values(), *_in_slots(value))
     return contains_tensor(value) or any(map(contains_tensor, attributes))
+
+
+def _in_slots(value: Any) -> Iterator[Any]:
+    """Yield what an object has in the `__slots__` of its classes."""
+    for base in type(value).__mro__:
+        for name, member in vars(base).items() if "__slots__" in vars(base) else ():
+            if isinstance(member, MemberDescriptorType):
+                yield getattr(value, name, None)

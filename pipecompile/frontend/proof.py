@@ -27,7 +27,7 @@ from pipecompile.frontend.self_check import (
     may_disturb,
     rewritten_copy,
 )
-from pipecompile.frontend.signature import Arguments
+from pipecompile.frontend.signature import Arguments, has_loose_keys, with_keys_reversed
 from pipecompile.passes.data_dependence import GuardDataDependence
 
 __all__ = ["Proof", "proven_capture"]
@@ -69,6 +69,7 @@ def proven_capture(
             ):
                 check_in_flight(candidate, module, call)
             _check_other_data(candidate, module, call)
+            candidate = _for_other_orders(candidate, module, call)
             return candidate, module, Proof(batches, time.perf_counter() - start)
         except StopIteration:
             # The failure of the best way says best what stands in the way.
@@ -136,6 +137,19 @@ def _check_other_data(capture: Capture, module: fx.GraphModule, call: Arguments)
                     check_in_flight(capture, guarded, other)
         except DifferenceError as error:
             raise DifferenceError(f"on other data than the sample's ({words}): {error}") from error
+
+
+def _for_other_orders(capture: Capture, module: fx.GraphModule, call: Arguments) -> Capture:
+    """Return the capture; one that needs the keys of dicts in their order if the forward gives
+    something else, or fails, with these in the opposite order.
+    """
+    if not has_loose_keys(capture.model, call):
+        return capture
+    try:
+        check_capture(capture, module, with_keys_reversed(call))
+    except (DifferenceError, ModelFailsError):
+        return capture.with_keys_in_order()
+    return capture
 
 
 def _if_floating(change: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:

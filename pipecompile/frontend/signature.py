@@ -6,7 +6,7 @@ import inspect
 import keyword
 import re
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cached_property
 from itertools import chain, count
@@ -19,11 +19,21 @@ from torch import Tensor, nn
 from pipecompile.errors import CaptureError, InputError
 from pipecompile.frontend.batch_dims import BatchDim, BatchDims, batch_size, input_dims, output_dim
 from pipecompile.frontend.refusals import UnsupportedError
-from pipecompile.graph.pytrees import register_dataclasses
+from pipecompile.graph.attributes import is_same_constant
+from pipecompile.graph.pytrees import is_size, leaves_with_paths, register_dataclasses
 from pipecompile.graph.storages import is_irregular, layout_name
 
-__all__ = ["Arguments", "InputStructure", "OutputStructure", "arguments_of", "call_of"]
+__all__ = [
+    "Arguments",
+    "InputStructure",
+    "OutputStructure",
+    "arguments_of",
+    "call_of",
+    "has_loose_keys",
+    "with_keys_reversed",
+]
 
+BY_KEYWORD = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 SYMBOLS = (torch.SymInt, torch.SymFloat, torch.SymBool)
 CONSTANTS = (
     bool, int, float, complex, str, bytes, type(None), range, slice, Enum,
@@ -97,13 +107,15 @@ class InputStructure:
     """The pytree of a model's arguments: names of its tensors, and the constants between them.
 
     `names` and `constants` have an entry for each leaf: the name is None for a constant, and the
-    constant is None for a tensor. `batch_dims` has one for each tensor: see `input_dims`.
+    constant is None for a tensor. `batch_dims` has one for each tensor: see `input_dims`. If it
+    `is_ordered`, keys of dicts must come in this order.
     """
 
     spec: pytree.TreeSpec
     names: tuple[str | None, ...]
     constants: tuple[Any, ...]
     batch_dims: tuple[int | None, ...]
+    is_ordered: bool = False
 
     @staticmethod
     def of(model: nn.Module, call: Arguments) -> InputStructure:
@@ -113,7 +125,8 @@ class InputStructure:
         CaptureError for leaves of another kind.
         """
         register_dataclasses((call.args, call.kwargs))
-        leaves, spec = pytree.tree_flatten_with_path((call.args, call.kwargs))
+        spec = pytree.tree_structure((call.args, call.kwargs), is_leaf=is_size)
+        leaves = list(leaves_with_paths((call.args, call.kwargs), is_size))
         parameters = tuple(inspect.signature(model.forward).parameters.values())
         names: list[str | None] = []
         for path, leaf in leaves:
@@ -145,14 +158,16 @@ class InputStructure:
         return batch_size(self.tensor_names, tensors, self.batch_dims)
 
     def flatten(self, call: Arguments) -> list[Tensor]:
-        """Return the tensors of `call`, whose dicts may have their keys in any order.
+        """Return the tensors of `call`, whose dicts may have their keys in any order, unless these
+        are ordered.
 
         InputError if its structure or a constant differs.
         """
         if self._has_plain_tensors(call):
             return list(call.args)
         given = call.args, call.kwargs
-        leaves, spec = pytree.tree_flatten(_ordered_like(given, self._numbered))
+        ordered = given if self.is_ordered else _ordered_like(given, self._numbered)
+        leaves, spec = pytree.tree_flatten(ordered, is_size)
         if spec != self.spec:
             raise InputError(
                 "the batch has another structure than the plan was made for: "
@@ -163,8 +178,7 @@ class InputStructure:
                 raise InputError(
                     f"{name} is a {type(leaf).__name__}, but the plan was made for a tensor"
                 )
-            # The types are compared too, since True equals 1.
-            if name is None and (type(leaf) is not type(constant) or leaf != constant):
+            if name is None and not is_same_constant(leaf, constant):
                 shown = f"a tensor {list(leaf.shape)}" if isinstance(leaf, Tensor) else repr(leaf)
                 raise InputError(
                     f"an argument is {shown}, but the plan was made with {constant!r}; plan again"
@@ -235,8 +249,8 @@ class OutputStructure:
 
     def is_like(self, other: OutputStructure) -> bool:
         """Return whether both have the same pytree and the same constants."""
-        own = (self.spec, self.is_tensor, self.constants)
-        return own == (other.spec, other.is_tensor, other.constants)
+        is_like = (self.spec, self.is_tensor) == (other.spec, other.is_tensor)
+        return is_like and all(map(is_same_constant, self.constants, other.constants))
 
     def unflatten(self, tensors: Sequence[Tensor]) -> Any:
         """Return the result whose tensors are `tensors`."""
@@ -278,6 +292,33 @@ def _distinct(name: str, names: Collection[str | None]) -> str:
     return next(each for each in chain([name], numbered) if each not in names)
 
 
+def has_loose_keys(model: nn.Module, call: Arguments) -> bool:
+    """Return whether a forward can go by the order of keys: in a dict among its arguments, or in
+    keywords that it takes all together, as **kwargs.
+    """
+    parameters = inspect.signature(model.forward).parameters.values()
+    names = {each.name for each in parameters if each.kind in BY_KEYWORD}
+    values = (*call.args, *call.kwargs.values())
+    return len(call.kwargs.keys() - names) > 1 or any(map(_has_keys, values))
+
+
+def _has_keys(value: Any) -> bool:
+    items = value.values() if type(value) is dict else value
+    is_inner = type(value) in (dict, tuple, list)
+    return (type(value) is dict and len(value) > 1) or (is_inner and any(map(_has_keys, items)))
+
+
+def with_keys_reversed(call: Arguments) -> Arguments:
+    """Return the same call, with the keys of all dicts in the opposite order."""
+    return replace(call, args=_reversed(call.args), kwargs=_reversed(call.kwargs))
+
+
+def _reversed(value: Any) -> Any:
+    if type(value) is dict:
+        return {key: _reversed(value[key]) for key in reversed(value)}
+    return type(value)(map(_reversed, value)) if type(value) in (tuple, list) else value
+
+
 def _ordered_like(value: Any, planned: Any) -> Any:
     """Return `value` with the keys of its dicts in the order of those of `planned`."""
     if type(value) is not type(planned):
@@ -296,7 +337,10 @@ def _difference(value: Any, planned: Any) -> str:
     new = [path for path in own if path not in wanted]
     parts = [f"it lacks {', '.join(missing)}"] * bool(missing)
     parts += [f"it has {', '.join(new)} as well"] * bool(new)
-    return " and ".join(parts) or "its tuples, lists or dicts are of other types"
+    return " and ".join(parts) or (
+        "its keys are in another order, by which the forward goes, or its tuples, lists or dicts "
+        "are of other types"
+    )
 
 
 def _leaf_paths(call: Any) -> list[str]:
@@ -305,5 +349,5 @@ def _leaf_paths(call: Any) -> list[str]:
     return [
         f"{kind}{pytree.keystr(path)}"
         for kind, values in (("argument", args), ("keyword", kwargs))
-        for path, _ in pytree.tree_flatten_with_path(values)[0]
+        for path, _ in leaves_with_paths(values, is_size)
     ]

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import chain
 
-import torch.utils._pytree as pytree
-from torch import Tensor, fx, nn
+from torch import fx, nn
 
 from pipecompile.errors import CaptureError, InputError
 from pipecompile.frontend.batch_counts import refuse_batch_counts
 from pipecompile.frontend.batch_dims import part_of
-from pipecompile.frontend.capture import capture, captures
-from pipecompile.frontend.captured_graph import Capture
+from pipecompile.frontend.capture import capture, captures, is_first_choice
+from pipecompile.frontend.captured_graph import KEYS_IN_ORDER, Capture
 from pipecompile.frontend.digest import digest
 from pipecompile.frontend.proof import Proof, proven_capture
 from pipecompile.frontend.refusals import UnsupportedError
@@ -25,6 +25,7 @@ from pipecompile.frontend.target import Target
 from pipecompile.graph.loss_module import hold_loss
 from pipecompile.graph.model_state import named_state
 from pipecompile.graph.modules import is_within
+from pipecompile.graph.pytrees import map_tensors
 from pipecompile.graph.storages import is_irregular, layout_name
 from pipecompile.ir.plan import Options, Provenance
 from pipecompile.passes.contract import apply_passes
@@ -75,8 +76,8 @@ def capture_target(
 
     A model without values (on the meta device, or of fake tensors) cannot be proven; its plan says
     so. With `method` the model is captured in the way that another rank has proven. Without a
-    proof, one of the captures that are `known` of other sizes serves if it holds at this one. The
-    log says what is special about the capture.
+    proof, one of the captures that are `known` of other sizes serves if it holds at this one, and
+    is what a new capture would be. The log says what is special about the capture.
     """
     # Before the capture, whose forward would wait for ranks that run something else.
     _refuse_synchronised_norms(target.model)
@@ -91,7 +92,11 @@ def capture_target(
         _log(chain(_remarks(captured), [_proof_text(proof)]))
     else:
         proof = None
-        holding = (capture for capture in known if capture.holds_for(sample))
+        holding = (
+            capture
+            for capture in known
+            if capture.holds_for(sample) and is_first_choice(capture, sample)
+        )
         captured = next(holding, None) or _captured_by(method, target, sample, options)
         module = captured.instantiate(sample)
         _log(_remarks(captured))
@@ -153,18 +158,24 @@ def _microbatch(target: Target, options: Options, index: int) -> Arguments:
     if target.has_values:
         return call
     # No operator mixes tensors with values and without: all get the device of the model.
-    args, kwargs = pytree.tree_map_only(Tensor, target.on_device, (call.args, call.kwargs))
+    args, kwargs = map_tensors(target.on_device, (call.args, call.kwargs))
     return Arguments(args, kwargs, call.batch_dim)
 
 
 def _captured_by(
     method: str | None, target: Target, sample: Arguments, options: Options
 ) -> Capture:
-    """Return the capture by `method`, or by the first method that works if it is None."""
-    if method is None:
-        return capture(target.model, sample, options.leaf)
-    attempts = captures(target.model, sample, options.leaf)
-    return next(attempt for attempt in attempts if attempt.method == method)
+    """Return the capture by `method`, or by the first method that works if it is None, or if the
+    model cannot be captured so.
+    """
+    own = (method or "").removesuffix(KEYS_IN_ORDER)
+    attempts = captures(target.model, sample, options.leaf) if method is not None else iter(())
+    # A way that is not there raises the CaptureError of the first one.
+    with suppress(CaptureError):
+        for attempt in attempts:
+            if attempt.method == own:
+                return attempt if method == own else attempt.with_keys_in_order()
+    return capture(target.model, sample, options.leaf)
 
 
 def _remarks(captured: Capture) -> Iterator[str]:

@@ -4,13 +4,15 @@ Which dimension of a target counts the samples is known only where it is as long
 
     batch of 8      target (8, 5)   cut along dimension 0
                     target (5, 8)   cut along dimension 1, if inputs have the batch there too
-                    target ()       given to every microbatch
+                    target ()       given to every microbatch, as are numbers and texts
+                    an object       who knows what it holds? InputError, likewise
                     target (2,)     weights of two tasks? InputError, unless `dims` says what it is
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from enum import Enum
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -19,8 +21,8 @@ from torch import Tensor
 
 from pipecompile.errors import InputError
 from pipecompile.frontend.batch_dims import BatchDims
-from pipecompile.frontend.nested_values import hides_tensors
-from pipecompile.graph.pytrees import register_dataclasses
+from pipecompile.graph.attributes import PLAIN
+from pipecompile.graph.pytrees import leaves_with_paths, register_dataclasses
 from pipecompile.graph.storages import is_irregular, layout_name
 
 __all__ = ["cut_targets"]
@@ -64,7 +66,7 @@ def _refuse_lists_of_samples(targets: Any, samples: int) -> None:
     def may_be_samples(value: Any) -> bool:
         return isinstance(value, list) and len(value) == samples > 1
 
-    for path, value in pytree.tree_flatten_with_path(targets, is_leaf=may_be_samples)[0]:
+    for path, value in leaves_with_paths(targets, may_be_samples):
         if may_be_samples(value):
             raise InputError(
                 f"the target{pytree.keystr(path)} is a list of {samples}, as many as there are "
@@ -85,10 +87,14 @@ def _batch_dimension(leaf: Any, samples: int, likely: Sequence[int], targets: An
                 f"the target{_path(leaf, targets)} is a {kind} of shape "
                 f"{tuple(leaf.shape)}; give a tensor (torch.from_numpy), which can be cut"
             )
-        if hides_tensors(leaf) or (isinstance(leaf, (set, frozenset)) and leaf):
+        is_empty = isinstance(leaf, (set, frozenset)) and not leaf
+        # A scalar of numpy has a shape.
+        is_plain = isinstance(leaf, (*PLAIN, Enum, slice)) or hasattr(leaf, "shape")
+        if not is_plain and not is_empty:
             raise InputError(
                 f"the target{_path(leaf, targets)} is a {type(leaf).__name__}, and what that holds "
-                "is not cut; give a tensor, or tuples, lists, dicts and dataclasses of tensors"
+                "is not cut; give a tensor, or tuples, lists, dicts and dataclasses of tensors, or "
+                f"{REMEDY}"
             )
         return None
     if not leaf.dim():
@@ -105,7 +111,7 @@ def _batch_dimension(leaf: Any, samples: int, likely: Sequence[int], targets: An
 
 def _path(leaf: Any, targets: Any) -> str:
     """Return where a leaf of `targets` is: "['mask'][0]"."""
-    paths, _ = pytree.tree_flatten_with_path(targets)
+    paths = leaves_with_paths(targets)
     return next(pytree.keystr(path) for path, each in paths if each is leaf)
 
 

@@ -26,6 +26,7 @@ __all__ = [
     "ModuleAttributes",
     "attributes_restored",
     "deep_copy",
+    "is_same_constant",
     "is_same_value",
     "module_settings",
 ]
@@ -38,7 +39,7 @@ INTERNAL = frozenset(vars(nn.Module()))
 CONTAINERS = (list, dict, set, deque)
 PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.Size, torch.dtype, torch.device)
 SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
-ABSENT = object()
+ABSENT, ITSELF = object(), object()
 
 
 @dataclass(frozen=True)
@@ -192,14 +193,20 @@ def attributes_restored(model: nn.Module) -> Iterator[None]:
         before.restore()
 
 
-def deep_copy(value: Any) -> Any:
-    """Return `value` with all containers in it copied, but not the objects that these hold."""
+def deep_copy(value: Any, around: tuple[int, ...] = ()) -> Any:
+    """Return `value` with all containers in it copied, but not the objects that these hold.
+
+    `around` are the containers that it is in; of one that holds itself only that is kept.
+    """
+    if not isinstance(value, (*CONTAINERS, tuple)):
+        return value
+    if id(value) in around:
+        return ITSELF
+    around = (*around, id(value))
     if isinstance(value, dict):
-        return {key: deep_copy(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple, deque)):
-        # A list stands for every sequence: it is only compared with another copy.
-        return [deep_copy(item) for item in value]
-    return set(value) if isinstance(value, set) else value
+        return {key: deep_copy(item, around) for key, item in value.items()}
+    # A list stands for every sequence: it is only compared with another copy.
+    return set(value) if isinstance(value, set) else [deep_copy(item, around) for item in value]
 
 
 def _collect_containers(value: Any, contents: dict[int, tuple[Any, Any]]) -> None:
@@ -234,7 +241,17 @@ def is_same_value(left: Any, right: Any) -> bool:
     if isinstance(left, dict):
         # The order of keys counts: a forward may iterate over them.
         return list(left) == list(right) and all(map(is_same_value, left.values(), right.values()))
-    return isinstance(left, (*PLAIN, set)) and bool(left == right)
+    return isinstance(left, (*PLAIN, set)) and is_same_constant(left, right)
+
+
+def is_same_constant(left: Any, right: Any) -> bool:
+    """Return whether code computes the same with two plain values: of floats NaN is like NaN, but
+    0.0 not like -0.0.
+    """
+    if type(left) is not type(right):
+        return False  # True equals 1
+    is_written = isinstance(left, (float, complex))
+    return repr(left) == repr(right) if is_written else bool(left == right)
 
 
 def _restore_items(container: Any, items: Any) -> None:

@@ -56,11 +56,13 @@ class Agreement:
         self._all = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
         self._work: dist.Work | None = watch.deadline.start_all_gather(self._all, own, group)
 
-    def settle(self) -> None:
-        """Wait for what the others say; InputError, on every rank, if one says something else."""
+    def settle(self, moment: str = "beginning") -> None:
+        """Wait for what the others say at this moment; InputError, on every rank, if one says
+        something else.
+        """
         if self._work is None:
             return
-        with self._watch.waiting_for_begin():
+        with self._watch.waiting_for_all(moment):
             self._watch.deadline.wait(self._work)
             self._work = None
             digests, histories = zip(*(each.tolist() for each in self._all), strict=True)

@@ -179,9 +179,9 @@ class StepWatch:
         self._now = _Doing("waiting", exchange)
 
     @contextmanager
-    def waiting_for_begin(self) -> Iterator[None]:
-        """The rank waits in the block until all have begun."""
-        before, self._now = self._now, _Doing("waiting", f"the beginning of {self._name}")
+    def waiting_for_all(self, moment: str = "beginning") -> Iterator[None]:
+        """The rank waits in the block until all have begun, or come to another moment."""
+        before, self._now = self._now, _Doing("waiting", f"the {moment} of {self._name}")
         yield
         # Not after an error, which came while it waited.
         self._now = before
@@ -195,6 +195,11 @@ class StepWatch:
         next step would take them for its own.
         """
         self._lost_in = self._name
+
+    @property
+    def has_lost_messages(self) -> bool:
+        """Whether messages of this step, or of an earlier one, were lost."""
+        return bool(self._lost_in)
 
     def refuse_after_loss(self) -> None:
         """Raise InputError if messages of an earlier step were lost."""

@@ -19,6 +19,7 @@ from pipecompile.frontend.outside_values import OutsideValues
 from pipecompile.frontend.signature import OutputStructure
 from pipecompile.graph.attributes import AttributeItems, is_same_value, module_settings
 from pipecompile.graph.autograd_context import current_context
+from pipecompile.graph.gradient_hooks import has_hook, has_joint_hook
 from pipecompile.graph.loss_module import held_loss, joined_modules
 from pipecompile.graph.ties import Tie, ties_of
 from pipecompile.ir.plan import BatchNormUpdate
@@ -188,7 +189,8 @@ class Program:
         """Raise InputError for hooks on parameters that would run too often, or on parts of a sum.
 
         A post-accumulate hook runs after each microbatch, while later backwards need the weights;
-        a hook on a tied parameter would see the gradient of one stage.
+        a hook on a tied parameter would see the gradient of one stage, and so would a hook on the
+        gradients of several parameters.
         """
         for name, parameter in self._named_parameters:
             if parameter._post_accumulate_grad_hooks:
@@ -196,8 +198,13 @@ class Program:
                     f"{name} has a post-accumulate hook, which would run after each microbatch and "
                     "not once a step; remove it, and act after `step`"
                 )
+            if parameter._backward_hooks and has_joint_hook(parameter):
+                raise InputError(
+                    f"{name} has a hook on the gradients of several tensors, which would run for "
+                    "each stage and microbatch; remove it, and act after `step`"
+                )
             tie = self.ties.get(name)
-            if parameter._backward_hooks and tie is not None and len(tie.stages) > 1:
+            if tie is not None and len(tie.stages) > 1 and has_hook(parameter):
                 raise InputError(
                     f"{name} has a hook on its gradient, but is tied over stages "
                     f"{list(tie.stages)}, each of which has a part of it; remove the hook, and "

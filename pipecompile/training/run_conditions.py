@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from itertools import chain
+from operator import attrgetter
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from pipecompile.errors import InputError
 from pipecompile.frontend.target import Target
+from pipecompile.graph.gradient_hooks import has_hook
 from pipecompile.graph.model_state import named_state
 from pipecompile.graph.storages import storage_key
 from pipecompile.graph.ties import Tie
@@ -299,15 +302,23 @@ def refuse_in_flight(
     ):
         if is_given:
             raise InputError(f"under schedule {name!r} {reason}")
-    refuse_hooks_in_flight(target.model_with_loss, name)
+    refuse_hooks_in_flight(target.model_with_loss, name, has_hook)
     _refuse_views(target.model_with_loss, name)
 
 
-def refuse_hooks_in_flight(model: nn.Module, schedule: str) -> None:
-    """Raise InputError for hooks on gradients, which are those of the versions that are read."""
+def refuse_hooks_in_flight(
+    model: nn.Module,
+    schedule: str,
+    is_hooked: Callable[[Tensor], Any] = attrgetter("_backward_hooks"),
+) -> None:
+    """Raise InputError for hooks on gradients, which are those of the versions that are read.
+
+    `is_hooked` tells of a parameter; at the beginning of a run it may take longer than later.
+    """
     for name, parameter in model.named_parameters():
-        if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
-            kind = "hook on its gradient" if parameter._backward_hooks else "post-accumulate hook"
+        has_late_hook = bool(parameter._post_accumulate_grad_hooks)
+        if has_late_hook or is_hooked(parameter):
+            kind = "post-accumulate hook" if has_late_hook else "hook on its gradient"
             raise InputError(
                 f"{name} has a {kind}, which would not run under schedule "
                 f"{schedule!r}: microbatches have weights of their own; remove it"

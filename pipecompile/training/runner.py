@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from pipecompile.errors import InputError, PipecompileError
+from pipecompile.errors import InputError
 from pipecompile.frontend.target import Target
 from pipecompile.ir.plan import Plan
 from pipecompile.ir.schedule import Schedule
@@ -233,7 +233,8 @@ class Runner:
                 program, batch, self.watch, with_loss=with_loss, everyone=everyone
             )
             # Replicas may evaluate different numbers of samples.
-            with self._sharded(all_stages=True):
+            together = self._agreement.ending_together(agreement, self.watch)
+            with together, self._sharded(all_stages=True):
                 return self._pipeline(program).run(
                     schedule,
                     batch,
@@ -338,10 +339,8 @@ class Runner:
             yield
         except Exception as error:
             if self.watch is not None:
-                # Only messages of our own say by themselves what is wrong.
-                kind = "" if isinstance(error, PipecompileError) else f"{type(error).__name__}: "
                 with self.watch.watched(name):
-                    self._agreement.refuse(f"{kind}{error}", self.watch, everyone=everyone)
+                    self._agreement.refuse(error, self.watch, everyone=everyone)
             raise
 
     def spread_overflow(self, parameters: Iterable[Tensor]) -> None:

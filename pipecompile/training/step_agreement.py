@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from hashlib import blake2b
 from typing import Any
 
@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from pipecompile.errors import InputError
+from pipecompile.errors import InputError, PipecompileError
 from pipecompile.ir.plan import Plan
 from pipecompile.ir.serialization import fingerprint
 from pipecompile.runtime.agreement import REFUSAL, Agreement
@@ -87,11 +87,30 @@ class StepAgreement:
             Agreement(said, self._everyone, watch).settle()
         return self._begin(what, program, minibatch, watch, self._pipeline, flags)
 
-    def refuse(self, reason: str, watch: StepWatch, *, everyone: bool) -> None:
-        """Tell the others, instead of a step or an evaluation, why this rank does not begin it."""
+    @contextmanager
+    def ending_together(self, begun: Agreement, watch: StepWatch) -> Iterator[None]:
+        """Let the ranks of the pipeline end the block together, an evaluation: no message comes
+        back to one that has sent its last, which would not hear that a later one has failed.
+        """
+        try:
+            yield
+        except Exception as error:
+            # Else the others wait for messages, and hear of it so.
+            has_ended = not (begun.is_refused or watch.has_lost_messages)
+            if has_ended and not watch.deadline.is_over():
+                self.refuse(error, watch, everyone=False)
+            raise
+        Agreement({"what it ends": "an evaluation"}, self._pipeline, watch).settle("end")
+
+    def refuse(self, error: Exception, watch: StepWatch, *, everyone: bool) -> None:
+        """Tell the others, instead of a step or an evaluation, why this rank does not begin it, or
+        does not end it.
+        """
         group = self._everyone if everyone else self._pipeline
+        # Only messages of our own say by themselves what is wrong.
+        kind = "" if isinstance(error, PipecompileError) else f"{type(error).__name__}: "
         with suppress(InputError):  # which is what the others raise
-            Agreement({REFUSAL: reason}, group, watch).settle()
+            Agreement({REFUSAL: f"{kind}{error}"}, group, watch).settle()
 
     def _check_data(self, minibatch: Minibatch, watch: StepWatch) -> None:
         """Raise InputError, on every rank, if the ranks of the pipeline were given other values.
@@ -106,7 +125,7 @@ class StepAgreement:
         }
         group = self._pipeline
         by_rank: list[dict[str, str]] = [{} for _ in range(dist.get_world_size(group))]
-        with watch.waiting_for_begin():
+        with watch.waiting_for_all():
             watch.deadline.wait_for(group)
             dist.all_gather_object(by_rank, own, group=group)
         for name in own:

@@ -9,19 +9,20 @@ only, and there until a forward writes to it: on another rank's stage the model 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from pipecompile.errors import InputError, PipecompileError
-from pipecompile.frontend.batch_counts import refuse_counts
+from pipecompile.frontend.batch_counts import OUTPUT, refuse_counts
 from pipecompile.frontend.signature import OutputStructure
 from pipecompile.frontend.target import LossFunction, Target
 from pipecompile.graph.storages import is_irregular, storage_key
@@ -51,7 +52,7 @@ class UserLoss:
         # Looking at each operator takes time, and a loss may begin to read in the middle of a
         # training: the calls 1, 2, 4, 8, … are looked at.
         is_watched = self._calls.bit_count() == 1
-        with _RefuseReads(self._state(outputs)) if is_watched else nullcontext():
+        with self._refusing_reads(outputs) if is_watched else nullcontext():
             return loss_of(self.structure, self.target.trained_by, outputs, wanted)
 
     def _refuse_counts(self, outputs: Sequence[Tensor], wanted: Any) -> None:
@@ -68,9 +69,18 @@ class UserLoss:
         def twice(tensor: Tensor) -> Tensor:
             return torch.cat([tensor, tensor]) if tensor.dim() else tensor
 
-        given = {"the output": self.structure.unflatten(outputs), "the target": wanted}
+        given = {OUTPUT: self.structure.unflatten(outputs), "the target": wanted}
         with torch.random.fork_rng([each.device.index for each in outputs if each.is_cuda]):
             refuse_counts(loss, given, tree_map_only(Tensor, twice, given))
+
+    @contextmanager
+    def _refusing_reads(self, outputs: Sequence[Tensor]) -> Iterator[None]:
+        parameters = self.target.model.named_parameters()
+        # Also those that are None so far, which no operator reads.
+        gradients = {id(value): f"{name}.grad" for name, value in parameters}
+        state = self._state(outputs)
+        with _RefuseGradients(gradients), _RefuseReads(state):
+            yield
 
     def _state(self, outputs: Sequence[Tensor]) -> dict[int, str]:
         """Return the names of parameters, their gradients and written buffers, by storage, but for
@@ -99,15 +109,32 @@ class _RefuseReads(TorchDispatchMode):
         for value in tree_leaves((args, kwargs)):
             # A subclass may have no storage, and neither has what a loss makes sparse.
             if type(value) in (Tensor, torch.nn.Parameter) and not is_irregular(value):
-                name = self._names.get(storage_key(value))
-                if name is not None:
-                    raise InputError(
-                        f"loss_fn reads {name} of the model, which on another rank is as it was "
-                        "built, and may change between microbatches: return it from the model's "
-                        "forward, give as loss_fn an nn.Module with a tensor of its own, or leave "
-                        "a penalty on parameters to the optimizer's weight decay"
-                    )
+                _refuse(self._names.get(storage_key(value)))
         return func(*args, **(kwargs or {}))
+
+
+class _RefuseGradients(TorchFunctionMode):
+    """Raises InputError when code asks one of the parameters `names` for its gradient."""
+
+    def __init__(self, names: Mapping[int, str]) -> None:
+        super().__init__()
+        self._names = names
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(func, "__self__", None) is Tensor.grad:
+            _refuse(self._names.get(id(args[0])))
+        return func(*args, **(kwargs or {}))
+
+
+def _refuse(name: str | None) -> None:
+    """Raise InputError for the name of what a loss reads, if it is the model's."""
+    if name is not None:
+        raise InputError(
+            f"loss_fn reads {name} of the model, which on another rank is as it was built, and may "
+            "change between microbatches: return it from the model's forward, give as loss_fn an "
+            "nn.Module with a tensor of its own, or leave a penalty on parameters to the "
+            "optimizer's weight decay"
+        )
 
 
 def loss_of(

@@ -74,6 +74,33 @@ def test_json_has_the_table(factory: str, tmp_path: Path) -> None:
     assert json.loads(text)["joint"]["best"][0]["status"] == "planned"
 
 
+class ByKindOfSize(nn.Module):
+    """The first way to capture it, with symbolic sizes, gives another graph than the model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(4)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """A tensor of shape (N, WIDTH) to one like it."""
+        x = self.layers(x)
+        return x.tanh() if isinstance(x.shape[0], int) else x.sin().cos()
+
+
+def test_the_graph_that_is_planned_is_the_one_that_is_proven() -> None:
+    batch = torch.randn(SAMPLES, WIDTH)
+    pipeline = pipecompile(
+        ByKindOfSize(),
+        batch,
+        devices="2xh100",
+        loss_fn=lambda output, _: output.square().mean(),
+        effort=2,
+    )
+    assert pipeline.plan.capture.verified
+    assert "for one batch size" in pipeline.plan.capture.method
+    pipeline.step(batch)
+
+
 def test_a_pipeline_of_what_was_chosen_trains_as_the_model_does() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(4)])

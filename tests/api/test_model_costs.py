@@ -10,6 +10,7 @@ import msgspec
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers.utils.import_utils import is_tracing
 
 from pipecompile.api.choices import requested_options
 from pipecompile.api.model_costs import ModelCosts
@@ -118,6 +119,37 @@ def test_sizes_share_a_capture_that_holds_at_them(model: nn.Module | None, recor
         assert shared.source(options(number, "flops")).microbatch_shapes == ((BATCH // number, 32),)
     graphs = {id(captured.capture) for captured in shared.captures.values()}
     assert len(graphs) == recorded
+
+
+class Masked(nn.Module):
+    """Leaves out a mask of ones, where it can read it, as models of transformers do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(32, 32)
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        """Tensors of shape (N, 32) and (N, 1) to one like the first."""
+        masks_nothing = not is_tracing(mask) and bool(mask.all())
+        return self.layer(x) if masks_nothing else self.layer(x).cos() * mask
+
+
+@pytest.mark.parametrize("numbers", [(8, 4, 2, 1), (1, 2, 4, 8), (4, 2)])
+def test_a_capture_with_a_mask_is_not_shared_with_a_size_without(numbers: tuple[int, ...]) -> None:
+    mask = torch.ones(BATCH, 1, dtype=torch.long)
+    mask[3] = 0  # in the first microbatch of four samples, not in that of two
+    sample = {"x": torch.randn(BATCH, 32), "mask": mask}
+    shared = ModelCosts(Target.of({"model": Masked(), "sample_input": sample}, "a test"))
+    for number in numbers:
+        alone = ModelCosts(shared.target).captured(options(number, "flops"))
+        together = shared.captured(options(number, "flops"))
+        assert (together.digest, together.provenance) == (alone.digest, alone.provenance)
+        assert together.capture.method.endswith("inputs read") == (number > 2)
+
+
+def test_a_way_that_a_model_no_longer_has_is_another_one() -> None:
+    captured = ModelCosts(target(), "recorded, inputs unread").captured(options(2, "flops"))
+    assert captured.capture.method == "recorded"
 
 
 def test_a_size_with_other_nodes_is_measured(caplog: pytest.LogCaptureFixture) -> None:

@@ -11,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.autograd import graph
 
 from pipecompile import InputError, pipecompile
 from pipecompile.training.pipeline import Pipeline
@@ -92,6 +93,8 @@ HOOKS: dict[str, Hooked] = {
     "removed": prepended,
     "of a bound method": lambda p, calls: p.register_hook(partial(torch.mul, 3.0)) and None,
     "of an object": lambda p, calls: p.register_hook(Scaled(0.5)) and None,
+    "on the node": lambda p, calls: on_the_node(p, calls),
+    "behind the node": lambda p, calls: behind_the_node(p, calls),
 }
 
 
@@ -199,6 +202,27 @@ def post_accumulate(parameter: nn.Parameter, calls: Calls) -> None:
     parameter.register_post_accumulate_grad_hook(lambda each: calls.append(each.grad))
 
 
+def on_the_node(parameter: nn.Parameter, calls: Calls) -> None:
+    """The node lives as long as somebody knows it."""
+    parameter.node = graph.get_gradient_edge(parameter).node  # type: ignore[attr-defined]
+    parameter.node.register_prehook(lambda gradients: tuple(map(torch.neg, gradients)))  # type: ignore[attr-defined]
+
+
+def behind_the_node(parameter: nn.Parameter, calls: Calls) -> None:
+    """It sees what has been accumulated."""
+    parameter.node = graph.get_gradient_edge(parameter).node  # type: ignore[attr-defined]
+    parameter.node.register_hook(lambda *_: calls.append(parameter.grad))  # type: ignore[attr-defined]
+
+
+def on_several(parameter: nn.Parameter, calls: Calls) -> None:
+    other = torch.zeros(1, requires_grad=True)
+    graph.register_multi_grad_hook([parameter, other], lambda _: calls.append(parameter))
+
+
+def on_any_of_several(parameter: nn.Parameter, calls: Calls) -> None:
+    graph.register_multi_grad_hook([parameter], lambda _: calls.append(parameter), mode="any")
+
+
 TIED = ("first", "last")
 REFUSED: dict[str, tuple[Hooked, str, tuple[str, ...], dict[str, Any], str]] = {
     "a tie": (clamp, "first", TIED, {}, "first.weight has a hook on its gradient, but is tied"),
@@ -209,6 +233,10 @@ REFUSED: dict[str, tuple[Hooked, str, tuple[str, ...], dict[str, Any], str]] = {
     "after it is accumulated": (post_accumulate, "middle", (), {}, "once a step; remove it"),
     "likewise, split": (post_accumulate, "last", (), {"schedule": "zb-h1"}, "post-accumulate"),
     "likewise, one stage": (post_accumulate, "first", (), {"k": 1}, "post-accumulate"),
+    "on the node of a tie": (on_the_node, "first", TIED, {}, "first.weight has a hook on its"),
+    "behind the node of a tie": (behind_the_node, "last", TIED, {}, "tied over stages"),
+    "on several": (on_several, "middle", (), {}, "middle.weight has a hook on the gradients of"),
+    "on any of several": (on_any_of_several, "first", (), {"k": 1}, "gradients of several tensors"),
 }
 
 
@@ -228,7 +256,7 @@ def test_a_hook_that_would_see_parts_of_a_sum_is_refused(what: str) -> None:
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
-@pytest.mark.parametrize("hook", [clamp, post_accumulate])
+@pytest.mark.parametrize("hook", [clamp, post_accumulate, on_the_node, behind_the_node])
 def test_a_schedule_without_steps_refuses_both_kinds(hook: Hooked) -> None:
     model = Three()
     hook(model.middle.weight, [])

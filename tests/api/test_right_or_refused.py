@@ -273,6 +273,10 @@ READS: dict[str, tuple[Callable[[Decaying], Any], str]] = {
     "data": (lambda model: model.last.bias.data.sum(), "last.bias"),
     "a buffer": (lambda model: model.level.mean(), "level"),
     "a gradient": (_gradient_norm, "last.bias.grad"),
+    "whether there is a gradient": (
+        lambda model: 1.0 if model.last.bias.grad is None else 2.0,
+        "last.bias.grad",
+    ),
     "a frozen layer": (lambda model: model.frozen(X).mean(), "frozen.weight"),
     "numpy": (lambda model: float(model.frozen.weight.numpy().sum()), "frozen.weight"),
 }

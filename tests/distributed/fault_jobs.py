@@ -154,6 +154,26 @@ def drill_of_evaluation(ranks: int, culprit: int, fault: str) -> Seen:
     return Seen("", "", time.monotonic() - start)
 
 
+def evaluated_badly(error: type[Exception]) -> list[Seen]:
+    """What a rank says of an evaluation whose last microbatch raises an error on the last rank,
+    and of what follows.
+    """
+    ranks = dist.get_world_size()
+    pipeline, batch = small_pipeline("1f1b", ranks, step_timeout=TIMEOUT)
+    last, perform = f"{ranks - 1}F3", RankStep._perform
+
+    def planted(rank_step: RankStep, current: Action) -> None:
+        if str(current) == last:
+            raise error("planted")
+        perform(rank_step, current)
+
+    with patch.object(RankStep, "_perform", planted):
+        seen = [_seen_of(lambda: pipeline.evaluate(batch))]
+    seen += [_seen_of(lambda: pipeline.evaluate(batch)), _seen_of(lambda: pipeline.step(batch))]
+    dist.destroy_process_group()
+    return seen
+
+
 def late_for_exchange(what: str) -> Seen:
     """What rank 0 sees if rank 1 does not come to an exchange of the step or behind it."""
     pipeline, batch = small_pipeline("1f1b", 2, step_timeout=TIMEOUT)
@@ -175,13 +195,18 @@ def late_for_exchange(what: str) -> Seen:
 
 def seen_in(exchange: Callable[[], object]) -> Seen:
     """What this rank sees of an exchange to which another one comes too late."""
+    seen = _seen_of(exchange)
+    dist.destroy_process_group()
+    return seen
+
+
+def _seen_of(act: Callable[[], object]) -> Seen:
     start, error = time.monotonic(), None
     try:
-        exchange()
+        act()
     except Exception as raised:
         error = raised
     seconds = time.monotonic() - start
-    dist.destroy_process_group()
     return Seen("" if error is None else type(error).__name__, str(error), seconds)
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from pipecompile.errors import InputError
 from pipecompile.runtime.faults import RankState, verdict
 from tests.distributed import fault_jobs as jobs
 from tests.distributed.workers import FORKS, Workers
@@ -92,6 +93,19 @@ def test_a_rank_of_a_replica_that_dies_is_named(tmp_path: Path, action: str) -> 
 def test_a_rank_that_dies_in_an_evaluation_is_named(tmp_path: Path, culprit: int) -> None:
     arguments = 3, culprit, "kill"
     _expect_death(culprit, *_start(3, _store_in(tmp_path), jobs.drill_of_evaluation, *arguments))
+
+
+@pytest.mark.parametrize(("ranks", "error"), [(2, ValueError), (3, InputError)])
+def test_every_rank_says_that_an_evaluation_failed_at_its_end(
+    workers: Workers, tmp_path: Path, ranks: int, error: type[Exception]
+) -> None:
+    every = workers.run(ranks, jobs.evaluated_badly, error, folder=str(tmp_path))
+    for rank, ((kind, text, seconds), *others) in enumerate(every):
+        assert kind == (error if rank == ranks - 1 else InputError).__name__
+        assert "planted" in text
+        assert seconds < jobs.TIMEOUT
+        # Nothing of it was on its way, so the ranks go on.
+        assert [each.error for each in others] == ["", ""]
 
 
 def _store_in(folder: Path) -> str:

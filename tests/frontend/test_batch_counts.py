@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -32,7 +33,7 @@ class OwnLoss(nn.Module):
     def forward(self, x: Tensor, labels: Tensor, count: Any = None) -> dict[str, Tensor]:
         """A tensor of shape (N, 4) and labels of shape (N,) to a scalar loss."""
         total = functional.cross_entropy(self.layer(x), labels, reduction="sum")
-        return {"loss": total / (len(x) if count is None else count)}
+        return {"loss": (total / (len(x) if count is None else count)).squeeze()}
 
 
 def total(output: Tensor, labels: Tensor) -> Tensor:
@@ -50,6 +51,20 @@ COUNTED: dict[str, tuple[Callable[[Tensor, Any], Tensor], Any]] = {
     "the inverse of a number": (lambda o, t: total(o, t[0]) * t[1] ** -1, (LABELS, 8.0)),
     "deeper": (lambda o, t: total(o, t[0]) / t[1]["tokens"][0], (LABELS, {"tokens": [8, 3]})),
     "with metrics": (lambda o, t: (total(o, t[0]) / t[1], o.detach()), (LABELS, 8)),
+    "a number of numpy": (lambda o, t: total(o, t[0]) / float(t[1]), (LABELS, np.int64(8))),
+    "an odd number": (lambda o, t: total(o, t[0]) / t[1], (LABELS, 7)),
+    "beside a penalty": (
+        lambda o, t: total(o, t["y"]) / t["n"] + 0.1 * o.square().mean(),
+        {"y": LABELS, "n": ROWS},
+    ),
+    "beside a weight": (
+        lambda o, t: total(o, t["y"]) / t["n"] + t["w"] * o.square().mean(),
+        {"w": 0.5, "y": LABELS, "n": ROWS},
+    ),
+    "two of them": (
+        lambda o, t: total(o, t["y"]) / t["n"] + o.square().sum() / t["m"],
+        {"y": LABELS, "n": ROWS, "m": 3.0 * ROWS},
+    ),
     "a sum of squares": (lambda o, t: (o - t[0]).square().sum() / t[1], (X[:, :3], 24)),
 }
 READ: dict[str, tuple[Callable[[Tensor, Any], Tensor], Any]] = {
@@ -96,11 +111,40 @@ def test_other_numbers_are_taken_as_they_are(name: str) -> None:
     assert torch.allclose(weight.grad, layer.weight.grad)
 
 
-@pytest.mark.parametrize("count", [ROWS, float(ROWS), torch.tensor(ROWS)])
+@pytest.mark.parametrize("count", [ROWS, float(ROWS), torch.tensor(ROWS), torch.tensor([ROWS])])
 def test_a_count_among_the_inputs_is_refused(count: Any) -> None:
     batch = {"x": X, "labels": LABELS, "count": count}
+    dims = {"x": 0, "labels": 0, **({"count": None} if isinstance(count, Tensor) else {})}
     with pytest.raises(InputError, match=r"divided by the input\['count'\]"):
-        pipecompile(OwnLoss(), batch, k=1, microbatches=4, costs="flops")
+        pipecompile(OwnLoss(), batch, k=1, microbatches=4, costs="flops", batch_dim=dims)
+
+
+def test_numbers_are_never_enlarged() -> None:
+    """One may be an index, and on a GPU no process survives an index that is too large."""
+    seen: list[Any] = []
+
+    def loss(given: Any) -> Tensor:
+        seen.append(given["step"])
+        return given["x"].mean() * torch.tensor([1.0, 2.0, 4.0])[given["step"]]
+
+    ones = torch.ones(4)
+    for step in (2, torch.tensor(1)):
+        refuse_counts(loss, {"x": ones, "step": step}, {"x": torch.ones(8), "step": step})
+    one, two = ({"x": ones[:rows], "step": torch.ones(rows).long()} for rows in (1, 2))
+    refuse_counts(loss, one, two)  # these are samples, and no numbers
+    assert seen and max(seen) == 2
+
+
+def test_numbers_that_are_not_read_cost_two_calls() -> None:
+    calls = []
+
+    def loss(given: Any) -> Tensor:
+        calls.append(given)
+        return given["x"].sum()
+
+    options = {f"option {number}": 1.0 * number for number in range(9)}
+    refuse_counts(loss, {"x": torch.ones(4), **options}, {"x": torch.ones(8), **options})
+    assert len(calls) == 2
 
 
 def test_a_loss_that_is_a_sum_is_right_with_a_count() -> None:

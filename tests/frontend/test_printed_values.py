@@ -204,6 +204,18 @@ def test_graphs_that_refer_to_other_values_have_other_digests() -> None:
     assert len(texts) == 7
 
 
+class InSlots:
+    """A function with a weight in a slot."""
+
+    __slots__ = ("weight",)
+
+    def __init__(self, weight: Tensor) -> None:
+        self.weight = weight
+
+    def __call__(self, value: Tensor) -> Tensor:
+        return value @ self.weight
+
+
 class Held(Two):
     """Passes a layer, or what holds one, to a call that is one node."""
 
@@ -219,12 +231,13 @@ class Held(Two):
             "closure": lambda x: self.first(x),
             "tensor": lambda x: x @ self.first.weight,
             "value": lambda x: x + value,
+            "slot": InSlots(self.first.weight),
         }
         return self.second(Through.apply(layers[self.how], value))
 
 
 @pytest.mark.one_case_in(2)
-@pytest.mark.parametrize("how", ["module", "method", "closure", "tensor", "value"])
+@pytest.mark.parametrize("how", ["module", "method", "closure", "tensor", "value", "slot"])
 def test_an_object_with_tensors_is_refused_where_their_gradients_would_be_lost(how: str) -> None:
     refused(Held(how), "that holds tensors", "test_printed_values.py:")
 

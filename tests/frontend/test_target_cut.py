@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from array import array
 from collections import UserDict
+from enum import Enum
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -14,6 +18,17 @@ from torch import Tensor
 
 from pipecompile.errors import InputError
 from pipecompile.frontend.target_cut import cut_targets
+
+
+class InSlots:
+    __slots__ = ("y",)
+
+    def __init__(self, y: Tensor) -> None:
+        self.y = y
+
+
+class Color(Enum):
+    RED = 1
 
 
 def rows(count: int, *rest: int) -> Tensor:
@@ -54,6 +69,21 @@ def test_a_tree_says_how_each_target_is_cut() -> None:
 
 
 @pytest.mark.parametrize(
+    "value",
+    [None, True, 2, 0.5, 1j, "a", b"a", Color.RED, slice(2), torch.float32, np.float32(2), set()],
+)
+def test_what_holds_no_samples_is_given_to_every_microbatch(value: Any) -> None:
+    parts = cut_targets({"y": rows(8), "value": value}, (4, 4))
+    assert all(part["value"] is value for part in parts)
+
+
+def test_an_object_may_be_given_to_every_microbatch_if_it_is_said_so() -> None:
+    value = InSlots(rows(8))
+    parts = cut_targets((rows(8), value), (4, 4), (0, None))
+    assert all(part[1] is value for part in parts)
+
+
+@pytest.mark.parametrize(
     ("target", "dims", "words"),
     [
         (torch.ones(2), None, r"the target is of shape \(2,\), but the batch has 8 samples; say"),
@@ -68,6 +98,12 @@ def test_a_tree_says_how_each_target_is_cut() -> None:
         ({"y": SimpleNamespace(y=rows(8))}, None, r"the target\['y'\] is a SimpleNamespace"),
         (torch.distributions.Normal(rows(8) * 1.0, 1.0), None, "the target is a Normal, and"),
         ({rows(8)}, None, "the target is a set"),
+        ({"y": InSlots(rows(8))}, None, r"target\['y'\] is a InSlots, .*target_batch_dims="),
+        (partial(torch.add, rows(8)), None, "the target is a partial"),
+        (lambda: rows(8), None, "the target is a function"),
+        (iter([rows(4)] * 2), None, "the target is a list_iterator"),
+        (range(8), None, "the target is a range"),
+        (array("f", [0.0] * 8), None, "the target is a array"),
         (rows(8), (0, None), "does not fit the target"),
         (rows(8), "0", "does not fit the target"),
         (rows(6, 8), 0, r"cannot be cut along dimension 0 into microbatches of \[4, 4\]"),

@@ -1,0 +1,107 @@
+"""The names that code reads, found in its instructions without running it."""
+
+from __future__ import annotations
+
+import dis
+from collections.abc import Iterator
+from functools import cache
+from itertools import pairwise
+from types import CodeType
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+__all__ = ["ANY", "OF_TENSORS", "CodeNames", "names_in", "strings_in"]
+
+OF_TENSORS = frozenset(dir(Tensor))
+ANY = "*"
+"""Stands for what has an attribute where code reads it of something without a name."""
+MOST_TEXTS = 256
+"""Of a larger collection nothing is taken for names."""
+ATTRIBUTE_LOADS = frozenset({"LOAD_ATTR", "LOAD_METHOD"})
+GLOBAL_LOADS = frozenset({"LOAD_GLOBAL", "LOAD_NAME"})
+BY_TEXT = frozenset(
+    {"getattr", "hasattr", "attrgetter", "methodcaller", "vars", "globals", "__dict__"}
+)
+"""A function that names one of these may name attributes and globals by its strings."""
+
+
+class CodeNames(NamedTuple):
+    """What code reads by name, with the functions in it: all names, those of globals, and those of
+    what may not be there.
+
+    `imports` are the Python modules that it imports when it runs. `of_owners` are the attributes
+    that a tensor may have, each with the name of the variable or attribute that it is read of:
+    ("config", "dtype"). Where that is `self`, it is the class of the method too. Code that
+    `is_by_text` names attributes by strings.
+    """
+
+    names: frozenset[str]
+    globals: frozenset[str]
+    may_be_absent: frozenset[str]
+    imports: frozenset[str]
+    of_owners: frozenset[tuple[str, str]]
+    is_by_text: bool
+
+
+@cache
+def names_in(code: CodeType) -> CodeNames:
+    """Return the names that code reads."""
+    found = [(each.opname, each.argval) for each in dis.get_instructions(code)]
+    loads = {name for operation, name in found if operation.startswith(("LOAD", "IMPORT_FROM"))}
+    names = loads.intersection(code.co_names)
+    imports = {name for operation, name in found if operation == "IMPORT_NAME"}
+    of_globals = {name for operation, name in found if operation in GLOBAL_LOADS}
+    is_by_text = bool(names & BY_TEXT)
+    texts = strings_in(_loaded_constants(found)) if is_by_text else frozenset[str]()
+    of_owners = {*_of_owners(found, code), *((ANY, text) for text in texts)}
+    if "globals" in names:
+        of_globals.update(texts)
+    may_be_absent = names.union(texts) if "AttributeError" in names else texts
+    inner = [names_in(each) for each in code.co_consts if isinstance(each, CodeType)]
+    return CodeNames(
+        frozenset(names.union(texts, *(each.names for each in inner))),
+        frozenset(of_globals.union(*(each.globals for each in inner))),
+        frozenset(may_be_absent).union(*(each.may_be_absent for each in inner)),
+        frozenset(imports.union(*(each.imports for each in inner))),
+        frozenset(of_owners.union(*(each.of_owners for each in inner))),
+        is_by_text or any(each.is_by_text for each in inner),
+    )
+
+
+def _loaded_constants(found: list[tuple[str, Any]]) -> tuple[Any, ...]:
+    """Return the constants that code loads, without the tuples of keywords that it calls with."""
+    # Python 3.13 loads these tuples too, right before the call.
+    loads = pairwise([*found, ("", None)])
+    return tuple(
+        value
+        for (operation, value), (following, _) in loads
+        if operation == "LOAD_CONST" and following != "CALL_KW"
+    )
+
+
+def _of_owners(found: list[tuple[str, Any]], code: CodeType) -> Iterator[tuple[str, str]]:
+    """Yield the names that tensors have too, each behind that of what it is read of."""
+    loads = [each for each in found if each[0] != "EXTENDED_ARG"]
+    for (_, owner), (operation, name) in pairwise(loads):
+        if operation in ATTRIBUTE_LOADS and name in OF_TENSORS:
+            yield from ((each, name) for each in _called(owner, code))
+
+
+def _called(loaded: Any, code: CodeType) -> Iterator[str]:
+    """Yield the names of what an instruction loads: that of a variable, and of `self` its class."""
+    # From Python 3.13 on an instruction may load two variables.
+    name = loaded[-1] if isinstance(loaded, tuple) else loaded
+    yield str(name)
+    if name in ("self", *code.co_varnames[: code.co_argcount][:1]):
+        method, _, _ = code.co_qualname.partition(".<locals>")
+        yield method.rpartition(".")[0]
+
+
+def strings_in(value: Any) -> frozenset[str]:
+    """Return the strings in `value`, and in collections in it, that may name something."""
+    if isinstance(value, str):
+        return frozenset({value} if value.isidentifier() else ())
+    if isinstance(value, (tuple, list, set, frozenset)) and len(value) <= MOST_TEXTS:
+        return frozenset[str]().union(*map(strings_in, value))
+    return frozenset()

@@ -1,0 +1,38 @@
+"""Hooks on gradients of parameters, also those that a parameter itself does not show."""
+
+from __future__ import annotations
+
+from torch import Tensor
+from torch.autograd import graph
+
+__all__ = ["has_hook", "has_joint_hook"]
+
+
+def has_hook(parameter: Tensor) -> bool:
+    """Return whether a hook changes or sees the gradient of `parameter` in a backward."""
+    return bool(parameter._backward_hooks) or _has_node_hook(parameter)
+
+
+def has_joint_hook(parameter: Tensor) -> bool:
+    """Return whether a hook of `register_multi_grad_hook` waits for the gradient of `parameter`."""
+    hooks = (parameter._backward_hooks or {}).values()
+    # It may say of itself that it is the user's function.
+    codes = (getattr(hook, "__code__", None) for hook in hooks)
+    return any(code.co_filename == graph.__file__ for code in codes if code is not None)
+
+
+def _has_node_hook(parameter: Tensor) -> bool:
+    """Return whether the node that accumulates the gradient of `parameter` has a hook.
+
+    Nodes do not show their hooks, but a new one gets into the table in which others are.
+    """
+    if not parameter.requires_grad:
+        return False
+    node = graph.get_gradient_edge(parameter).node
+    for register in (node.register_prehook, node.register_hook):
+        handle = register(lambda *_: None)
+        hooks = handle.hooks_dict_ref()
+        handle.remove()
+        if hooks:
+            return True
+    return False

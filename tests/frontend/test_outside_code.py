@@ -1,0 +1,418 @@
+"""A forward reads tables, dispatch, metaclasses and places that are empty: changes are found."""
+
+from __future__ import annotations
+
+import functools
+import operator
+import weakref
+from collections import UserList
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from pipecompile.frontend.outside_values import OutsideValues
+
+SCALE = 2.0
+MORE = 1000  # items, of which only one changes
+
+
+def doubled(x: Tensor) -> Tensor:
+    return 2 * x
+
+
+def tripled(x: Tensor) -> Tensor:
+    return 3 * x
+
+
+def scaled(x: Tensor) -> Tensor:
+    return x * SCALE
+
+
+class Scaler:
+    factor = 2.0
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return x * self.factor
+
+    def scaled(self, x: Tensor) -> Tensor:
+        return x * self.factor
+
+
+class InheritingScaler(Scaler):
+    pass
+
+
+@dataclass
+class Made:
+    """Made in each forward."""
+
+    scale: float = field(default_factory=lambda: SCALE)
+
+
+class Meta(type):
+    shared = 2.0
+
+    @property
+    def scale(cls) -> float:
+        return cls.shared
+
+    def __getitem__(cls, _: int) -> float:
+        return cls.hidden  # type: ignore[attr-defined, no-any-return]
+
+
+class OfMeta(metaclass=Meta):
+    hidden = 2.0
+
+
+@functools.singledispatch
+def dispatched(x: Any) -> Any:
+    return 2 * x
+
+
+@dispatched.register(Tensor)
+def _(x: Tensor) -> Tensor:
+    return x * SCALE
+
+
+class Dispatching:
+    @functools.singledispatchmethod
+    def scaled(self, x: Any) -> Any:
+        return 2 * x
+
+
+class WithPartial:
+    def times(self, x: Tensor, scale: float) -> Tensor:
+        return x * scale
+
+    doubled = functools.partialmethod(times, scale=2.0)
+
+
+TABLE: dict[str, Any] = {"doubled": doubled, "scaled": scaled, "class": Scaler, "object": Scaler()}
+FUNCTIONS = [doubled, scaled]
+LARGE = {str(number): doubled for number in range(MORE)}
+NUMBERS = np.ones(MORE)
+ITEMS = UserList([2.0])
+CONFIG = SimpleNamespace(other=1)
+REFERRED = Scaler()
+REFERENCE = weakref.ref(REFERRED)
+SCALER, INHERITING = Scaler(), InheritingScaler()
+OUTSIDE = nn.Linear(2, 2)
+OUTSIDE.config = SimpleNamespace(scale=2.0)  # type: ignore[assignment]
+DISPATCHING, WITH_PARTIAL = Dispatching(), WithPartial()
+
+
+NAME, NAMES = "named", ["other", "listed"]
+NAMED = SimpleNamespace(named=2.0, listed=2.0, looped=2.0, unlisted=1, data=2.0)
+
+
+def looped(x: Tensor) -> Tensor:
+    for name in ("looped", "other"):
+        x = x * getattr(NAMED, name, 1.0)
+    return x
+
+
+def listed(x: Tensor) -> Tensor:
+    for name in NAMES:
+        x = x * getattr(NAMED, name, 1.0)
+    return x
+
+
+class OwnData:
+    """An attribute that tensors have too, and a method that calls `self` otherwise."""
+
+    def __init__(self) -> None:
+        self.data = 2.0
+
+    def doubled(this) -> float:  # noqa: N805
+        return 2 * this.data
+
+
+OWN_DATA = OwnData()
+
+
+def tried(x: Tensor) -> Tensor:
+    try:
+        return x * CONFIG.tried  # type: ignore[no-any-return]
+    except AttributeError:
+        return x
+
+
+Patch = pytest.MonkeyPatch
+Forward = Callable[[Tensor], Any]
+Change = Callable[[Patch], object]
+OF_SCALE: Change = lambda patch: patch.setitem(globals(), "SCALE", 3.0)  # noqa: E731
+
+
+def put(name: str, value: Any, owner: Any = CONFIG) -> Change:
+    return lambda patch: patch.setattr(owner, name, value, raising=False)
+
+
+CASES: dict[str, tuple[Forward, Change, str]] = {
+    "a function in a table": (
+        lambda x: TABLE["doubled"](x),
+        lambda patch: patch.setitem(TABLE, "doubled", tripled),
+        "TABLE",
+    ),
+    "a function in a large table": (
+        lambda x: LARGE["7"](x),
+        lambda patch: patch.setitem(LARGE, "7", tripled),
+        "LARGE",
+    ),
+    "what a function in a table reads": (lambda x: TABLE["scaled"](x), OF_SCALE, "SCALE"),
+    "what a function in a list reads": (lambda x: FUNCTIONS[1](x), OF_SCALE, "SCALE"),
+    "an attribute of a class in a table": (
+        lambda x: TABLE["class"]()(x),
+        put("factor", 3.0, Scaler),
+        "Scaler.factor",
+    ),
+    "a new attribute of an object in a table": (
+        lambda x: TABLE["object"](x),
+        put("factor", 3.0, TABLE["object"]),
+        "TABLE.factor",
+    ),
+    "a number of a large array": (
+        lambda x: x * float(NUMBERS[7]),
+        lambda _: NUMBERS.__setitem__(7, 3.0),
+        "NUMBERS",
+    ),
+    "an item of a UserList": (
+        lambda x: x * ITEMS[0],
+        lambda _: ITEMS.append(3.0),
+        "ITEMS.data",
+    ),
+    "another function for a type": (
+        lambda x: dispatched(x),
+        lambda _: dispatched.register(nn.Parameter, tripled),
+        "dispatched.registry",
+    ),
+    "what the function for a type reads": (lambda x: dispatched(x), OF_SCALE, "SCALE"),
+    "another method for a type": (
+        lambda x: DISPATCHING.scaled(x),
+        lambda _: vars(Dispatching)["scaled"].register(Tensor, tripled),
+        "registry",
+    ),
+    "an argument of a partial method": (
+        lambda x: WITH_PARTIAL.doubled(x),
+        lambda patch: patch.setitem(vars(WithPartial)["doubled"].keywords, "scale", 3.0),
+        "doubled.keywords",
+    ),
+    "what a property of a metaclass reads": (
+        lambda x: x * OfMeta.scale,
+        put("shared", 3.0, Meta),
+        "Meta.shared",
+    ),
+    "a property of a metaclass": (
+        lambda x: x * OfMeta.scale,
+        put("scale", property(lambda _: 3.0), Meta),
+        "Meta.scale",
+    ),
+    "what an operator of a metaclass reads": (
+        lambda x: x * OfMeta[0],
+        put("hidden", 3.0, OfMeta),
+        "OfMeta.hidden",
+    ),
+    "an attribute before that of the class": (
+        lambda x: x * SCALER.factor,
+        put("factor", 3.0, SCALER),
+        "SCALER.factor",
+    ),
+    "a method of an object": (
+        lambda x: SCALER.scaled(x),
+        put("scaled", tripled, SCALER),
+        "SCALER.scaled",
+    ),
+    "a method of a class before an inherited one": (
+        lambda x: INHERITING.scaled(x),
+        put("scaled", lambda _, x: x, InheritingScaler),
+        "InheritingScaler.scaled",
+    ),
+    "what getattr did not find": (
+        lambda x: x * getattr(CONFIG, "found", 2.0),
+        put("found", 3.0),
+        "CONFIG.found",
+    ),
+    "what hasattr did not find": (
+        lambda x: 3 * x if hasattr(CONFIG, "flag") else x,
+        put("flag", True),
+        "CONFIG.flag",
+    ),
+    "an attribute whose name is a global": (
+        lambda x: x * getattr(NAMED, NAME),
+        put("named", 3.0, NAMED),
+        "NAMED.named",
+    ),
+    "an attribute whose name is in a list": (listed, put("listed", 3.0, NAMED), "NAMED.listed"),
+    "an attribute whose name is in a tuple": (looped, put("looped", 3.0, NAMED), "NAMED.looped"),
+    "a method by its name": (
+        lambda x: x * operator.methodcaller("doubled")(OWN_DATA),
+        put("doubled", lambda _: 3.0, OwnData),
+        "OwnData.doubled",
+    ),
+    "an attribute as tensors have it": (
+        lambda x: x * OWN_DATA.doubled(),
+        put("data", 3.0, OWN_DATA),
+        "OWN_DATA.data",
+    ),
+    "what was no attribute": (tried, put("tried", 3.0), "CONFIG.tried"),
+    "a global with the name of a builtin": (
+        lambda x: x * abs(2.0),
+        lambda patch: patch.setitem(globals(), "abs", int),
+        "test_outside_code.abs",
+    ),
+    "the code of a function": (
+        lambda x: doubled(x),
+        put("__code__", tripled.__code__, doubled),
+        "doubled",
+    ),
+    "what makes an object": (lambda x: x * Made().scale, OF_SCALE, "SCALE"),
+    "what a weak reference refers to": (
+        lambda x: x * REFERENCE().factor,  # type: ignore[union-attr]
+        put("factor", 3.0, REFERRED),
+        "REFERENCE()",
+    ),
+    "the config of a module outside the model": (
+        lambda x: x * OUTSIDE.config.scale,
+        put("scale", 3.0, OUTSIDE.config),
+        "OUTSIDE.config.scale",
+    ),
+}
+
+
+class Reading(nn.Module):
+    """Calls a function, which reads something."""
+
+    def __init__(self, function: Forward) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        """A value of any shape to the same shape."""
+        return self.function(x)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_change_is_found(name: str, monkeypatch: Patch) -> None:
+    function, change, where = CASES[name]
+    values = OutsideValues(Reading(function))
+    assert values.changed() is None
+    monkeypatch.setattr(CONFIG, "other", 2)  # read by nobody
+    monkeypatch.setattr(CONFIG, "new", 2, raising=False)
+    assert values.changed() is None
+    change(monkeypatch)
+    changed = values.changed()
+    assert changed is not None and where in changed
+
+
+class Typed(nn.Module):
+    """Has a config, and asks a tensor for its type."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.config = SimpleNamespace(dtype=None, device="cpu")
+
+    def forward(self, x: Tensor) -> Tensor:
+        """A value of any shape to the same shape."""
+        return x.to(x.dtype)
+
+
+class TypedByConfig(Typed):
+    def forward(self, x: Tensor) -> Tensor:
+        """A value of any shape to the same shape."""
+        return x.to(self.config.dtype)
+
+
+class TypedByArgument(Typed):
+    def forward(self, x: Tensor) -> Tensor:
+        """A value of any shape to the same shape."""
+        return typed(x, self.config)
+
+
+class TypedByText(Typed):
+    def forward(self, x: Tensor) -> Tensor:
+        """A value of any shape to the same shape."""
+        return x.to(getattr(self.config, "dtype"))  # noqa: B009
+
+
+class TypedByKeyword(Typed):
+    def forward(self, x: Tensor) -> Tensor:
+        """A value of any shape to the same shape."""
+        return torch.add(x, torch.zeros(1, dtype=x.dtype, device=getattr(self.config, "device")))  # noqa: B009
+
+
+def typed(x: Tensor, config: Any) -> Tensor:
+    return x.to(config.dtype)
+
+
+@pytest.mark.parametrize(
+    "kind", [Typed, TypedByKeyword, TypedByConfig, TypedByArgument, TypedByText]
+)
+def test_attributes_of_tensors_count_where_code_reads_them_of_an_object(kind: type[Typed]) -> None:
+    model = kind()
+    values = OutsideValues(model)
+    # As `save_pretrained` of transformers does it.
+    model.config.dtype = "float32"
+    changed = values.changed()
+    assert changed == (None if kind in (Typed, TypedByKeyword) else "config.dtype")
+
+
+def test_tables_of_installed_packages_get_entries_for_other_models(monkeypatch: Patch) -> None:
+    is_installed = "pipecompile.frontend.outside_values.is_installed"
+    monkeypatch.setattr(is_installed, lambda package: package == "tests")
+    values = OutsideValues(Reading(lambda x: TABLE["doubled"](x)))
+    monkeypatch.setitem(TABLE, "new", tripled)
+    assert values.changed() is None
+    monkeypatch.setitem(TABLE, "doubled", tripled)
+    assert values.changed() == f"{__name__}.TABLE['doubled']"
+
+
+class Lazy:
+    @functools.cached_property
+    def scale(self) -> float:
+        return 2.0
+
+
+LAZY = Lazy()
+
+
+def test_a_cached_property_that_is_first_read_later_is_no_change() -> None:
+    values = OutsideValues(Reading(lambda x: x * LAZY.scale))
+    assert LAZY.scale == 2.0
+    assert values.changed() is None
+
+
+class Hiding:
+    @property
+    def __dict__(self) -> Any:  # type: ignore[override]
+        raise RuntimeError("hidden")
+
+
+HIDING = Hiding()
+
+
+def test_an_object_may_hide_its_attributes() -> None:
+    assert OutsideValues(Reading(lambda x: x if HIDING else -x)).changed() is None
+
+
+HOLDING: list[Any] = [2.0]
+HOLDING.append({"itself": HOLDING})
+
+
+def test_a_container_may_hold_itself(monkeypatch: Patch) -> None:
+    values = OutsideValues(Reading(lambda x: x * HOLDING[0]))
+    assert values.changed() is None
+    monkeypatch.setitem(HOLDING[1], "more", 1)
+    assert values.changed() is not None
+
+
+def test_a_function_may_say_anything_of_its_module(monkeypatch: Patch) -> None:
+    monkeypatch.setattr(scaled, "__module__", None)
+    values = OutsideValues(Reading(lambda x: scaled(x)))
+    OF_SCALE(monkeypatch)
+    # Without a module it counts as one of Python's own.
+    assert values.changed() is None

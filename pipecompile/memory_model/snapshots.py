@@ -11,7 +11,7 @@ one microbatch and a split backward:
     received values    ├─────────────────────┤
     received gradients              ├────────┤
 
-These spans, added up over microbatches, are the state after each action. rank.py multiplies the
+These spans, added up over microbatches, are the state after each action. holdings.py multiplies the
 counts with a stage's `Footprint`.
 """
 

@@ -82,7 +82,8 @@ class PlacementDrafter:
         """Return the plan of any choice as the plan of `options`; `own` is that of their cut."""
         from pipecompile.planner.partition import search_of
 
-        search = search_of(plan, self._planner(options), self.links, own.search if own else None)
+        planner, known = self._planner(options), own.search if own else None
+        search = search_of(plan, planner, self.links, known, explained=self.effort.is_explained)
         stages = plan.stages
         if plan.options.recompute != options.recompute:
             # What a policy takes is no bound of what would do.

@@ -38,7 +38,7 @@ from pipecompile.ir.options import DEFAULT_EFFORT, DEFAULT_TOP
 from pipecompile.ir.plan import Plan
 from pipecompile.ir.setting import JointSearch, Setting, SettingResult, SettingStatus
 from pipecompile.ir.size import size_text
-from pipecompile.partition.budget import QUICK, THOROUGH, UNEXPLAINED, CutEffort
+from pipecompile.partition.budget import QUICK, THOROUGH, CutEffort
 from pipecompile.planner.draft import draft
 from pipecompile.planner.likely_step import LikelyStep, likely_step
 from pipecompile.planner.setting_bounds import (
@@ -318,7 +318,7 @@ class _SettingSearch:
             failed = [each for each in settings if self._status(each) == "no cut"]
             for setting in failed[:LONGER_SEARCHES]:
                 if self._has_time:
-                    self._plan(setting, UNEXPLAINED)
+                    self._plan(setting, THOROUGH)
         close = [each for each in self.leaders if self._is_close(self.plans[each])]
         for setting in reversed(close):
             if setting not in self.finished and (self._has_time or not self.finished):
@@ -363,7 +363,8 @@ class _SettingSearch:
         except (InfeasibleError, InputError) as error:
             if setting not in self.plans:
                 status: SettingStatus = "refused" if isinstance(error, InputError) else "no cut"
-                self._note(setting, status, bound, str(error))
+                is_reason = status == "refused" or effort.is_explained
+                self._note(setting, status, bound, str(error) if is_reason else "")
             return
         before, step_ns = self._best_ns, plan.prediction.step_ns
         for plans in (self.plans, *[self.finished] * (effort == THOROUGH)):

@@ -258,6 +258,10 @@ def test_nothing_fits_is_said_with_the_reasons() -> None:
         searched(chain, space(2, memory="1GiB"))
     with pytest.raises(InfeasibleError, match=r"cannot fit their memory \(such as 1 replica × 2"):
         searched(chain, space(2, {"replicas": 1}, memory="1GiB"))
+    # The sums fit; what a quick search says, that no cut was found, is no reason.
+    chain = even_chain(bytes=10**7, parameter_bytes=10**6)
+    with pytest.raises(InfeasibleError, match=r"found to fit \(such as .*: a rank may hold 66\.8"):
+        searched(chain, space(2, {"replicas": 1}, memory=70_000_000), JointLimits(effort=3))
 
 
 def test_numbers_that_do_not_divide_are_refused() -> None:

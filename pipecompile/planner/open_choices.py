@@ -129,6 +129,8 @@ class OpenChoices:
         if ordering is None or not is_capped or plan.prediction.bubble < IDLE_SHARE:
             return plan
         name = representative_schedule(self.options, self.placement)
+        if name in SPLIT and not _can_split(self.graph):
+            return plan
         other = self._planned(replace(self.options, schedule=name, recompute="stage"))
         if other is None or _step_ns(other) >= _step_ns(plan):
             return plan

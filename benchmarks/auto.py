@@ -4,9 +4,10 @@
 
 Models on the meta device are planned for 8 to 64 H100. Each row has four answers: the default
 before devices were given (k = the devices, microbatches = k, 1F1B; with recompute auto if it does
-not fit otherwise), the best of a grid that an engineer would try (each number of replicas that
-leaves two ranks, the three usual schedules, one sample a microbatch; with recompute auto if it does
-not fit otherwise), the joint search, and its bound.
+not fit otherwise), the best of a grid that an engineer would try (each number of replicas, the
+three usual schedules, 1, 2, 4 and 8 microbatches for each rank; with whole stages recomputed if it
+does not fit otherwise), the joint search, and its bound. What a bound rules out is left out of the
+grid, since it is not the best of it.
 
 Prints a table; writes results/auto.json.
 """
@@ -17,6 +18,7 @@ import json
 import logging
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,15 +36,18 @@ from pipecompile.errors import InfeasibleError, InputError
 from pipecompile.frontend.target import Target
 from pipecompile.ir.graph import CostGraph
 from pipecompile.ir.options import DEFAULT_EFFORT
-from pipecompile.ir.plan import Options, Plan
+from pipecompile.ir.plan import Options, Plan, Recompute
+from pipecompile.ir.setting import Setting
 from pipecompile.partition.budget import QUICK
 from pipecompile.planner.draft import draft
 from pipecompile.planner.joint_search import JointLimits, joint_plan
+from pipecompile.planner.setting_bounds import Work, least_step_ns, state_bytes
 from pipecompile.planner.setting_space import SettingSpace
 from pipecompile.planner.target_costs import Source
 
 RESULT = Path(__file__).parent / "results" / "auto.json"
 SCHEDULES = ("1f1b", "zb-h1", "interleaved-1f1b")
+MICROBATCHES_PER_RANK = (1, 2, 4, 8)
 
 
 @dataclass(frozen=True)
@@ -54,54 +59,46 @@ class Case:
     master_weights: bool = True
 
 
-def _decoder(samples: int, **sizes: int) -> Target:
-    """Return a decoder in bfloat16 with a minibatch of sequences."""
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.bfloat16)
-    try:
-        with torch.device("meta"):
-            model: nn.Module = Decoder(sizes, 1, 1)
-            tokens = torch.zeros(samples, sizes["sequence"], dtype=torch.int64)
-    finally:
-        torch.set_default_dtype(before)
-    return _target(model, tokens, tokens, token_loss)
-
-
 def _target(model: nn.Module, sample: Any, targets: Any, loss: Any) -> Target:
     fields = {"model": model, "sample_input": sample, "targets": targets, "loss_fn": loss}
     return Target.of({**fields, "optimizer": "adamw"}, "benchmarks.auto")
 
 
 def _llama(layers: int, hidden: int, intermediate: int, heads: int, samples: int) -> Target:
-    return _decoder(
-        samples,
-        layers=layers,
-        hidden=hidden,
-        intermediate=intermediate,
-        heads=heads,
-        kv_heads=8,
-        vocabulary=128256,
-        sequence=4096,
-    )
+    sizes = {
+        "layers": layers,
+        "hidden": hidden,
+        "intermediate": intermediate,
+        "heads": heads,
+        "kv_heads": 8,
+        "vocabulary": 128256,
+        "sequence": 4096,
+    }
+    with _bfloat16(), torch.device("meta"):
+        model: nn.Module = Decoder(sizes, 1, 1)
+        tokens = torch.zeros(samples, sizes["sequence"], dtype=torch.int64)
+    return _target(model, tokens, tokens, token_loss)
+
+
+@contextmanager
+def _bfloat16() -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
 
 
 def _mixtral() -> Target:
-    """Return Mixtral 8x7B: every layer has eight experts, of which a token is sent to two."""
-    return _decoder(
-        64,
-        layers=32,
-        dense_layers=0,
-        hidden=4096,
-        intermediate=14336,
-        expert_intermediate=14336,
-        experts=8,
-        experts_per_token=2,
-        shared_experts=0,
-        heads=32,
-        kv_heads=8,
-        vocabulary=32000,
-        sequence=4096,
-    )
+    """Return Mixtral 8x7B, with the products of all experts of a layer as one of groups."""
+    import transformers
+
+    config = transformers.MixtralConfig(use_cache=False, experts_implementation="grouped_mm")
+    with _bfloat16(), torch.device("meta"):
+        model = transformers.MixtralForCausalLM(config)
+        tokens = torch.zeros(64, 4096, dtype=torch.int64)
+    return _target(model, {"input_ids": tokens}, tokens, _logits_loss)
 
 
 def _gpt2_xl() -> Target:
@@ -225,22 +222,33 @@ class Run:
     def default(self) -> Plan | None:
         """Return the plan by the defaults of a call with k alone."""
         k = self.space.devices
-        return self.fitting(replace(self.base, k=k, microbatches=k))
+        return self.fitting(replace(self.base, k=k, microbatches=k), "auto")
 
-    def fitting(self, options: Options) -> Plan | None:
-        """Return a plan without recompute; with recompute auto if there is none."""
-        return self.planned(options) or self.planned(replace(options, recompute="auto"))
+    def fitting(self, options: Options, recompute: Recompute) -> Plan | None:
+        """Return a plan without recompute; with this one if there is none."""
+        return self.planned(options) or self.planned(replace(options, recompute=recompute))
 
     def by_hand(self) -> Plan | None:
         """Return the best plan of the grid."""
-        plans = filter(None, map(self.fitting, self._grid()))
-        return min(plans, key=lambda plan: plan.prediction.step_ns, default=None)
+        best: Plan | None = None
+        for setting in self._grid():
+            options = self.space.options(setting)
+            graph = self.costs.graph(replace(options, microbatches=setting.parts))
+            is_too_large = state_bytes(graph, options) > sum(options.caps(setting.ranks) or ())
+            least = least_step_ns(Work.of(graph), setting)
+            if is_too_large or (best is not None and least >= best.prediction.step_ns):
+                continue
+            plans = filter(None, (best, self.fitting(options, "stage")))
+            best = min(plans, key=lambda plan: plan.prediction.step_ns, default=None)
+        return best
 
-    def _grid(self) -> Iterator[Options]:
+    def _grid(self) -> Iterator[Setting]:
         for setting in self.space.settings():
             is_usual = setting.schedule in SCHEDULES and setting.recompute == "none"
-            if is_usual and setting.parts == self.space.samples and setting.ranks > 1:
-                yield self.space.options(setting)
+            # On one rank every order is the same.
+            is_usual &= setting.ranks > 1 or setting.schedule == "1f1b"
+            if is_usual and setting.microbatches / setting.ranks in MICROBATCHES_PER_RANK:
+                yield setting
 
     def joint(self, effort: int) -> Plan:
         """Return the plan of the joint search."""
@@ -261,12 +269,17 @@ def row(name: str, effort: int, *, has_grid: bool) -> dict[str, Any]:
     costing, joint = run.costs.seconds, plan.joint
     assert joint is not None
     assert first.seconds is not None
+    default, began_grid = run.default(), time.process_time()
+    by_hand = run.by_hand() if has_grid else None
+    grid_seconds = time.process_time() - began_grid
     return {
         "case": name,
         "devices": run.devices,
         "effort": effort,
-        "default_ms": _milliseconds(run.default()),
-        "by_hand_ms": _milliseconds(run.by_hand()) if has_grid else None,
+        "default_ms": _milliseconds(default),
+        "by_hand_ms": _milliseconds(by_hand),
+        "by_hand": None if by_hand is None else str(_setting_of(by_hand)),
+        "cpu_seconds_of_grid": round(grid_seconds, 1) if has_grid else None,
         "joint_ms": _milliseconds(plan),
         "bound_ms": joint.bound_ns / 1e6,
         "gap": joint.gap,
@@ -278,6 +291,17 @@ def row(name: str, effort: int, *, has_grid: bool) -> dict[str, Any]:
         "cpu_seconds_of_captures_and_costs": round(costing, 1),
         "cpu_seconds_to_first_plan": round(first.seconds - cpu, 1),
     }
+
+
+def _setting_of(plan: Plan) -> Setting:
+    return Setting(
+        ranks=plan.ranks,
+        stages_per_rank=plan.stages_per_rank,
+        replicas=plan.replicas,
+        microbatches=plan.microbatches,
+        schedule=plan.options.schedule,
+        recompute=plan.options.recompute,
+    )
 
 
 def _milliseconds(plan: Plan | None) -> float | None:

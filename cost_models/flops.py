@@ -16,7 +16,7 @@ from pipecompile.graph.storages import size_bytes
 from pipecompile.ir.amount import AllocatorName
 from pipecompile.ir.graph import FUSED_ATTENTION, FusedType, TimeUnit
 
-__all__ = ["BYTES_PER_NS", "CPU_ATTENTION", "FLOPS_PER_NS", "Flops"]
+__all__ = ["BYTES_PER_NS", "FLOPS_PER_NS", "UNCOUNTED", "Flops"]
 
 FLOPS_PER_NS = 10_000  # 10 TFLOP/s
 BYTES_PER_NS = 1_000  # 1 TB/s
@@ -39,11 +39,22 @@ def _attention_backward(
     return int(sdpa_backward_flop_count(gradient, query, key, value))
 
 
-# PyTorch counts only the fused attention of GPUs. Fake tensors are on the CPU, which has a kernel
-# of its own.
-CPU_ATTENTION = {
+def _grouped_product(left: torch.Size, right: torch.Size, *_: object, **__: object) -> int:
+    """Return the FLOPs of the products of groups, as those of experts with their tokens.
+
+    Two batches of matrices have a product for each group. Otherwise groups are ranges of rows, of
+    columns or of what is summed over, and together they are as much as one product.
+    """
+    groups = left[0] if len(left) == len(right) == 3 else 1
+    return 2 * groups * left[-2] * left[-1] * right[-1]
+
+
+# What PyTorch does not count: of fused attention it knows the kernels of GPUs, and fake tensors are
+# on the CPU, which has one of its own.
+UNCOUNTED = {
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
+    torch.ops.aten._grouped_mm: _grouped_product,
 }
 # These read only the rows that they return, not the whole table.
 _GATHERS = {"torch.nn.Embedding", "torch.nn.EmbeddingBag", "torch.nn.functional.embedding"}
@@ -59,8 +70,9 @@ class Flops:
 
     The forward moves its arguments, the parameters that it reads and its outputs. A backward moves
     the gradients of the outputs, all that the forward read, and the gradients that it computes.
-    Views cost nothing. FLOPs are those of `torch.utils.flop_counter`: matrix products, convolutions
-    and attention, where a multiply-add counts as two. Costs are the same on every machine.
+    Views cost nothing. FLOPs are those of `torch.utils.flop_counter` and of `UNCOUNTED`: matrix
+    products, convolutions and attention, where a multiply-add counts as two. Costs are the same on
+    every machine.
     """
 
     name: ClassVar[str] = "flops"
@@ -118,7 +130,7 @@ def _time_ns(flops: int, moved: int) -> int:
 
 def _counted(action: Callable[[], Any]) -> tuple[int, Any]:
     """Return the FLOPs of `action` and its result."""
-    with FlopCounterMode(display=False, custom_mapping=CPU_ATTENTION) as counter:
+    with FlopCounterMode(display=False, custom_mapping=UNCOUNTED) as counter:
         result = action()
     return counter.get_total_flops(), result
 

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry, shape_wrapper
 
 from pipecompile.cost_models.device import OperatorClass
-from pipecompile.cost_models.flops import CPU_ATTENTION
+from pipecompile.cost_models.flops import UNCOUNTED
 from pipecompile.cost_models.protocol import DifferentiableRun, NodeCall
 from pipecompile.graph.pytrees import tensor_leaves
 
@@ -24,7 +24,7 @@ __all__ = ["CallKernels", "Kernel", "call_kernels"]
 
 _COUNTS: dict[Any, Callable[..., int]] = {
     **flop_registry,
-    **{operator: shape_wrapper(count) for operator, count in CPU_ATTENTION.items()},
+    **{operator: shape_wrapper(count) for operator, count in UNCOUNTED.items()},
 }
 # Of the first argument only the elements that are returned are read.
 _GATHERS = {"embedding", "gather", "index", "index_select", "nll_loss_forward"}

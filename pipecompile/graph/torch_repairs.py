@@ -7,7 +7,8 @@ for identifiers:
                                       getattr(self, "class").weight
 
 Fake tensors multiply groups of matrices, as mixtures of experts do, in bfloat16 only (until torch
-2.14), while real ones do so in float32 too.
+2.14), while real ones do so in float32 too. They count integers, as the tokens of each expert, on
+GPUs only, while fakes of the CPU stand in for tensors of any device here.
 """
 
 from __future__ import annotations
@@ -18,6 +19,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, _meta_registrations
+from torch._ops import OpOverload
+from torch._subclasses import fake_impls
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import graph as fx_graph
 
 __all__ = ["repair_torch"]
@@ -30,6 +34,7 @@ def repair_torch() -> None:
     fx_graph._format_target = _format_target
     if _fake_grouped_product is not None:
         vars(_meta_registrations)["_meta_grouped_mm_common"] = _grouped_product
+    fake_impls.op_implementations_dict[torch.ops.aten.histc.default] = _histogram
 
 
 def _format_target(base: str, target: str) -> str:
@@ -62,3 +67,11 @@ def _grouped_product(
     if left.dim() == 2 and right.dim() == 2 and offs is not None:
         return left.new_empty(offs.shape[0], rows, columns)
     return left.new_empty(rows, columns)
+
+
+def _histogram(
+    mode: FakeTensorMode, _: OpOverload, values: Tensor, bins: int = 100, *__: Any, **___: Any
+) -> Tensor:
+    """Return the fake histogram of a fake."""
+    with mode:
+        return values.new_empty(bins)

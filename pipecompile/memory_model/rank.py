@@ -25,7 +25,7 @@ else counts bytes.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import NamedTuple, TypeVar
 
 import msgspec
@@ -36,14 +36,23 @@ from pipecompile.ir.plan import Plan
 from pipecompile.ir.rank_memory import RankMemory
 from pipecompile.ir.schedule import Action, Kind
 from pipecompile.memory_model.action_workspace import (
-    between_halves,
     most_in_actions,
     optimizer_workspace,
     workspace_of_action,
 )
 from pipecompile.memory_model.allocator import ALLOCATORS, Allocator
 from pipecompile.memory_model.handover import most_handed_over
-from pipecompile.memory_model.messages import held_messages
+from pipecompile.memory_model.holdings import (
+    RankHoldings,
+    activations_of,
+    counted_once,
+    has_copies,
+    kv_cache_of,
+    minibatch_of,
+    steps_on_copies,
+    summed,
+)
+from pipecompile.memory_model.messages import StageMessages
 from pipecompile.memory_model.peak_snapshots import peak_snapshots
 from pipecompile.memory_model.snapshots import Snapshot, StageState, all_snapshots, states
 from pipecompile.memory_model.unread_gradients import unread_gradients
@@ -91,7 +100,8 @@ def rank_memory(
     allocator: Allocator,
 ) -> RankMemory:
     """Return the peak of a rank that holds `stages` (by index) and goes through `snapshots`."""
-    candidates = [_held(stages, snapshot, microbatches, allocator) for snapshot in snapshots]
+    holdings = RankHoldings(stages, microbatches, allocator)
+    candidates = [holdings.at(snapshot) for snapshot in snapshots]
     expected = max(candidates, key=lambda memory: memory.total.expected)
     bound = max(candidates, key=lambda memory: memory.total.bound)
     size = bound.total.bound
@@ -117,11 +127,9 @@ def stage_memory(
     A parameter that several stages read belongs to the first, the workspace to the stage that acts.
     Bounds are without what an allocator adds to the whole rank.
     """
-    peak = max(
-        snapshots,
-        key=lambda snapshot: _held(stages, snapshot, microbatches, allocator).total.expected,
-    )
-    is_copied, is_stepped = _has_copies(stages, peak), _steps_on_copies(stages, peak)
+    holdings = RankHoldings(stages, microbatches, allocator)
+    peak = max(snapshots, key=lambda snapshot: holdings.at(snapshot).total.expected)
+    is_copied, is_stepped = has_copies(stages, peak), steps_on_copies(stages, peak)
     with_gradients = {
         index: stage
         for index, stage in stages.items()
@@ -133,9 +141,9 @@ def stage_memory(
             + _added_by(stages, index, "gradients") * is_copied,
             gradients=_added_by(with_gradients, index, "gradients") * (1 + is_stepped),
             optimizer=_added_by(stages, index, "optimizer") * (1 + is_copied),
-            activations=_activations(stage, peak.states[index]),
+            activations=activations_of(stage, peak.states[index]),
             buffers=stage.inputs * microbatches
-            + held_messages(stages, index, peak.states[index])
+            + holdings.messages[index].held(peak.states[index])
             + stage.gradient_copies * peak.states[index].has_all_gradients,
             workspace=workspace_of_action(stages, peak, allocator) if index == peak.stage else ZERO,
             kv_cache=stage.kv_cache,
@@ -156,10 +164,10 @@ def memory_by_stage(plan: Plan, rank: int) -> dict[int, RankMemory]:
 
 def memory_of_actions(plan: Plan, rank: int) -> Iterator[tuple[Snapshot, RankMemory]]:
     """Yield what a rank holds in each action; bounds are without what an allocator adds to it."""
-    stages, allocator = plan.footprints(rank), ALLOCATORS[plan.allocator]
+    holdings = RankHoldings(plan.footprints(rank), plan.microbatches, ALLOCATORS[plan.allocator])
     unread = unread_gradients(plan.schedule)
     for snapshot in all_snapshots(plan.schedule.rows[rank], unread):
-        yield snapshot, _held(stages, snapshot, plan.microbatches, allocator)
+        yield snapshot, holdings.at(snapshot)
 
 
 def fixed_bytes(plan: Plan, rank: int) -> int:
@@ -175,7 +183,7 @@ def activation_curve(
     Outputs that are sent count until the backward.
     """
     for action, stage_states in states(row):
-        yield action, _sum(_activations(stages[i], state) for i, state in stage_states.items())
+        yield action, summed(activations_of(stages[i], state) for i, state in stage_states.items())
 
 
 def activation_changes(*, kept: Size, recomputed: Size, between: Size) -> dict[Kind, Size]:
@@ -215,10 +223,11 @@ def backward_allowances(
     changed = ("activations", *BACKWARD_PEAKS, "gathered", "backward_sum_peak")
     others = {**stages, index: msgspec.structs.replace(stage, **dict.fromkeys(changed, ZERO))}
     free = allocator.unpadded(memory_bytes, neighbour_ranks(stages)) - stage.gathered.bound
+    holdings = RankHoldings(others, microbatches, allocator)
     for snapshot in snapshots:
         if snapshot.kind is Kind.BACKWARD and snapshot.stage == index:
             state = snapshot.states[index]
-            held = _held(others, snapshot, microbatches, allocator).total.bound
+            held = holdings.at(snapshot).total.bound
             has_gradients = 0 if stage.sums_in_backwards else state.has_gradients
             yield BackwardAllowance(state.with_activations, free - held, has_gradients)
 
@@ -240,11 +249,11 @@ def available_for_activations(
     always = _always(stages, microbatches, "parameters", "gradients", "optimizer")
     step = always + optimizer_workspace(stages, allocator)
     if any(stage.is_validated_later for stage in stages.values()):
-        copies = _sum(_counted_once(stages.values(), kind) for kind in ("gradients", "optimizer"))
+        copies = summed(counted_once(stages.values(), kind) for kind in ("gradients", "optimizer"))
         always += copies
         # The optimizer steps on copies of gradients.
-        step += copies + _counted_once(stages.values(), "gradients")
-    always += _sum(stage.gradient_copies for stage in stages.values())
+        step += copies + counted_once(stages.values(), "gradients")
+    always += summed(stage.gradient_copies for stage in stages.values())
     for index in stages:
         with_next = microbatches * (index + 1 not in stages)
         with_previous = microbatches * (index - 1 not in stages)
@@ -253,7 +262,7 @@ def available_for_activations(
             gradients_received=with_next,
             backward_sent=with_previous,
         )
-        always += held_messages(stages, index, all_messages)
+        always += StageMessages(stages, index).held(all_messages)
     for index, stage in stages.items():
         if index + 1 in stages:
             behind = stages[index + 1]
@@ -275,97 +284,22 @@ def most_for_activations(
     return max(0, free - always.bound)
 
 
-# -- the kinds
-
-
-def _held(
-    stages: Mapping[int, Footprint], snapshot: Snapshot, microbatches: int, allocator: Allocator
-) -> RankMemory:
-    """Return by kind what is held in a snapshot, with the most that lives in its action."""
-    pairs = [(stage, snapshot.states[index]) for index, stage in sorted(stages.items())]
-    is_copied = _has_copies(stages, snapshot)
-    with_gradients = [stage for stage, state in pairs if state.has_gradients or is_copied]
-    messages = (held_messages(stages, i, state) for i, state in snapshot.states.items())
-    copies = (stage.gradient_copies * state.has_all_gradients for stage, state in pairs)
-    return RankMemory(
-        # Gradients are as large as the parameters that are trained.
-        parameters=_counted_once(stages.values(), "parameters")
-        + _counted_once(stages.values(), "gradients") * is_copied,
-        gradients=_counted_once(with_gradients, "gradients")
-        * (1 + _steps_on_copies(stages, snapshot)),
-        optimizer=_counted_once(stages.values(), "optimizer") * (1 + is_copied),
-        activations=_sum(_activations(stage, state) for stage, state in pairs),
-        buffers=_minibatch(stages, microbatches) + _sum(messages) + _sum(copies),
-        workspace=workspace_of_action(stages, snapshot, allocator),
-        kv_cache=_kv_cache(stages),
-    )
-
-
-def _has_copies(stages: Mapping[int, Footprint], snapshot: Snapshot) -> bool:
-    """Return whether copies are held of what the last update has overwritten: from the step to the
-    first backward after it.
-    """
-    if not any(stage.is_validated_later for stage in stages.values()):
-        return False
-    is_leading = snapshot.kind is Kind.FORWARD and snapshot.is_before_backwards
-    return snapshot.kind is Kind.STEP or is_leading
-
-
-def _steps_on_copies(stages: Mapping[int, Footprint], snapshot: Snapshot) -> bool:
-    """Return whether an optimizer steps on copies of gradients, which it may write to."""
-    is_validated_later = any(stage.is_validated_later for stage in stages.values())
-    return is_validated_later and snapshot.kind is Kind.STEP
-
-
-def _sum(amounts: Iterable[Amount]) -> Amount:
-    return sum(amounts, ZERO)
-
-
-def _counted_once(stages: Collection[Footprint], kind: str) -> Amount:
-    """Return a kind of all these stages of a rank: what several of them share is there once."""
-    shared = {share.name: getattr(share, kind) for stage in stages for share in stage.shared}
-    # Each stage's own figure has its shares: subtract all of them, and add each parameter once.
-    counted = _sum(getattr(share, kind) for stage in stages for share in stage.shared)
-    return _sum(getattr(stage, kind) for stage in stages) - counted + _sum(shared.values())
+# -- parts
 
 
 def _added_by(stages: Mapping[int, Footprint], index: int, kind: str) -> Amount:
     """Return what stage `index` adds to the stages before it."""
     before = [stage for other, stage in stages.items() if other < index]
     up_to = [stage for other, stage in stages.items() if other <= index]
-    return _counted_once(up_to, kind) - _counted_once(before, kind)
+    return counted_once(up_to, kind) - counted_once(before, kind)
 
 
 def _always(stages: Mapping[int, Footprint], microbatches: int, *kinds: str) -> Amount:
     """Return what a rank holds all the time of these kinds, with what it reads of the minibatch and
     its KV cache.
     """
-    held = _sum(_counted_once(stages.values(), kind) for kind in kinds)
-    return held + _minibatch(stages, microbatches) + _kv_cache(stages)
-
-
-def _activations(stage: Footprint, state: StageState) -> Amount:
-    """Return what a stage's microbatches in flight keep.
-
-    Between input and weight backward a microbatch keeps what the first of them left: with
-    activations of 41, of which it frees 5 and to which it adds 7, that is 43.
-    """
-    between = between_halves(stage) - stage.outputs_freed_by_input_backward
-    return (
-        stage.activations * state.with_activations
-        + stage.outputs * state.with_outputs
-        + stage.buffer_copies * state.with_buffer_copies
-        + between * state.between_backwards
-    )
-
-
-def _minibatch(stages: Mapping[int, Footprint], microbatches: int) -> Amount:
-    """Return what the stages read of the whole minibatch."""
-    return _sum(stage.inputs for stage in stages.values()) * microbatches
-
-
-def _kv_cache(stages: Mapping[int, Footprint]) -> Amount:
-    return _sum(stage.kv_cache for stage in stages.values())
+    held = summed(counted_once(stages.values(), kind) for kind in kinds)
+    return held + minibatch_of(stages, microbatches) + kv_cache_of(stages)
 
 
 def neighbour_ranks(stages: Mapping[int, Footprint]) -> int:

@@ -12,7 +12,7 @@ one microbatch and a split backward:
 
 The backward of a microbatch says that its outputs were received, and a later backward that what an
 earlier one has sent was read (unread_gradients.py). These spans, added up over microbatches, are
-the state after each action. rank.py multiplies the counts with a stage's `Footprint`.
+the state after each action. holdings.py multiplies the counts with a stage's `Footprint`.
 """
 
 from __future__ import annotations

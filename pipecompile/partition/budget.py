@@ -21,7 +21,6 @@ __all__ = [
     "SECONDS",
     "SHIFTS_PER_SECOND",
     "THOROUGH",
-    "UNEXPLAINED",
     "UNITS_PER_SECOND",
     "CutEffort",
 ]
@@ -50,5 +49,4 @@ class CutEffort(NamedTuple):
 
 
 THOROUGH = CutEffort(SECONDS, is_explained=True)
-UNEXPLAINED = CutEffort(SECONDS, is_explained=False)
 QUICK = CutEffort(1.0, is_explained=False)  # for one of many plans that are compared

@@ -10,7 +10,7 @@
     cut and scheduled by a quick search, unless it is not likely to be shorter
         │
         ▼
-    the few shortest again, by a thorough search ──▶ the plan, a lower bound, all results
+    those that led, again by a thorough search ──▶ the plan, a lower bound, all results
 
 Sizes of microbatches are captured and costed when they are first wanted. Until then the bound of a
 smaller one comes from the largest (`Work.of_part`). By `effort`, the number of plans, the answer
@@ -38,7 +38,7 @@ from pipecompile.ir.options import DEFAULT_EFFORT, DEFAULT_TOP
 from pipecompile.ir.plan import Plan
 from pipecompile.ir.setting import JointSearch, Setting, SettingResult, SettingStatus
 from pipecompile.ir.size import size_text
-from pipecompile.partition.budget import QUICK, THOROUGH, UNEXPLAINED, CutEffort
+from pipecompile.partition.budget import QUICK, THOROUGH, CutEffort
 from pipecompile.planner.draft import draft
 from pipecompile.planner.likely_step import LikelyStep, likely_step
 from pipecompile.planner.setting_bounds import (
@@ -58,10 +58,11 @@ __all__ = ["JointLimits", "joint_plan"]
 logger = logging.getLogger("pipecompile.api")
 
 LIKELY_FILLED = 0.85  # of a rank, by what is known before it is planned: the rest is workspace
+MOST_FILLED = 1.0  # beyond which a setting is tried only if nothing else has a plan
 RESCUES = 8  # settings that are tried beyond the effort while nothing fits
 EFFORT_ACTIONS = 8192  # computations in an order that take an effort of 1 more to plan
-FINALISTS = 2  # settings whose plans are made again by thorough ones,
-FINAL_SHARE = 1.05  # if their steps are within so much of the best
+LONGER_SEARCHES = 2  # for settings without a cut, if no setting has a plan
+FINAL_SHARE = 1.05  # of the best step: what is shorter is planned again by a thorough search
 
 
 _Size = tuple[str, int]
@@ -103,9 +104,10 @@ def joint_plan(
 class _SettingSearch:
     """A search under way: what is known of each setting, and the plans so far.
 
-    `finished` are those that a thorough search made: planning again gives the same ones.
-    `least_filled` is by recompute the least share of its memory that a rank was likely to need
-    under a setting without a plan. `spent` is how much of the effort is.
+    `leaders` had the shortest step when they were planned. `finished` are those that a thorough
+    search made: planning again gives the same ones. `least_filled` is by recompute the least share
+    of its memory that a rank was likely to need under a setting without a plan. `spent` is how much
+    of the effort is.
     """
 
     space: SettingSpace
@@ -115,6 +117,7 @@ class _SettingSearch:
     began: float
     results: dict[Setting, SettingResult] = field(default_factory=dict)
     plans: dict[Setting, Plan] = field(default_factory=dict)
+    leaders: list[Setting] = field(default_factory=list)
     finished: dict[Setting, Plan] = field(default_factory=dict)
     graphs: dict[_Size, CostGraph] = field(default_factory=dict)
     works: dict[_Size, Work] = field(default_factory=dict)
@@ -191,8 +194,8 @@ class _SettingSearch:
     # -- what to plan
 
     def _likeliest(self, settings: Sequence[Setting]) -> Iterator[Setting]:
-        """Yield what to plan: first what is likely to fit, then stages alone on their ranks, whose
-        cuts are found sooner, then the shortest likely step.
+        """Yield what to plan: first what is likely to fit, then what may, and of these first stages
+        alone on their ranks, whose cuts are found sooner, then the shortest likely step.
 
         What is not likely to fit is tried only if nothing else does.
         """
@@ -200,8 +203,8 @@ class _SettingSearch:
         heapify(queue)
         while queue:
             key, index = heappop(queue)
-            setting, (is_unlikely, _, _, step, *_) = settings[index], key
-            if is_unlikely and self.plans:
+            setting, (doubt, _, _, step, *_) = settings[index], key
+            if doubt == 2 and self.plans:
                 return
             if step >= self._best_ns:
                 continue
@@ -250,27 +253,29 @@ class _SettingSearch:
         """
         if self._status(setting) == "no cut":
             filled = self._guess(setting).filled
-            known = self.least_filled.get(setting.recompute, LIKELY_FILLED)
+            known = self.least_filled.get(setting.recompute, inf)
             self.least_filled[setting.recompute] = min(known, filled)
 
-    def _likely(self, setting: Setting) -> tuple[bool, bool, int, int, int, bool]:
-        """Return the sort key of a setting: whether it is not likely to fit, or to be better than a
-        plan, the stages on each rank, and its likely step; of equal ones first what takes less time
-        to plan.
+    def _likely(self, setting: Setting) -> tuple[int, bool, int, int, int, bool]:
+        """Return the sort key of a setting: 0 if it is likely to fit, 1 if it may, else 2; whether
+        it is not likely to be better than a plan, the stages on each rank, and its likely step; of
+        equal ones first what takes less time to plan.
         """
         likely = self._guess(setting)
-        is_unlikely = likely.filled >= self.least_filled.get(setting.recompute, LIKELY_FILLED)
+        failed = self.least_filled.get(setting.recompute, inf)
+        doubt = 2 if likely.filled > MOST_FILLED or likely.filled >= failed else 0
+        doubt = max(doubt, int(likely.filled >= LIKELY_FILLED))
         is_last = self._is_no_better(setting, likely)
         is_auto = setting.recompute == "auto"
-        return is_unlikely, is_last, setting.stages_per_rank, likely.step_ns, setting.ranks, is_auto
+        return doubt, is_last, setting.stages_per_rank, likely.step_ns, setting.ranks, is_auto
 
     def _is_no_better(self, setting: Setting, likely: LikelyStep) -> bool:
         """Return whether there is a plan under another schedule of the same stages that is likely
-        to be no longer and to hold no more.
+        to be no longer and to hold no more, whatever either recomputes.
         """
+        free = {"schedule": setting.schedule, "recompute": setting.recompute}
         others = (each for each in self.plans if each.schedule != setting.schedule)
-        alike = (each for each in others if replace(each, schedule=setting.schedule) == setting)
-        guesses = map(self._guess, alike)
+        guesses = (self._guess(each) for each in others if replace(each, **free) == setting)
         return any(
             each.step_ns <= likely.step_ns and each.filled <= likely.filled for each in guesses
         )
@@ -301,28 +306,31 @@ class _SettingSearch:
     def _finish(self, settings: Sequence[Setting]) -> None:
         """Plan the best settings again by a thorough search, by which `check` makes a plan too.
 
-        Without any plan yet the first settings for which no cut was found get a longer search. The
-        best plan is made by the other objective as well, unless the user has one, or it has very
-        many actions: then that takes longer than all quick plans together.
+        These are all that had the shortest step when they were planned, as long as it is close to
+        the best: so more effort gives no longer step. Without any plan yet the first settings for
+        which no cut was found get a longer search. Plans are made by the other objective as well,
+        unless the user has one, or they have very many actions: then that takes longer than all
+        quick plans together.
         """
         if len(settings) == 1 and not self._rule_out(settings[0]):
             self._plan(settings[0], THOROUGH)
         elif not self.plans:
             failed = [each for each in settings if self._status(each) == "no cut"]
-            for setting in failed[:FINALISTS]:
+            for setting in failed[:LONGER_SEARCHES]:
                 if self._has_time:
-                    self._plan(setting, UNEXPLAINED)
-        best = sorted(self.plans, key=lambda each: self.plans[each].prediction.step_ns)
-        close = FINAL_SHARE * self._best_ns
-        finalists = [each for each in best if self.plans[each].prediction.step_ns <= close]
-        for setting in finalists[:FINALISTS]:
+                    self._plan(setting, THOROUGH)
+        close = [each for each in self.leaders if self._is_close(self.plans[each])]
+        for setting in reversed(close):
             if setting not in self.finished and (self._has_time or not self.finished):
                 self._plan(setting, THOROUGH)
         self._compare_with_reference(settings)
-        if self.finished and "objective" not in self.space.fixed and self._has_time:
-            chosen = self._shortest(self.finished)
-            if _effort_of(chosen) == 1:
-                self._plan(chosen, THOROUGH, "step-time")
+        if "objective" not in self.space.fixed:
+            for setting, plan in tuple(self.finished.items()):
+                if self._is_close(plan) and _effort_of(setting) == 1 and self._has_time:
+                    self._plan(setting, THOROUGH, "step-time")
+
+    def _is_close(self, plan: Plan) -> bool:
+        return plan.prediction.step_ns <= FINAL_SHARE * self._best_ns
 
     def _compare_with_reference(self, settings: Sequence[Setting]) -> None:
         """Plan the reference thoroughly too, unless its bound rules it out."""
@@ -355,7 +363,8 @@ class _SettingSearch:
         except (InfeasibleError, InputError) as error:
             if setting not in self.plans:
                 status: SettingStatus = "refused" if isinstance(error, InputError) else "no cut"
-                self._note(setting, status, bound, str(error))
+                is_reason = status == "refused" or effort.is_explained
+                self._note(setting, status, bound, str(error) if is_reason else "")
             return
         before, step_ns = self._best_ns, plan.prediction.step_ns
         for plans in (self.plans, *[self.finished] * (effort == THOROUGH)):
@@ -363,6 +372,7 @@ class _SettingSearch:
                 plans[setting] = plan
         self.results[setting] = planned(setting, bound, self.plans[setting])
         if step_ns < before:
+            self.leaders.append(setting)
             step = time_with_unit(plan.prediction.step_ns, plan.time_unit)
             logger.info("best so far: %s, %s", step, setting)
 

@@ -71,6 +71,10 @@ def _possible(choices: Iterable[Options]) -> Iterator[Options]:
 class Drafter(Protocol):
     """What makes plans on one placement. Each method raises InfeasibleError where nothing fits."""
 
+    @property
+    def explains(self) -> bool:
+        """Whether a refusal may say what would fit."""
+
     def planned(self, options: Options, *, explained: bool) -> Plan:
         """Return the plan of the best cut; a refusal says what would fit if it is `explained`."""
 
@@ -98,12 +102,18 @@ class OpenChoices:
         policies = named_policies(self.options)
         if not policies and not named_orders(self.graph, self.options, self.placement):
             return self.drafter.planned(self.options, explained=True)
-        own = self._planned(self.options)
+        own, refusal = None, None
+        try:
+            own = self.drafter.planned(self.options, explained=False)
+        except InfeasibleError as error:
+            refusal = error
         plans = self._ordered(self.options, own)
         for options in policies:
             if not self._is_ruled_out(options, plans):
                 plans += self._of_policy(options)
         if not plans:
+            if refusal is not None and not self.drafter.explains:
+                raise refusal
             # Planned once more, since only now the reason is worth its time.
             return self.drafter.planned(self.options, explained=True)
         plan = self.drafter.adopted(min(plans, key=_step_ns), self.options, own)
@@ -119,6 +129,8 @@ class OpenChoices:
         if ordering is None or not is_capped or plan.prediction.bubble < IDLE_SHARE:
             return plan
         name = representative_schedule(self.options, self.placement)
+        if name in SPLIT and not _can_split(self.graph):
+            return plan
         other = self._planned(replace(self.options, schedule=name, recompute="stage"))
         if other is None or _step_ns(other) >= _step_ns(plan):
             return plan

@@ -91,16 +91,18 @@ def _faster_objective(options: Options, problem: PartitionProblem, step_ns: int)
     return fastest if fastest is not None and fastest.step_ns < step_ns else None
 
 
-def search_of(plan: Plan, planner: RecomputePlanner, links: Links, own: Search | None) -> Search:
-    """Return how good the cut of a plan is by the problem of the planner's options, and a faster
-    objective.
+def search_of(
+    plan: Plan, planner: RecomputePlanner, links: Links, own: Search | None, *, explained: bool
+) -> Search:
+    """Return how good the cut of a plan is by the problem of the planner's options, and if it is
+    `explained` a faster objective.
 
     The cut may be that of other options, whose bound does not hold. `own` is the search for a cut
     by these, if there is a cut.
     """
     options, step_ns = planner.options, plan.prediction.step_ns
     problem = problem_of(planner.graph, options, links, planner.view.placement)
-    faster = _faster_objective(options, problem, step_ns)
+    faster = _faster_objective(options, problem, step_ns) if explained else None
     if own is plan.search:
         return msgspec.structs.replace(own, faster=faster)
     whole, cut = with_its_copies(planner, problem, links, plan.assignment)

@@ -50,7 +50,7 @@ from pipecompile.recompute.stages import stages_of
 from pipecompile.schedule.named_orders import MAY_SPLIT, FullestMoment, held_microbatches
 from pipecompile.schedule.selection import (
     fullest_moment_of,
-    named_schedule,
+    judging_schedule,
     placements,
     representative_schedule,
     snapshots_of,
@@ -377,5 +377,4 @@ def planned_step_ns(planner: RecomputePlanner, links: Links, assignment: Mapping
     with_memory = may_pay_for_memory(options)  # else it does not change the times
     stages = stages_of(planner.graph, assignment, planner, with_memory=with_memory)
     problem = problem_of_stages(stages, links, placement, options.microbatches)
-    schedule = named_schedule(representative_schedule(options, placement), problem)
-    return simulate(problem, schedule).makespan_ns
+    return simulate(problem, judging_schedule(options, problem)).makespan_ns

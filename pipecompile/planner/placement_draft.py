@@ -58,13 +58,18 @@ class PlacementDrafter:
     effort: CutEffort
     planners: list[RecomputePlanner] = field(default_factory=list, repr=False, compare=False)
 
+    @property
+    def explains(self) -> bool:
+        """Whether a refusal may say what would fit."""
+        return self.effort.is_explained
+
     def planned(self, options: Options, *, explained: bool) -> Plan:
         """Return the plan of the best cut, or of the given one."""
         # Solvers need numpy and networkx, which reading and checking a plan does not.
         from pipecompile.planner.partition import cut
 
         planner = self._planner(options)
-        effort = self.effort._replace(is_explained=explained and self.effort.is_explained)
+        effort = self.effort._replace(is_explained=explained and self.explains)
         partition = cut(planner, self.links, self.assignment, effort=effort)
         return _plan_of_cut(planner, self.links, self.origin, partition)
 
@@ -82,7 +87,8 @@ class PlacementDrafter:
         """Return the plan of any choice as the plan of `options`; `own` is that of their cut."""
         from pipecompile.planner.partition import search_of
 
-        search = search_of(plan, self._planner(options), self.links, own.search if own else None)
+        planner, known = self._planner(options), own.search if own else None
+        search = search_of(plan, planner, self.links, known, explained=self.explains)
         stages = plan.stages
         if plan.options.recompute != options.recompute:
             # What a policy takes is no bound of what would do.

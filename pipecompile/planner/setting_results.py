@@ -53,7 +53,7 @@ def why_none(
     devices: str, counts: dict[SettingStatus, int], results: Sequence[SettingResult]
 ) -> str:
     """Return why no setting has a plan, each reason with the number of settings, and an example."""
-    texts = {
+    texts: dict[SettingStatus, str] = {
         "memory": "cannot fit their memory",
         "no cut": "had no cut that was found to fit",
         "refused": "are not possible",
@@ -61,10 +61,12 @@ def why_none(
     }
     parts = []
     for status, text in texts.items():
-        first = next((each for each in results if each.status == status), None)
-        if first is not None:
-            example = f" (such as {first.setting}: {first.reason})" if first.reason else ""
-            parts.append(f"{counts[first.status]} {text}{example}")
+        if status not in counts:
+            continue
+        reasons = (each for each in results if each.status == status and each.reason)
+        first = next(reasons, None)
+        example = f" (such as {first.setting}: {first.reason})" if first is not None else ""
+        parts.append(f"{counts[status]} {text}{example}")
     return (
         f"no plan was found for {devices} among {len(results)} settings: {'; '.join(parts)}. Give "
         f"{'more effort or time, ' * ('not tried' in counts)}more devices, more memory or a "

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from pipecompile.ir.copied_nodes import CutGraph, with_copies
 from pipecompile.ir.graph import CostGraph
 from pipecompile.ir.plan import Options
 from pipecompile.ir.unequal_costs import UnequalCosts
+from pipecompile.memory_model.recompute_problem import RecomputeProblem
 from pipecompile.recompute.capped_stage import CappedStage
 from pipecompile.recompute.policies import (
     NamedPolicy,
@@ -35,7 +36,8 @@ class RecomputePlanner:
     worth it. Where ranks have devices of several kinds, stages are decided by the costs of their
     rank. With `waiting`, stages that do not fit recompute as a whole wherever they then fit:
     that takes longer, but the schedule may run it while the rank waits. Choices are remembered in
-    `known`, by stage and memory cap, and planners of graphs with copies in `expanded`, by cut.
+    `known`, by stage and memory cap, those of ranks with several stages in `known_ranks`, and
+    planners of graphs with copies in `expanded`, by cut.
     """
 
     graph: CostGraph
@@ -44,6 +46,9 @@ class RecomputePlanner:
     settled: bool = False
     waiting: bool = False
     known: dict[tuple[StageSlice, int | None], StageRecompute | None] = field(
+        default_factory=dict, repr=False, compare=False
+    )
+    known_ranks: dict[tuple[tuple[StageSlice, ...], int], Mapping[int, StageRecompute]] = field(
         default_factory=dict, repr=False, compare=False
     )
     expanded: dict[tuple[int, ...], CopyPlanner] = field(
@@ -61,13 +66,13 @@ class RecomputePlanner:
         key = tuple(assignment[name] for name in plain)
         if key not in self.expanded:
             cut = with_copies(self.graph, dict(zip(plain, key, strict=True)))
-            self.expanded[key] = CopyPlanner(replace(self, graph=cut.graph, known={}), cut)
+            self.expanded[key] = CopyPlanner(self._forgetful(graph=cut.graph), cut)
         return self.expanded[key]
 
     @cached_property
     def while_waiting(self) -> RecomputePlanner:
         """The planner for stages that recompute as a whole, while their ranks wait."""
-        return replace(self, waiting=True, known={}, expanded={})
+        return self._forgetful(waiting=True, expanded={})
 
     def on_rank(self, rank: int) -> RecomputePlanner:
         """Return the planner by the costs of a rank's device."""
@@ -78,7 +83,11 @@ class RecomputePlanner:
     @cached_property
     def _of_kinds(self) -> Sequence[RecomputePlanner]:
         assert isinstance(self.graph, UnequalCosts)
-        return [replace(self, graph=kind, known={}) for kind in self.graph.kinds]
+        return [self._forgetful(graph=kind) for kind in self.graph.kinds]
+
+    def _forgetful(self, **changes: Any) -> RecomputePlanner:
+        """Return a planner with changes, which remembers no choice."""
+        return replace(self, known={}, known_ranks={}, **changes)
 
     def of_all(self, nodes_by_stage: Sequence[tuple[str, ...]]) -> list[StageRecompute | None]:
         """Return what each stage recomputes; None for a stage whose rank nothing lets fit.
@@ -91,10 +100,10 @@ class RecomputePlanner:
         if self.options.recompute == "auto" and caps is not None and ranks < len(slices):
             chosen: dict[int, StageRecompute] = {}
             for rank, cap in enumerate(caps):
-                own = [
-                    stage_slice for stage_slice in slices if placement[stage_slice.stage] == rank
-                ]
-                chosen |= self._of_rank(own, cap)
+                own = tuple(each for each in slices if placement[each.stage] == rank)
+                if (own, cap) not in self.known_ranks:
+                    self.known_ranks[own, cap] = self._of_rank(own, cap)
+                chosen |= self.known_ranks[own, cap]
             return [chosen[stage_slice.stage] for stage_slice in slices]
         cap_of_rank = (None,) * ranks if caps is None else caps
         return [
@@ -144,25 +153,31 @@ class RecomputePlanner:
         The price is a Lagrange multiplier of the cap: with one price for all stages of the rank,
         no byte is freed in one of them that would be cheaper to free in another.
         """
+        problems = [self._problem(stage_slice) for stage_slice in slices]
         low, high = LOWEST_PRICE, HIGHEST_PRICE
         while high - low > 1:
             middle = (low + high) // 2
-            if self.policies.peak_bytes(self._at_price(slices, middle)) <= cap:
+            if self.policies.peak_bytes(self._at_price(slices, problems, middle)) <= cap:
                 high = middle
             else:
                 low = middle
-        return self._at_price(slices, high)
+        return self._at_price(slices, problems, high)
 
-    def _at_price(self, slices: Sequence[StageSlice], exponent: int) -> dict[int, StageRecompute]:
+    def _problem(self, stage_slice: StageSlice) -> RecomputeProblem:
+        in_flight = self.view.in_flight[stage_slice.stage]
+        return self.policies.problem(
+            stage_slice, has_gradients=self.options.microbatches > in_flight
+        )
+
+    def _at_price(
+        self, slices: Sequence[StageSlice], problems: Sequence[RecomputeProblem], exponent: int
+    ) -> dict[int, StageRecompute]:
         """Return the regions of least cost where a byte costs 2^(exponent / 2) ns."""
         from pipecompile.recompute.choice import weighed
 
         chosen: dict[int, StageRecompute] = {}
-        for stage_slice in slices:
+        for stage_slice, problem in zip(slices, problems, strict=True):
             in_flight = self.view.in_flight[stage_slice.stage]
-            problem = self.policies.problem(
-                stage_slice, has_gradients=self.options.microbatches > in_flight
-            )
             blocks = self.policies.blocks(stage_slice)
             choice = weighed(problem, blocks, in_flight, 2 ** (exponent / 2))
             chosen[stage_slice.stage] = self.policies.with_regions(

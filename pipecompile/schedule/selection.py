@@ -48,6 +48,7 @@ __all__ = [
     "capped_problems",
     "fullest_moment_of",
     "in_flight_counts",
+    "judging_schedule",
     "named_order_of",
     "named_schedule",
     "named_schedule_within",
@@ -159,6 +160,19 @@ def named_schedule(name: str, problem: PlacedProblem) -> Schedule:
             f"half takes; choose other costs, or one of {', '.join(whole)}"
         )
     return add_recomputes(problem, generate(name, problem.placement, problem.microbatches))
+
+
+def judging_schedule(options: Options, problem: PlacedProblem) -> Schedule:
+    """Return the named order by which a cut is judged.
+
+    Of a search it is one that the stages can have: regions are recomputed within a backward, which
+    is then not split, and a V of whole backwards has no order but gpipe.
+    """
+    name = representative_schedule(options, problem.placement)
+    if options.schedule == "search" and name in SPLIT and not problem.can_split:
+        possible = fitting_names(problem.placement, problem.microbatches)
+        name = next(known for known in possible if known not in SPLIT)
+    return named_schedule(name, problem)
 
 
 def named_order_of(plan: Plan, name: str) -> Schedule:

@@ -10,6 +10,7 @@ from torch import Tensor, fx, nn
 from torch.nn import functional
 
 from pipecompile.cost_models.flops import Flops
+from pipecompile.graph.torch_repairs import repair_torch
 from pipecompile.ir import serialization as serde
 from pipecompile.ir.graph import CostGraph, Node
 from pipecompile.profiling.profile import profile
@@ -71,6 +72,30 @@ def test_matmul_has_no_weights() -> None:
     assert node.forward_ns == compute_ns(forward)
     assert node.backward_ns == node.backward_input_ns == compute_ns(2 * forward)
     assert node.backward_weight_ns == 0
+
+
+class Experts(nn.Module):
+    """Four experts, each with the tokens that a router has for it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 384, 512, dtype=torch.bfloat16))
+
+    def forward(self, tokens: Tensor, experts: Tensor) -> Tensor:
+        # As CUDA has it: the CPU counts no integers.
+        counts = torch.histc(experts.int(), bins=4, min=0, max=3)
+        ends = torch.cumsum(counts, dim=0, dtype=torch.int32)
+        return functional.grouped_mm(tokens, self.weight, offs=ends)
+
+
+def test_the_products_of_experts_are_as_much_as_one_of_all_tokens() -> None:
+    repair_torch()
+    tokens = torch.randn(4096, 384, dtype=torch.bfloat16, requires_grad=True)
+    graph = profiled(Experts(), tokens, torch.zeros(4096, dtype=torch.int64))
+    node = max(graph.nodes, key=lambda each: each.forward_ns)
+    forward = 2 * 4096 * 384 * 512
+    assert node.forward_ns == compute_ns(forward)
+    assert node.backward_input_ns == node.backward_weight_ns == compute_ns(forward)
 
 
 class Attention(nn.Module):

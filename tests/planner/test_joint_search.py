@@ -133,12 +133,12 @@ def test_what_must_be_recomputed_bounds_plans_under_a_cap(
     assert least_step_ns(Work.of(graph), setting, extra) <= plan.prediction.step_ns
 
 
-def drafted(chain: SizedChain, options: Options) -> Plan:
+def drafted(chain: SizedChain, options: Options, links: Links = LINKS) -> Plan:
     return draft(
         graph_of(chain, options),
         options,
         **chain.source(options)._asdict(),
-        links=LINKS,
+        links=links,
         effort=QUICK,
     )
 
@@ -218,6 +218,33 @@ def test_recompute_is_chosen_where_memory_needs_it() -> None:
     assert tight.prediction.step_ns > loose.prediction.step_ns
 
 
+@pytest.mark.parametrize("part", [80, 85, 95])
+def test_regions_are_tried_although_other_policies_are_more_likely_to_fit(part: int) -> None:
+    chain = even_chain(16, bytes=10**7, parameter_bytes=1000)
+    fixed = {"replicas": 1, "microbatches": 4, "schedule": "1f1b"}
+    loose = searched(chain, space(2, fixed), links=FREE)
+    cap = max(rank.total.bound for rank in loose.prediction.memory) * part // 100
+    where = space(2, fixed, memory=cap)
+    plan = searched(chain, where, JointLimits(effort=3), links=FREE)
+    auto = next(each for each in where.settings() if each.recompute == "auto")
+    by_hand = drafted(chain, where.options(auto), links=FREE)
+    assert plan.prediction.step_ns <= by_hand.prediction.step_ns
+
+
+@settings(max_examples=10, deadline=None)
+@given(chains(SAMPLES), st.floats(0.4, 1.2))
+def test_more_effort_never_gives_a_longer_step(chain: SizedChain, share: float) -> None:
+    loose = searched(chain, space(4), JointLimits(effort=1))
+    cap = int(share * max(rank.total.bound for rank in loose.prediction.memory))
+    where, steps = space(4, memory=cap), list[float]()
+    for effort in (1, 2, 4, 8):
+        try:
+            steps.append(searched(chain, where, JointLimits(effort=effort)).prediction.step_ns)
+        except InfeasibleError:
+            steps.append(inf)
+    assert steps == sorted(steps, reverse=True)
+
+
 @pytest.mark.parametrize("cap", [156_000_000, 120_000_000])
 def test_a_search_of_little_effort_finds_what_fits(cap: int) -> None:
     chain = even_chain(bytes=10**7, parameter_bytes=1000)
@@ -231,6 +258,10 @@ def test_nothing_fits_is_said_with_the_reasons() -> None:
         searched(chain, space(2, memory="1GiB"))
     with pytest.raises(InfeasibleError, match=r"cannot fit their memory \(such as 1 replica × 2"):
         searched(chain, space(2, {"replicas": 1}, memory="1GiB"))
+    # The sums fit; what a quick search says, that no cut was found, is no reason.
+    chain = even_chain(bytes=10**7, parameter_bytes=10**6)
+    with pytest.raises(InfeasibleError, match=r"found to fit \(such as .*: a rank may hold 66\.8"):
+        searched(chain, space(2, {"replicas": 1}, memory=70_000_000), JointLimits(effort=3))
 
 
 def test_numbers_that_do_not_divide_are_refused() -> None:

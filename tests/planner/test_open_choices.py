@@ -120,6 +120,21 @@ def test_a_search_is_never_worse_than_a_named_order(
 
 
 @few
+@given(problems(), st.sampled_from(["block", "sqrt"]))
+def test_a_search_over_a_v_may_recompute_regions(
+    problem: tuple[CostGraph, Options], policy: Recompute
+) -> None:
+    """Their backwards are whole, and the order by which cuts in a V are judged splits them."""
+    graph, options = problem
+    where = replace(options, k=4, stages_per_rank=2, placement="v", memory_bytes=None)
+    plan = planned(graph, replace(where, schedule="search", recompute=policy))
+    gpipe = planned(graph, replace(where, schedule="gpipe", recompute=policy))
+    assert plan is not None
+    assert gpipe is not None
+    assert plan.prediction.step_ns <= gpipe.prediction.step_ns
+
+
+@few
 @given(problems(), st.sampled_from(["gpipe", "1f1b", "zb-h1", "zb-v", "interleaved-1f1b"]))
 def test_auto_is_never_worse_than_a_policy(
     problem: tuple[CostGraph, Options], schedule: str

@@ -13,7 +13,7 @@ Nothing is exchanged while it runs, so its peak is that of a rank without NCCL's
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -26,6 +26,7 @@ from benchmarks.gpu.subject import Subject
 from pipecompile.graph.random_streams import StreamKey
 from pipecompile.ir.plan import Plan
 from pipecompile.ir.schedule import COMPUTE, Action, Kind
+from pipecompile.memory_model.unread_gradients import UnreadGradients, unread_gradients
 from pipecompile.runtime.gradients import divide_gradients
 from pipecompile.runtime.stage import BackwardParts, EagerStage, SavedForward
 from pipecompile.runtime.stage_times import StageWorkload, measure_stages
@@ -97,12 +98,14 @@ class SingleRank:
     """A rank that holds one stage, its row of actions, and what reaches it.
 
     `inputs` and `targets` are per microbatch. The first stage finds its inputs on the device; what
-    other stages get, and `gradients`, is in host memory until its RECV.
+    other stages get, and `gradients`, is in host memory until its RECV. As many gradients are held
+    as would be `unread`.
     """
 
     index: int
     stage: EagerStage
     row: Sequence[Action]
+    unread: UnreadGradients
     inputs: Sequence[Sequence[Tensor]]
     gradients: Sequence[Gradients]
     targets: Sequence[Any]
@@ -135,7 +138,7 @@ class SingleRank:
         gradients = dict[int, Gradients]()
         recomputed = {action.microbatch for action in self.row if action.kind is Kind.RECOMPUTE}
         saved, parts = dict[int, SavedForward](), dict[int, BackwardParts]()
-        sent: list[Gradients] = []
+        sent, returned = dict[int, Gradients](), deque[Gradients]()
         for action in self.row:
             number = action.microbatch or 0
             match action.kind:
@@ -144,29 +147,30 @@ class SingleRank:
                 case Kind.RECEIVE_BACKWARD:
                     gradients[number] = self._received_gradients(number)
                 case Kind.FORWARD:
-                    outputs, saved[number] = self.stage.forward(
+                    sent[number], saved[number] = self.stage.forward(
                         values.pop(number),
                         StreamKey(0, step, number),
                         self.targets[number],
                         recompute=number in recomputed,
                     )
-                    sent.append(outputs)
-                    del outputs
                 case Kind.RECOMPUTE:
                     self.stage.recompute(saved[number])
                 case Kind.BACKWARD:
-                    returned = self.stage.backward(saved.pop(number), gradients.pop(number, ()), {})
-                    sent.append(self._sent(returned))
-                    del returned
+                    made = self.stage.backward(saved.pop(number), gradients.pop(number, ()), {})
+                    returned.append(self._sent(made))
+                    del made, sent[number]
                 case Kind.BACKWARD_INPUT:
-                    returned, parts[number] = self.stage.backward_input(
+                    made, parts[number] = self.stage.backward_input(
                         saved.pop(number), gradients.pop(number, ())
                     )
-                    sent.append(self._sent(returned))
-                    del returned
+                    returned.append(self._sent(made))
+                    del made, sent[number]
                 case Kind.BACKWARD_WEIGHT:
                     self.stage.backward_weight(parts.pop(number), {})
-                case Kind.SEND_FORWARD | Kind.SEND_BACKWARD | Kind.REDUCE:
+                case Kind.SEND_BACKWARD:
+                    while len(returned) > self.unread[self.index, number]:
+                        returned.popleft()
+                case Kind.SEND_FORWARD | Kind.REDUCE:
                     pass  # what would be sent is held in `sent`
                 case _:
                     raise AssertionError(f"{action} is no action of a synchronous schedule")
@@ -225,6 +229,7 @@ def ranks_of(subject: Subject, plan: Plan) -> list[SingleRank]:
                 index=index,
                 stage=stages[index],
                 row=row,
+                unread=unread_gradients(plan.schedule),
                 inputs=messages.inputs[index] if index else inputs,
                 gradients=messages.gradients[index],
                 targets=targets if is_last else [None] * plan.microbatches,

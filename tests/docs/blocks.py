@@ -81,10 +81,14 @@ def _command(line: str) -> None:
 
 def _pipecompile(arguments: list[str]) -> int:
     """In this process, where torch is imported already."""
+    # A page rewrites a module within a second, by which Python takes its bytecode for current.
+    writes_none, sys.dont_write_bytecode = sys.dont_write_bytecode, True
     try:
         commands(arguments, prog_name="pipecompile")
     except SystemExit as ended:
         return int(ended.code or 0)
+    finally:
+        sys.dont_write_bytecode = writes_none
     return 0
 
 

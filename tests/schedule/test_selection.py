@@ -33,7 +33,7 @@ from tests.sweeps import examples
 SYNCHRONOUS = [name for name in NAMES if name not in ASYNCHRONOUS and name != "forward-only"]
 MIB = 1 << 20
 # In 4 stages of EVEN two microbatches of 4 MiB each, beside the 8 outputs that were sent.
-TIGHT = 20 * MIB
+TIGHT = 16 * MIB
 
 
 def violations(plan: Plan) -> list[str]:
@@ -258,7 +258,7 @@ def test_the_same_input_gives_the_same_bytes() -> None:
 
 
 def test_a_step_that_memory_keeps_long_is_told_what_recompute_would_give() -> None:
-    tight = {"memory_bytes": 16 * MIB}
+    tight = {"memory_bytes": 9 * MIB}
     made = planned(EVEN, schedule="search", **tight)
     recomputed = planned(EVEN, schedule="1f1b", **tight, recompute="stage")
     assert made.ordering is not None
@@ -340,7 +340,7 @@ def test_searched_with_recompute_is_no_longer_than_the_named_plan(
 def test_over_its_cap_a_plan_names_rank_and_action() -> None:
     made = planned(EVEN)
     capped = msgspec.structs.replace(
-        made, options=msgspec.structs.replace(made.options, memory_bytes=18 * MIB)
+        made, options=msgspec.structs.replace(made.options, memory_bytes=14 * MIB)
     )
     found = violations(capped)
     assert found and all("over its cap of" in line for line in found)

@@ -46,11 +46,13 @@ def transfer(
     planned_stages = {
         node: assignment[counterpart.name] for node, counterpart in _counterparts(old, new).items()
     }
+    latest = _latest_stages(module, new, holders)
     stages: dict[fx.Node, int] = {}
     for node in new:
         # No node runs before its inputs.
         input_stages = [stages[value] for value in node.all_input_nodes if value in stages]
-        earliest = max([planned_stages.get(node, 0), *input_stages])
+        planned = min(planned_stages.get(node, 0), latest.get(node, len(assignment)))
+        earliest = max([planned, *input_stages])
         stages[node] = _first_possible_stage(module, node, earliest, holders)
     _unite_groups(stages, module, holders)
     # Every rank runs its part of the schedule, so no stage may be without nodes.
@@ -61,6 +63,25 @@ def transfer(
             "its modules out; use fewer stages, or compile the model for this one"
         )
     return {node.name: stage for node, stage in stages.items()}
+
+
+def _latest_stages(
+    module: fx.GraphModule, nodes: Sequence[fx.Node], holders: Mapping[str, tuple[int, ...]]
+) -> dict[fx.Node, int]:
+    """Return the last stage for each node from which all that follows it can read what it needs;
+    none where nothing that follows needs anything.
+
+    The graph in training may send a copy of a buffer that it writes to on to a later stage. In
+    another graph the same nodes read the buffer itself, and so must lie where it is.
+    """
+    latest: dict[fx.Node, int] = {}
+    for node in reversed(nodes):
+        bounds = [latest[user] for user in node.users if user in latest]
+        allowed = _holding_stages(module, node, holders)
+        possible = [stage for stage in allowed or () if all(stage <= bound for bound in bounds)]
+        if bounds or possible:
+            latest[node] = max(possible) if possible else min(bounds)
+    return latest
 
 
 def _first_possible_stage(

@@ -118,10 +118,17 @@ def _repeats(model: nn.Module, call: Arguments) -> bool:
 
 
 def _enlarged(model: nn.Module, call: Arguments) -> Arguments:
-    """Return a call with larger numbers; whole numbers may be indices, and stay."""
+    """Return a call with larger numbers in the rows; whole numbers may be indices, and stay.
+
+    So does what has no rows, such as a temperature: both calls are given the same.
+    """
     inputs = InputStructure.of(model, call)
+    columns = zip(inputs.flatten(call), inputs.batch_dims, strict=True)
     return inputs.unflatten(
-        [each * ENLARGED if each.is_floating_point() else each for each in inputs.flatten(call)]
+        [
+            each * ENLARGED if dim is not None and each.is_floating_point() else each
+            for each, dim in columns
+        ]
     )
 
 

@@ -100,7 +100,7 @@ def _raise_alike(error: Exception | None) -> None:
     kind = type(error) if isinstance(error, PipecompileError) else PipecompileError
     message: list[Any] = [None if error is None else (kind, f"rank 0: {error}")]
     if size() > 1:
-        dist.broadcast_object_list(message, src=0)
+        _broadcast_from_first(message)
     if error is not None:
         raise error
     if message[0] is not None:
@@ -116,8 +116,13 @@ def broadcast(message: bytes) -> bytes:
     """Return on every rank the `message` of rank 0."""
     messages = [message]
     if size() > 1:
-        dist.broadcast_object_list(messages, src=0)
+        _broadcast_from_first(messages)
     return messages[0]
+
+
+def _broadcast_from_first(values: list[Any]) -> None:
+    with calling_together("a call that all ranks make"):
+        dist.broadcast_object_list(values, src=0)
 
 
 def gather(value: T) -> Sequence[T]:
@@ -141,7 +146,8 @@ def calling_together(call: str) -> Iterator[None]:
         reason = str(error).partition("\n")[0]
         raise RankFaultError(
             f"{call} exchanges values with all ranks, and one cannot be reached ({reason}); make "
-            "it on every rank, whichever uses what it returns"
+            "it on every rank, whichever uses what it returns, and after a step that failed midway "
+            "start the processes anew"
         ) from error
 
 

@@ -7,7 +7,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from typing import NamedTuple
 from unittest.mock import patch
 
@@ -331,4 +331,26 @@ def different_models() -> str:
         pipecompile(model, torch.rand(8, 4), k=2, costs="flops", microbatches=2)
     except Exception as error:
         return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def compiled_after_a_fault() -> str:
+    """What a rank says if another pipeline is made after a step that failed midway."""
+    ranks = dist.get_world_size()
+    pipeline, batch = small_pipeline("1f1b", ranks, step_timeout=TIMEOUT)
+    perform = RankStep._perform
+
+    def planted(rank_step: RankStep, current: Action) -> None:
+        if str(current) == "1F2":
+            _happen("raise")
+        perform(rank_step, current)
+
+    with patch.object(RankStep, "_perform", planted), suppress(Exception):
+        pipeline.step(batch)
+    try:
+        small_pipeline("1f1b", ranks)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        dist.destroy_process_group()
     return ""

@@ -263,6 +263,12 @@ def test_ranks_that_compile_different_models_are_told(workers: Workers, tmp_path
     assert last.startswith("StalePlanError: the plan was made for another graph")
 
 
+def test_a_pipeline_that_is_made_after_a_fault_says_so(workers: Workers, tmp_path: Path) -> None:
+    for text in workers.run(2, jobs.compiled_after_a_fault, folder=str(tmp_path)):
+        assert text.startswith("RankFaultError: a call that all ranks make exchanges values")
+        assert text.endswith("after a step that failed midway start the processes anew")
+
+
 @pytest.mark.one_case_in(2)
 @pytest.mark.parametrize(
     ("what", "words"),

@@ -273,3 +273,62 @@ def test_reads_and_writes_in_any_order_are_those_of_the_loop(
 
     torch.manual_seed(0)
     steps_alike(Written(function), BATCHES, microbatches=microbatches, schedule=schedule)
+
+
+def normalised(module: Written, value: Tensor) -> Tensor:
+    """With a mean that is kept in training only, and parts that may be cut apart behind it."""
+    if module.training:
+        with torch.no_grad():
+            module.kept.lerp_(value.mean(0), 0.1)
+    return (value - module.kept).tanh().square().sin()
+
+
+def coded(module: Written, value: Tensor) -> Tensor:
+    if module.training:
+        module.codes.mul_(0.9).add_(value.detach().T @ value.detach(), alpha=0.1)
+    return (value @ module.codes.T).softmax(-1) @ module.codes
+
+
+def centred(module: Written, value: Tensor) -> Tensor:
+    if module.training:
+        module.kept = module.kept * 0.9 + value.detach().mean(0)
+    return (value * 2 - module.kept).softmax(-1)
+
+
+def calibrated(module: Written, value: Tensor) -> Tensor:
+    if module.training:
+        torch.maximum(module.kept, value.detach().abs().amax(0), out=module.kept)
+    return (value / module.kept).round().mul(module.kept) + value
+
+
+def warmed(module: Written, value: Tensor) -> Tensor:
+    if module.training:
+        module.count += 1
+    return value.tanh() * (module.count / (module.count + 1))
+
+
+def whitened(module: Written, value: Tensor) -> Tensor:
+    if module.training:
+        rows = value.detach()
+        module.codes.data.lerp_(rows.T @ rows / len(rows), 0.1)
+    return torch.linalg.solve(module.codes + torch.eye(WIDTH), value.mT).mT
+
+
+@pytest.mark.parametrize("k", [2, 3])
+@pytest.mark.parametrize(
+    "function", [normalised, coded, centred, calibrated, warmed, whitened], ids=lambda f: f.__name__
+)
+def test_a_buffer_that_is_written_in_training_only_is_read_in_evaluations(
+    function: Callable[[Written, Tensor], Tensor], k: int
+) -> None:
+    torch.manual_seed(0)
+    model = Written(function)
+    pipeline = pipecompile(
+        model, BATCHES[0], k=k, microbatches=2, costs="flops", loss_fn=nn.functional.mse_loss
+    )
+    for batch in BATCHES:
+        pipeline.step(batch, torch.tanh(batch))
+        got = pipeline.evaluate(batch)
+        model.eval()
+        assert torch.equal(got, torch.cat([model(each) for each in batch.chunk(2)]))
+        model.train()

@@ -174,6 +174,38 @@ def test_the_refusal_names_the_way() -> None:
         refuse_dependent_rows(Scaled(), *calls)
 
 
+class Shared(nn.Module):
+    """Computes with what has no rows."""
+
+    def __init__(self, function: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, value: Tensor, shared: Tensor) -> Tensor:
+        return self.function(value, shared)
+
+
+SHARED: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], Tensor]] = {
+    "a temperature": (lambda value, shared: value / shared, torch.tensor(2.0)),
+    "a time": (lambda value, shared: value + shared.sin(), torch.tensor(0.3)),
+    "a mix": (lambda value, shared: value.lerp(value.tanh(), shared), torch.tensor(0.5)),
+    "weights of columns": (lambda value, shared: value * shared, torch.arange(1.0, 7.0)),
+    "as many as the rows": (lambda value, shared: value * shared.sum(), torch.rand(4)),
+    "an additive mask": (lambda value, shared: (value + shared).softmax(-1), -torch.ones(6, 6)[0]),
+    "a matrix": (lambda value, shared: value @ shared, torch.ones(6, 3)),
+}
+
+
+@pytest.mark.parametrize("name", SHARED)
+def test_what_has_no_rows_is_the_same_beside_other_rows(name: str) -> None:
+    function, shared = SHARED[name]
+    dims = {"value": 0, "shared": None}
+    calls = [Arguments((torch.randn(4, 6), shared), {}, dims) for _ in "ab"]
+    refuse_dependent_rows(Shared(function), *calls)
+    with pytest.raises(InputError, match="not independent"):
+        refuse_dependent_rows(Shared(lambda a, b: function(a, b).cumsum(0)), *calls)
+
+
 class Scaled(nn.Module):
     """Sums over the rows."""
 

@@ -13,7 +13,19 @@ from tests.sweeps import sweep
 
 @pytest.mark.parametrize(
     ("schedule", "recompute"),
-    [("1f1b", "none"), ("zb-h1", "none"), sweep("gpipe", "none"), sweep("1f1b", "stage")],
+    [
+        ("1f1b", "none"),
+        ("zb-h1", "none"),
+        sweep("gpipe", "none"),
+        sweep("gpipe", "stage"),
+        sweep("1f1b", "stage"),
+        sweep("zb-h1", "stage"),
+        sweep("zb-h2", "none"),
+        # Two stages on each rank; in a V the last rank has neighbours, which hand storages on.
+        sweep("interleaved-1f1b", "none"),
+        sweep("zb-v", "none"),
+        sweep("dualpipe-v", "none"),
+    ],
 )
 def test_a_microbatch_is_freed_as_soon_as_its_backward_is_done(
     workers: Workers, tmp_path: Path, schedule: str, recompute: str

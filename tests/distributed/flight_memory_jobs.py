@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from statistics import median_low
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from pipecompile import pipecompile
 from pipecompile.schedule.named_orders import held_microbatches
 from tests.allocations import allocations, highest
 
-WIDTH, ROWS, TRIALS = 192, 96, 4
+WIDTH, ROWS, TRIALS = 192, 96, 9
 MESSAGE = 4 * WIDTH * ROWS  # bytes
 
 
@@ -48,7 +49,9 @@ def held_in_flight(schedule: str, microbatches: int, **shape: Any) -> tuple[int,
         list(pipeline.train([(rows, rows)] * 8, lambda own: torch.optim.SGD(own, lr=0.01)))
 
     run()
-    # The profiler loses events on a busy machine, most often those of what is freed.
-    measured = min(highest(allocations(run)) for _ in range(TRIALS))
+    # The profiler loses events on a busy machine, of what is made and of what is freed. Of replicas
+    # many runs show half of a stage's weights more, or all of them: the least is compared.
+    peaks = [highest(allocations(run)) for _ in range(TRIALS)]
+    measured = min(peaks) if "stage_replicas" in shape else median_low(peaks)
     total = plan.prediction.memory[rank].total
     return total.expected - minibatches, total.bound - minibatches, measured

@@ -27,13 +27,13 @@ def test_it_is_what_the_plan_says_however_many_microbatches_there_are(
     workers: Workers, tmp_path: Path, schedule: str, microbatches: int, shape: dict[str, Any]
 ) -> None:
     """When a rank has what replicas of a stage send depends on their pace, so that it may hold less
-    or more than is expected, and never more than the bound.
+    than is expected.
     """
     ranks = workers.run(
         3, jobs.held_in_flight, schedule, microbatches, **shape, folder=str(tmp_path)
     )
     for expected, bound, measured in ranks:
-        assert measured <= bound
+        # The loss takes one tensor more than is expected, on the last rank.
+        assert measured <= min(bound, expected + 9 * jobs.MESSAGE // 8)
         if "stage_replicas" not in shape:
-            # The loss takes one tensor more than is expected, on the last rank.
-            assert -jobs.MESSAGE // 8 <= measured - expected <= 9 * jobs.MESSAGE // 8
+            assert measured >= expected - jobs.MESSAGE // 8

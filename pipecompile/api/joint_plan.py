@@ -12,6 +12,7 @@ from pipecompile.api.options import completed
 from pipecompile.api.plan import with_digests
 from pipecompile.api.target import planned_target
 from pipecompile.cost_models.measured_sizes import sizes_to_measure
+from pipecompile.errors import CaptureError
 from pipecompile.frontend.target import Target
 from pipecompile.frontend.target_capture import capture_target
 from pipecompile.ir.plan import Plan
@@ -31,9 +32,9 @@ def joint_plan_of(target: Target, request: JointRequest, *, self_check: bool = T
     space = request.space(target.samples)
     sizes = sizes_to_measure({target.samples // each.parts for each in space.settings()})
     sizes = sizes if len(sizes) > 1 else ()
-    method: str | None = None
+    methods: list[str | None] = [None]
     while True:
-        costs = ModelCosts(target, method, sizes)
+        costs = ModelCosts(target, methods[-1], sizes)
         plan = joint_plan(space, costs, request.links, request.cluster.text, request.limits)
         part = planned_target(target, plan)
         captured = searched = costs.captured(
@@ -41,8 +42,14 @@ def joint_plan_of(target: Target, request: JointRequest, *, self_check: bool = T
         )
         if self_check and target.has_values:
             captured = capture_target(part, plan.options, verify=True)
+        method = captured.capture.method
         # If the way to capture it that was tried first is not the model, another graph is planned.
-        if captured.digest == searched.digest or captured.capture.method == method:
+        if captured.digest == searched.digest or method == methods[-1]:
             proven = msgspec.structs.replace(plan, capture=captured.provenance)
             return with_digests(proven, captured)
-        method = captured.capture.method
+        if method in methods:
+            raise CaptureError(
+                f"microbatches of {part.samples // plan.microbatches} samples are captured in "
+                f"another way ({method}) than the sizes that were planned by it; give microbatches"
+            )
+        methods.append(method)

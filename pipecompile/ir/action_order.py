@@ -1,7 +1,7 @@
 """In which order actions happen: what comes before an action on all ranks, at whatever times.
 
 rank 0    0F0  0F1  0B0         0B0 follows 1B0, which sends it a gradient, and so 1F0 and 0F0:
-rank 1    1F0  1B0  1F1         its past has three actions of rank 0 and two of rank 1
+rank 1    1F0  1B0  1F1         its past has three actions of rank 0, itself too, and two of rank 1
 """
 
 from __future__ import annotations

@@ -98,18 +98,11 @@ class DistributedPipeline:
         if that is smaller than the others. With `leading` forwards ranks agree only after these.
         Where it fails with messages on their way that nobody receives, `watch` is told.
         """
-        messages, unread = self._messages(schedule), unread_gradients(schedule)
-        last = schedule.microbatches - 1
         row = schedule.rows[dist.get_rank(self._group)]
         # A replica of a stage may have no microbatch of a small minibatch, and yet trains.
         trains = any(action.kind in BACKWARDS for _, action in schedule)
-        messages.begin(
-            watch.deadline,
-            agreement if leading is None else None,
-            None if remainder is None else (last, remainder.boundaries),
-            trains=trains,
-            unread=lambda send: unread[send.stage, send.microbatch],
-        )
+        early = agreement if leading is None else None
+        messages = self._begun_messages(schedule, watch, early, remainder, trains=trains)
         begun = partial(
             RankStep,
             self._stages,
@@ -141,6 +134,26 @@ class DistributedPipeline:
         watch.actions_are_done()
         rank_step.finish()
         return rank_step.result()
+
+    def _begun_messages(
+        self,
+        schedule: Schedule,
+        watch: StepWatch,
+        agreement: Agreement | None,
+        remainder: SizedStages | None,
+        *,
+        trains: bool,
+    ) -> Messages:
+        """Return the messages of a step or an evaluation that begins."""
+        messages, unread = self._messages(schedule), unread_gradients(schedule)
+        messages.begin(
+            watch.deadline,
+            agreement,
+            None if remainder is None else (schedule.microbatches - 1, remainder.boundaries),
+            trains=trains,
+            unread=lambda send: unread[send.stage, send.microbatch],
+        )
+        return messages
 
     def _perform(self, left: deque[Action], rank_step: RankStep, schedule: Schedule) -> None:
         """Perform the actions that are `left` of this rank's row, and take away what is done."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +13,12 @@ import torch
 from click.testing import CliRunner
 from torch import nn
 
-from pipecompile import InputError, Plan, pipecompile
+from pipecompile import CaptureError, InputError, Plan, pipecompile
 from pipecompile.api.check import check_plan
 from pipecompile.api.factory import Factory
 from pipecompile.api.joint_request import joint_request
 from pipecompile.cli import commands
+from pipecompile.frontend.target_capture import Captured, capture_target
 from pipecompile.ir.serialization import read
 
 WIDTH, SAMPLES = 16, 12
@@ -99,6 +102,28 @@ def test_the_graph_that_is_planned_is_the_one_that_is_proven() -> None:
     assert pipeline.plan.capture.verified
     assert "for one batch size" in pipeline.plan.capture.method
     pipeline.step(batch)
+
+
+def test_sizes_that_are_proven_in_turns_in_two_ways_are_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    methods = cycle(["one way", "another"])
+
+    def proven(*args: Any, **options: Any) -> Captured:
+        captured = capture_target(*args, **options)
+        capture = dataclasses.replace(captured.capture, method=next(methods))
+        return dataclasses.replace(captured, capture=capture, digest="of another graph")
+
+    monkeypatch.setattr("pipecompile.api.joint_plan.capture_target", proven)
+    model, batch = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()), torch.randn(SAMPLES, WIDTH)
+    with pytest.raises(CaptureError, match=r"are captured in another way \(one way\) .* give"):
+        pipecompile(
+            model,
+            batch,
+            devices="2xh100",
+            loss_fn=lambda output, _: output.square().mean(),
+            effort=1,
+        )
 
 
 def test_a_pipeline_of_what_was_chosen_trains_as_the_model_does() -> None:

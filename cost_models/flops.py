@@ -25,7 +25,7 @@ BYTES_PER_NS = 1_000  # 1 TB/s
 def _attention(
     query: torch.Size, key: torch.Size, value: torch.Size, *_: object, **__: object
 ) -> int:
-    return int(sdpa_flop_count(query, key, value))
+    return int(sdpa_flop_count(query, _for_each_head(key, query), _for_each_head(value, query)))
 
 
 def _attention_backward(
@@ -36,7 +36,17 @@ def _attention_backward(
     *_: object,
     **__: object,
 ) -> int:
+    key, value = _for_each_head(key, query), _for_each_head(value, query)
     return int(sdpa_backward_flop_count(gradient, query, key, value))
+
+
+def _for_each_head(shape: torch.Size, query: torch.Size) -> torch.Size:
+    """Return the shape of keys or values of which each head of the query has its own.
+
+    Heads that share them compute no less. PyTorch 2.11 counts only where there are as many.
+    """
+    batch, _, *rest = shape
+    return torch.Size((batch, query[1], *rest))
 
 
 def _grouped_product(left: torch.Size, right: torch.Size, *_: object, **__: object) -> int:
@@ -49,11 +59,17 @@ def _grouped_product(left: torch.Size, right: torch.Size, *_: object, **__: obje
     return 2 * groups * left[-2] * left[-1] * right[-1]
 
 
-# What PyTorch does not count: of fused attention it knows the kernels of GPUs, and fake tensors are
-# on the CPU, which has one of its own.
+# What PyTorch does not count, or not in all versions: of fused attention it knows the kernels of
+# GPUs, and fake tensors are on the CPU, which has one of its own.
 UNCOUNTED = {
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
+    torch.ops.aten._scaled_dot_product_flash_attention: _attention,
+    torch.ops.aten._scaled_dot_product_flash_attention_backward: _attention_backward,
+    torch.ops.aten._scaled_dot_product_efficient_attention: _attention,
+    torch.ops.aten._scaled_dot_product_efficient_attention_backward: _attention_backward,
+    torch.ops.aten._scaled_dot_product_cudnn_attention: _attention,
+    torch.ops.aten._scaled_dot_product_cudnn_attention_backward: _attention_backward,
     torch.ops.aten._grouped_mm: _grouped_product,
 }
 # These read only the rows that they return, not the whole table.

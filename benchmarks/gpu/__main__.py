@@ -9,6 +9,8 @@ says so, writes nothing and exits with 0. The parts:
     memory     peaks of the ten models at GPU sizes against `expected` and `bound`, rank by rank
     rank       GPT-2 medium on four ranks, each alone with recorded receives: peaks and times
     times      whole stages against the sum of their nodes, by the roofline and as measured
+    step       a step of four stages in one process, beside a loop over microbatches
+    ranks      ranks that share the device over NCCL: gradients, streams, waits of hosts
     attention  what attention keeps for its backward, and which kernel ran
     offload    saved tensors moved to the host on copy streams: bytes kept, and extra time
     graphs     a stage as CUDA graphs

@@ -16,6 +16,8 @@ from benchmarks.gpu.messages import message_cases
 from benchmarks.gpu.offload import offload_cases
 from benchmarks.gpu.operators import operator_cases
 from benchmarks.gpu.peaks import memory_cases, rank_cases
+from benchmarks.gpu.ranks import ranks_cases
+from benchmarks.gpu.steps import step_cases
 from benchmarks.gpu.times import time_cases
 
 __all__ = ["PARTS"]
@@ -27,6 +29,8 @@ PARTS: Mapping[str, Part] = {
     "memory": Part(memory_cases, seconds=200),
     "rank": Part(rank_cases, seconds=60),
     "times": Part(time_cases, seconds=90),
+    "step": Part(step_cases, seconds=40),
+    "ranks": Part(ranks_cases, seconds=130),
     "attention": Part(attention_cases, seconds=30),
     "offload": Part(offload_cases, seconds=30),
     "graphs": Part(graph_cases, seconds=30),

@@ -315,7 +315,8 @@ def verify(target: Target, **options: Any) -> tuple[Plan, list[Comparison]]:
     changes the output. Costs are "flops" unless given, because the plan only has to be one of many
     that must all train the same. Without a loss and without a `loss` output, the loss is a fixed
     sum of squares. Under torchrun each rank compares its own part, and every rank returns all of
-    them.
+    them. Replicas draw other numbers than one run over their common minibatch, so such a model is
+    then compared in eval mode only.
     """
     options = {"costs": "flops", **options}
     target.check_values("verify")
@@ -332,7 +333,12 @@ def verify(target: Target, **options: Any) -> tuple[Plan, list[Comparison]]:
     chosen = ("microbatches", "schedule", "recompute")
     options |= {name: getattr(plan.options, name) for name in chosen}
     _, second = compared(untouched, **options)
-    return plan, [first, replace(second, mode=EVAL)]
+    in_eval = replace(second, mode=EVAL)
+    return plan, [in_eval] if _running_replicas(plan) > 1 else [first, in_eval]
+
+
+def _running_replicas(plan: Plan) -> int:
+    return max(1, running_replicas(plan.ranks, None))
 
 
 def _loss_for(target: Target) -> LossFunction | None:
@@ -366,7 +372,7 @@ def compared(target: Target, **options: Any) -> tuple[Plan, Comparison]:
     if pipeline.plan.options.is_inference:
         return pipeline.plan, compare_outputs(pipeline, target)
     reference = reference_for(target, pipeline.plan)
-    plan, replicas = pipeline.plan, max(1, running_replicas(pipeline.plan.ranks, None))
+    plan, replicas = pipeline.plan, _running_replicas(pipeline.plan)
     wanted = reference.step(target, plan.microbatches, seed=pipeline.seed, replicas=replicas)
     # The step adds to gradients that are there, such as those of the user's last step.
     for parameter in target.model_with_loss.parameters():

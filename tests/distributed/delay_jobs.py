@@ -17,6 +17,7 @@ from pipecompile.frontend.target import Target
 from pipecompile.ir.schedule import Action
 from pipecompile.runtime.rank_step import RankStep
 from tests.delayed_gradients import OPTIMIZERS
+from tests.device import DEVICE
 from tests.distributed.training_jobs import MICROBATCH, run_of
 from tests.training.test_continuous_training import batches_of
 
@@ -70,5 +71,5 @@ def _late(
 
 def _minibatch(whole: Target, seed: int) -> Target:
     shape = whole.call.args[0].shape
-    tokens = torch.randint(0, 11, shape, generator=torch.Generator().manual_seed(seed))
+    tokens = torch.randint(0, 11, shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE)
     return replace(whole, call=arguments_of(whole.model, tokens), targets=tokens.roll(1, 1))

@@ -20,6 +20,7 @@ from pipecompile.graph.batch_statistics import StepStatistics
 from pipecompile.ir.schedule import Action
 from pipecompile.runtime.rank_step import RankStep
 from pipecompile.training.pipeline import Pipeline
+from tests.device import DEVICE
 from tests.distributed.parallel_jobs import sharding
 
 TIMEOUT = 2.0
@@ -37,7 +38,7 @@ def small_pipeline(schedule: str, ranks: int, **options: object) -> tuple[Pipeli
     """A pipeline of small layers."""
     torch.manual_seed(0)
     model = nn.Sequential(*[part for _ in range(4) for part in (nn.Linear(8, 8), nn.Tanh())])
-    batch = torch.randn(8, 8)
+    model, batch = model.to(DEVICE), torch.randn(8, 8).to(DEVICE)
     options = {"costs": "flops", "self_check": False, "microbatches": 4, **options}
     pipeline = pipecompile(
         model,
@@ -222,7 +223,7 @@ def begins_alone() -> Seen:
 def late_for_averages() -> Seen:
     """What the first of two replicas sees if the other does not come to the averages of norms."""
     model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8))
-    batch = torch.randn(8, 8)
+    model, batch = model.to(DEVICE), torch.randn(8, 8).to(DEVICE)
     pipeline = pipecompile(
         model,
         batch,

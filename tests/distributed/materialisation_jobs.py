@@ -17,6 +17,7 @@ from pipecompile.api.verification import reference_for
 from pipecompile.frontend.signature import arguments_of
 from pipecompile.frontend.target import Target
 from pipecompile.training.pipeline import Pipeline
+from tests.device import DEVICE
 from tests.distributed.training_jobs import Mixture, mixture, token_loss
 
 
@@ -65,7 +66,7 @@ class Tied(nn.Module):
 def tokens_of(samples: int) -> Tensor:
     """The same tokens in every process."""
     generator = torch.Generator().manual_seed(5)
-    return torch.randint(0, 11, (samples, 6), generator=generator)
+    return torch.randint(0, 11, (samples, 6), generator=generator).to(DEVICE)
 
 
 def on_meta(kind: type[nn.Module], **options: Any) -> Pipeline:

@@ -30,6 +30,7 @@ from pipecompile.ir.plan import ShardLevel
 from pipecompile.runtime.rank_step import RankStep
 from pipecompile.runtime.shards import local_part, whole
 from pipecompile.training.pipeline import Pipeline
+from tests.device import DEVICE
 from tests.distributed.materialisation_jobs import Tied, tokens_of
 from tests.distributed.training_jobs import Run, mixture, run_of, run_on, token_loss
 
@@ -38,7 +39,7 @@ Parallelize = Callable[[nn.Module, DeviceMesh], object]
 
 def mesh_of(**sizes: int) -> DeviceMesh:
     """A mesh of these dimensions."""
-    return init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    return init_device_mesh(DEVICE.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
 
 
 def sharding(ranks: int, replicas: int, reshard: bool | None = None) -> dict[str, Any]:
@@ -154,7 +155,7 @@ def overflowed() -> tuple[float, bool]:
     """The scale after an infinity on one rank of one replica, and whether weights moved."""
     run = run_of(2, 2, schedule="1f1b", **sharding(2, 2))
     optimizer = torch.optim.SGD(run.pipeline.parameters(), lr=0.1)
-    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    scaler = torch.amp.GradScaler(DEVICE.type, init_scale=8.0)
     before = [local_part(parameter).clone() for parameter in run.pipeline.parameters()]
     backward = RankStep._backward
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from pipecompile import InputError, pipecompile
 from pipecompile.schedule.named_orders import ASYNCHRONOUS, NAMES, required_placement
+from tests.device import DEVICE
 from tests.distributed.workers import Workers
 from tests.sweeps import sweep
 
@@ -20,7 +21,8 @@ MICROBATCH, FEATURES = 3, 8  # samples, and numbers of each
 
 
 def batch_of(seed: int, samples: int) -> Tensor:
-    return torch.randn(samples, FEATURES, generator=torch.Generator().manual_seed(seed))
+    values = torch.randn(samples, FEATURES, generator=torch.Generator().manual_seed(seed))
+    return values.to(DEVICE)
 
 
 def trained(engine: str, microbatches: int, options: dict[str, Any]) -> dict[str, Tensor | None]:
@@ -33,7 +35,7 @@ def trained(engine: str, microbatches: int, options: dict[str, Any]) -> dict[str
         (nn.Linear(width, width), nn.BatchNorm1d(width), nn.Dropout(0.2), nn.Tanh())
         for _ in range(8)
     ]
-    model = nn.Sequential(*(part for layer in layers for part in layer))
+    model = nn.Sequential(*(part for layer in layers for part in layer)).to(DEVICE)
     samples = MICROBATCH * microbatches
     batches = [batch_of(0, samples), batch_of(1, samples), batch_of(2, samples - 4)]
     pipeline = pipecompile(

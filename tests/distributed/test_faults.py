@@ -185,11 +185,12 @@ def _work(
     job: Callable[..., object],
     *arguments: object,
 ) -> None:
-    import torch
     import torch.distributed as dist
 
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=ranks)
+    from tests.device import BACKEND, prepare_rank
+
+    prepare_rank(rank)
+    dist.init_process_group(BACKEND, init_method=store, rank=rank, world_size=ranks)
     pipe.send(job(*arguments))
 
 

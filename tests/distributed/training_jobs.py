@@ -25,6 +25,7 @@ from pipecompile.runtime.rank_step import RankStep
 from pipecompile.runtime.shards import whole
 from pipecompile.training import step_agreement
 from pipecompile.training.pipeline import Pipeline
+from tests.device import DEVICE
 
 MICROBATCH = 4  # samples
 
@@ -63,8 +64,9 @@ def token_loss(logits: Tensor, tokens: Tensor) -> Tensor:
 def mixture(samples: int) -> Target:
     """The model in float64, with a minibatch of so many samples."""
     torch.manual_seed(0)
-    model = Mixture().double()
-    tokens = torch.randint(0, 11, (samples, 6))
+    with DEVICE:
+        model = Mixture().double()
+        tokens = torch.randint(0, 11, (samples, 6))
     return Target(model, arguments_of(model, tokens), token_loss, tokens.roll(1, 1))
 
 
@@ -186,7 +188,7 @@ def overflowed(ranks: int) -> tuple[float, bool, float]:
     """
     run = run_of(ranks, 1, schedule="1f1b")
     optimizer = torch.optim.SGD(run.pipeline.parameters(), lr=0.1)
-    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    scaler = torch.amp.GradScaler(DEVICE.type, init_scale=8.0)
     before = [parameter.detach().clone() for parameter in run.pipeline.parameters()]
     backward = RankStep._backward
 
@@ -230,7 +232,8 @@ def half_precision(ranks: int) -> tuple[bool, str]:
     """Whether gradients under bfloat16 are those of the unsplit model, and the output's type."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.LayerNorm(32), nn.Linear(32, 16))
-    unsplit, rows = copy.deepcopy(model), torch.randn(8, 16)
+    model, rows = model.to(DEVICE), torch.randn(8, 16).to(DEVICE)
+    unsplit = copy.deepcopy(model)
     pipeline = pipecompile(
         model,
         rows,
@@ -243,7 +246,7 @@ def half_precision(ranks: int) -> tuple[bool, str]:
     )
     pipeline.step(rows, rows)
     for part in rows.chunk(4):
-        with torch.autocast("cpu", torch.bfloat16):
+        with torch.autocast(DEVICE.type, torch.bfloat16):
             loss = functional.mse_loss(unsplit(part), part)
         loss.backward()
     wanted = {name: p.grad / 4 for name, p in unsplit.named_parameters() if p.grad is not None}
@@ -329,9 +332,9 @@ def mean_square(output: Tensor, _: object) -> Tensor:
 
 def tied_in_another_mode() -> float:
     """How far gradients of 2 × 2 ranks are from the unsplit model's in the mode without the tie."""
-    model = TiedInTraining().double()
+    model = TiedInTraining().double().to(DEVICE)
     unsplit = copy.deepcopy(model).eval()
-    tokens = torch.randint(8, (16,), generator=torch.Generator().manual_seed(2))
+    tokens = torch.randint(8, (16,), generator=torch.Generator().manual_seed(2)).to(DEVICE)
     part = tokens.chunk(2)[dist.get_rank() // 2]
     pipeline = pipecompile(
         model, part, ranks=2, microbatches=4, loss_fn=mean_square, costs="flops", self_check=False
@@ -387,7 +390,7 @@ def through_the_host(ranks: int, replicas: int) -> tuple[float, bool, str]:
 
 def part_of_a_mesh() -> str:
     """What a rank says if it was given one row of the mesh."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
+    mesh = init_device_mesh(DEVICE.type, (2, 2), mesh_dim_names=("dp", "pp"))
     target = mixture(16)
     try:
         pipecompile(

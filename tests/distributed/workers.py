@@ -1,4 +1,7 @@
-"""A group of gloo workers for all tests: to start one for a case takes longer than the case."""
+"""A group of workers for all tests: to start one for a case takes longer than the case.
+
+They are gloo ranks, or NCCL ranks that share one GPU (tests/device.py).
+"""
 
 from __future__ import annotations
 
@@ -68,14 +71,18 @@ class Workers:
 
 
 def _work(pipe: Connection) -> None:
-    import torch
+    from torch import Tensor
+    from torch.utils._pytree import tree_map_only
 
-    torch.set_num_threads(1)
+    from tests.device import prepare_rank
+
     while (message := pipe.recv()) is not None:
         rank, ranks, store, job, args, options = message
         try:
+            prepare_rank(rank)
             with _group(rank, ranks, store):
-                answer = True, job(*args, **options)
+                # Memory of a GPU cannot be sent to a process that does not use it.
+                answer = True, tree_map_only(Tensor, Tensor.cpu, job(*args, **options))
         except BaseException:
             answer = False, traceback.format_exc()
         pipe.send(answer)
@@ -86,7 +93,10 @@ def _group(rank: int, ranks: int, store: str) -> Iterator[None]:
     import torch.distributed as dist
     from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
-    dist.init_process_group("gloo", store=dist.FileStore(store, ranks), rank=rank, world_size=ranks)
+    from tests.device import BACKEND
+
+    meeting = dist.FileStore(store, ranks)
+    dist.init_process_group(BACKEND, store=meeting, rank=rank, world_size=ranks)
     try:
         yield
         if dist.is_initialized():  # a job whose step has failed leaves the group itself

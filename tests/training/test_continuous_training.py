@@ -17,6 +17,7 @@ from pipecompile.frontend.target import Target
 from pipecompile.training.pipeline import Pipeline
 from tests.allocations import allocations, highest
 from tests.delayed_gradients import OPTIMIZERS, Batches, DelayedGradients
+from tests.device import DEVICE
 from tests.distributed.training_jobs import mixture
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -27,7 +28,7 @@ RULES = {"pipedream": 1, "pipedream-vertical-sync": 1, "pipedream-2bw": 4}
 def batches_of(samples: int, count: int = 20) -> Batches:
     generator = torch.Generator().manual_seed(1)
     tokens = [torch.randint(0, 11, (samples, 6), generator=generator) for _ in range(count)]
-    return [(each, each.roll(1, 1)) for each in tokens]
+    return [(each, each.roll(1, 1)) for each in (every.to(DEVICE) for every in tokens)]
 
 
 def pipeline_of(

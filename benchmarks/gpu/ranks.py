@@ -1,0 +1,51 @@
+"""Ranks that share the GPU over NCCL, started by torchrun: gradients, streams, and waits of hosts.
+
+NCCL's messages go through sockets here (tests/device.py), and ranks take turns on the GPU. So no
+times are measured. What rank_worker.py finds is read from a file that rank 0 writes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from functools import partial
+
+from benchmarks.gpu.bench import Bench
+from benchmarks.gpu.cases import Case
+from benchmarks.gpu.rows import Row
+
+__all__ = ["ranks_cases"]
+
+SECONDS = 60.0
+
+
+def ranks_cases(bench: Bench) -> Iterator[Case]:
+    """Yield pipelines of two ranks, and two of them as replicas."""
+    for ranks in (2, 4):
+        yield Case(f"{ranks} ranks", partial(_rows, bench, ranks))
+
+
+def _rows(bench: Bench, ranks: int) -> list[Row]:
+    path = bench.folder / f"ranks-{ranks}.json"
+    command = [
+        *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
+        *("--nproc-per-node", str(ranks), "--module", "benchmarks.gpu.rank_worker", str(path)),
+        *map(str, bench.scale),
+    ]
+    environment = {**os.environ, "PIPECOMPILE_TEST_DEVICE": bench.device.type}
+    done = subprocess.run(
+        command, env=environment, capture_output=True, text=True, check=False, timeout=SECONDS
+    )
+    if done.returncode:
+        print(done.stderr, file=sys.stderr)
+        raise RuntimeError(f"torchrun ended with {done.returncode}: {_reason(done.stderr)}")
+    return [Row(*row) for row in json.loads(path.read_text())]
+
+
+def _reason(text: str) -> str:
+    """Return the last line of a traceback in what ranks have printed."""
+    found = [line for line in text.splitlines() if "Error: " in line]
+    return found[0] if found else "no error was printed"

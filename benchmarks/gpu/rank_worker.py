@@ -145,14 +145,14 @@ def _trace_of(events: list[dict[str, Any]]) -> Trace:
     """Return the trace of the window that is called "steps"."""
     (window,) = [e for e in events if e.get("name") == "steps" and e["cat"] == "user_annotation"]
     waits, streams = Counter[str](), (set[int](), set[int]())
+    start, end = window["ts"], window["ts"] + window["dur"]
     for event in events:
         category, name = event.get("cat"), str(event.get("name"))
         if category == "kernel":
             streams[0 if "nccl" in name.lower() else 1].add(event["args"]["stream"])
-        elif category in ("cuda_runtime", "cuda_driver") and "Synchronize" in name:
-            if window["ts"] <= event["ts"] <= window["ts"] + window["dur"]:
-                waits[name] += 1
-    return Trace(dict(waits), *streams)
+        if category in ("cuda_runtime", "cuda_driver") and start <= event["ts"] <= end:
+            waits[name] += "Synchronize" in name
+    return Trace({name: count for name, count in waits.items() if count}, *streams)
 
 
 def _target(scale: Scale) -> Target:

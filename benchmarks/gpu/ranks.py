@@ -36,12 +36,17 @@ def _rows(bench: Bench, ranks: int) -> list[Row]:
         *map(str, bench.scale),
     ]
     environment = {**os.environ, "PIPECOMPILE_TEST_DEVICE": bench.device.type}
-    done = subprocess.run(
-        command, env=environment, capture_output=True, text=True, check=False, timeout=SECONDS
-    )
-    if done.returncode:
-        print(done.stderr, file=sys.stderr)
-        raise RuntimeError(f"torchrun ended with {done.returncode}: {_reason(done.stderr)}")
+    with subprocess.Popen(
+        command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+    ) as torchrun:
+        try:
+            _, errors = torchrun.communicate(timeout=SECONDS)
+        except subprocess.TimeoutExpired:
+            torchrun.terminate()  # It ends its ranks, which a kill would leave on the device.
+            raise
+    if torchrun.returncode:
+        print(errors, file=sys.stderr)
+        raise RuntimeError(f"torchrun ended with {torchrun.returncode}: {_reason(errors)}")
     return [Row(*row) for row in json.loads(path.read_text())]
 
 

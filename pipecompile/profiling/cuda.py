@@ -92,10 +92,7 @@ def _attention(
     mask = None if attn_mask is None else _additive(_autocast(attn_mask), query)
     if kernel == "efficient":
         return _efficient(query, key, value, mask, dropout_p, is_causal, scale)
-    output: Tensor = aten._scaled_dot_product_attention_math(
-        query, key, value, mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
-    )[0]
-    return output
+    return _math(query, key, value, mask, dropout_p, is_causal, scale, enable_gqa)
 
 
 def attention_kernel(
@@ -116,7 +113,9 @@ def attention_kernel(
             return "math"
     if mask is None and _can_use_flash(query, key, value, is_causal):
         return "flash"
-    return "efficient" if _can_use_efficient(query, key, value) else "math"
+    # A bias such as T5's, whose heads come last in memory, is added by "math" only.
+    is_in_order = mask is None or mask.stride(-1) == 1
+    return "efficient" if is_in_order and _can_use_efficient(query, key, value) else "math"
 
 
 def _can_use_flash(query: Tensor, key: Tensor, value: Tensor, is_causal: bool) -> bool:
@@ -184,6 +183,35 @@ def _efficient(
     return output
 
 
+def _math(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
+    enable_gqa: bool,
+) -> Tensor:
+    """Return the result of what computes the scores, whose dropout is fused too."""
+    if not 0 < dropout_p < 1:
+        output: Tensor = aten._scaled_dot_product_attention_math(
+            query, key, value, mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+        )[0]
+        return output
+    if enable_gqa:
+        repeats = query.shape[-3] // value.shape[-3]
+        key, value = (tensor.repeat_interleave(repeats, -3) for tensor in (key, value))
+    # Half types are computed in float32. A causal mask changes nothing that is saved.
+    factor = (query.shape[-1] ** -0.5 if scale is None else abs(scale)) ** 0.5
+    scores = (query.float() * factor) @ (key.float().transpose(-2, -1) * factor)
+    if mask is not None:
+        scores += mask
+    weights = aten._safe_softmax(scores, -1)
+    kept = torch.native_dropout(weights, dropout_p, True)[0]
+    return (kept @ value.float()).to(value.dtype)
+
+
 def _autocast(tensor: Tensor) -> Tensor:
     """Return `tensor` in the type of autocast.
 
@@ -223,7 +251,7 @@ DIFFERENCES = (
         "their mask; else query, key, value, output and a logsumexp a row",
         on_cuda="query, key, value, output, a logsumexp a row and a seed, with dropout too (flash: "
         "float16 and bfloat16 without a mask; efficient: float32 or a mask, logsumexp padded to 32 "
-        "rows); the scores only where no fused kernel fits",
+        "rows); the probabilities and their mask only where no fused kernel fits",
         source="aten/src/ATen/native/transformers/cuda/sdp_utils.cpp, `select_sdp_backend`; "
         "attention.cpp, `scaled_dot_product_attention`",
         functions=(F.scaled_dot_product_attention,),

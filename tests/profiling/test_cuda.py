@@ -146,6 +146,15 @@ def test_the_kernel_is_the_one_that_cuda_selects(
         assert attention_kernel(query, key, key, mask, is_causal=False) == kernel
 
 
+def test_a_mask_whose_last_dimension_is_not_dense_is_not_fused() -> None:
+    with FakeTensorMode():
+        query = heads(torch.float32)
+        bias = torch.empty(TOKENS, TOKENS, HEADS).permute(2, 0, 1)[None]
+        assert attention_kernel(query, query, query, bias, is_causal=False) == "math"
+        bias = bias.contiguous()
+        assert attention_kernel(query, query, query, bias, is_causal=False) == "efficient"
+
+
 @pytest.mark.parametrize("size", [64, 60])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
 def test_attention_has_the_shapes_that_it_has_anyway(dtype: torch.dtype, size: int) -> None:
@@ -249,8 +258,8 @@ def test_scores_are_kept_where_attention_is_not_fused(
         flash = dtype == torch.bfloat16
         assert saved_by == 4 * one * dtype.itemsize + BATCH * HEADS * 64 * 4 + 16 + 8 * flash
     else:
-        # Float32: query, key, value, the probabilities, the dropout mask and its result.
-        assert saved_by == (3 * one + 3 * scores) * 4
+        # Float32: query, key, value, the probabilities, what dropout leaves, and its mask in bytes.
+        assert saved_by == (3 * one + 2 * scores) * 4 + scores
 
 
 @pytest.mark.skipif(

@@ -45,6 +45,9 @@ class Meter(Protocol):
     def usage(self, run: Callable[[], object]) -> Usage:
         """Return what `run` took, which must leave no garbage of its own before."""
 
+    def runs_within(self, run: Callable[[], object], size: int) -> bool:
+        """Return whether `run` ends if it may take so many bytes beside what is held."""
+
 
 @dataclass(frozen=True)
 class CudaMeter:
@@ -83,6 +86,27 @@ class CudaMeter:
             kept=rise("allocated", "current"),
             reserved=rise("reserved", "peak"),
         )
+
+    def runs_within(self, run: Callable[[], object], size: int) -> bool:
+        """Return whether `run` ends if the allocator may take so many bytes more of the device.
+
+        It gives back what is cached before it gives up. So fragments count, and what is cached
+        without need does not.
+        """
+        gc.collect()
+        torch.cuda.synchronize(self.device)
+        torch.cuda.empty_cache()
+        whole = torch.cuda.get_device_properties(self.device).total_memory
+        allowed = torch.cuda.memory_reserved(self.device) + size
+        torch.cuda.set_per_process_memory_fraction(min(1.0, allowed / whole), self.device)
+        try:
+            run()
+            torch.cuda.synchronize(self.device)
+        except torch.OutOfMemoryError:
+            return False
+        finally:
+            torch.cuda.set_per_process_memory_fraction(1.0, self.device)
+        return True
 
 
 @dataclass(frozen=True)

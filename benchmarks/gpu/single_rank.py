@@ -128,6 +128,10 @@ class SingleRank:
             stepper.step()
             stepper.zero_grad()
 
+    def clear(self) -> None:
+        """Free the gradients that a step has left."""
+        _clear_gradients(self.stage.module)
+
     def _trained(self) -> list[nn.Parameter]:
         return [value for value in self.stage.module.parameters() if value.requires_grad]
 
@@ -210,7 +214,7 @@ class SingleRank:
         workload = StageWorkload(self.stage, inputs, self.targets, self._received_gradients(0))
         row = [action for action in self.row if action.kind in COMPUTE]
         times = measure_stages({self.index: workload}, row, self.device)
-        _clear_gradients(self.stage.module)
+        self.clear()
         return times[self.index]
 
 

@@ -16,14 +16,16 @@ class Allocator:
 
     Each storage is rounded up to blocks of `block_bytes`. A bound adds one part in `share` of
     itself, for fragmentation and for kernel workspace that nobody sees. It also adds `fixed_bytes`,
-    and `peer_bytes` for each rank that this one exchanges tensors with: the buffers of the
-    communication library. `steps_over_lists` says that optimizers update all parameters at once, as
-    `torch.optim` does on a GPU, and not one after another.
+    `library_bytes` that libraries of kernels keep, and `peer_bytes` for each rank that this one
+    exchanges tensors with: the buffers of the communication library. `steps_over_lists` says that
+    optimizers update all parameters at once, as `torch.optim` does on a GPU, and not one after
+    another.
     """
 
     block_bytes: int
     share: int
     fixed_bytes: int
+    library_bytes: int
     peer_bytes: int
     steps_over_lists: bool
 
@@ -38,7 +40,11 @@ class Allocator:
 
     def padded(self, size: int, peers: int) -> int:
         """Return the bound of a rank whose storages take `size`, with so many `peers`."""
-        return size + size // self.share + self.fixed_bytes + peers * self.peer_bytes
+        return size + size // self.share + self._apart(peers)
+
+    def _apart(self, peers: int) -> int:
+        """Return what a rank takes beside its storages."""
+        return self.fixed_bytes + self.library_bytes + peers * self.peer_bytes
 
     def unpadded(self, size: int, peers: int) -> int:
         """Return the most that storages may take so that their bound is at most `size`.
@@ -47,7 +53,7 @@ class Allocator:
         """
         # x bytes are padded by ⌊x / share⌋: of each full span of `share` + 1 bytes, one is padding.
         # With share = 4, spans of 5: 9 bytes = 5 + 4 leave 4 + 3, as 8 would be padded by 2.
-        whole, rest = divmod(size - self.fixed_bytes - peers * self.peer_bytes, self.share + 1)
+        whole, rest = divmod(size - self._apart(peers), self.share + 1)
         return whole * self.share + min(rest, self.share - 1)
 
 
@@ -55,13 +61,24 @@ ALLOCATORS: Mapping[AllocatorName, Allocator] = {
     # c10/core/CPUAllocator: as asked for, aligned to 64 bytes (c10/core/alignment.h). Generator
     # states are 5 kB each.
     "cpu": Allocator(
-        block_bytes=64, share=40, fixed_bytes=1 << 16, peer_bytes=0, steps_over_lists=False
+        block_bytes=64,
+        share=40,
+        fixed_bytes=1 << 16,
+        library_bytes=0,
+        peer_bytes=0,
+        steps_over_lists=False,
     ),
     # c10/cuda/CUDACachingAllocator: kMinBlockSize 512, and in each pool one segment that is filled
-    # only in part (kSmallBuffer 2 MiB, kLargeBuffer 20 MiB). NCCL_BUFFSIZE is 4 MiB for each
-    # channel and direction. Four channels are assumed, and a twentieth for fragmentation: neither
-    # is proven.
+    # only in part (kSmallBuffer 2 MiB, kLargeBuffer 20 MiB). cuBLAS keeps 32 MiB for each of two
+    # threads, the one of the forward and the one of the backward: 65 MiB with cuDNN's were measured
+    # on an H200, and older devices take less. NCCL_BUFFSIZE is 4 MiB for each channel and
+    # direction. Four channels are assumed, and a twentieth for fragmentation: neither is proven.
     "cuda": Allocator(
-        block_bytes=512, share=20, fixed_bytes=22 << 20, peer_bytes=32 << 20, steps_over_lists=True
+        block_bytes=512,
+        share=20,
+        fixed_bytes=22 << 20,
+        library_bytes=65 << 20,
+        peer_bytes=32 << 20,
+        steps_over_lists=True,
     ),
 }

@@ -8,7 +8,7 @@ import sys
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator
-from itertools import repeat
+from itertools import chain, repeat
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,7 +18,7 @@ import transformers
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from benchmarks.gpu.models import Scale, gpt2, target_on
-from benchmarks.gpu.rows import Row, needs_cuda
+from benchmarks.gpu.rows import Row, described, needs_cuda
 from pipecompile import Pipeline, pipecompile
 from pipecompile.api.verification import verify
 from pipecompile.frontend.target import Target
@@ -29,11 +29,9 @@ RANKS, MICROBATCHES = 2, 4
 WARM_UPS, STEPS = 3, 4
 SYNCHRONOUS: tuple[dict[str, Any], ...] = (
     {"schedule": "1f1b", "recompute": "stage"},
-    {"schedule": "zb-h1"},
-    {"schedule": "interleaved-1f1b", "stages_per_rank": 2},
     {"schedule": "zb-v"},
 )
-OF_REPLICAS = SYNCHRONOUS[:2]
+OF_REPLICAS = SYNCHRONOUS[:1]
 IN_FLIGHT = ("pipedream", "pipedream-2bw")
 
 
@@ -53,8 +51,12 @@ def main(file: str, *sizes: str) -> None:
     prepare_rank(int(os.environ["RANK"]))
     world.join()
     scale = Scale(*map(int, sizes))
-    rows = list(_gradient_rows(scale))
-    rows += _trace_rows(scale) if DEVICE.type == "cuda" else [needs_cuda("streams")]
+    rows = []
+    streams = _trace_rows(scale) if DEVICE.type == "cuda" else [needs_cuda("streams")]
+    for row in chain(_gradient_rows(scale), streams):
+        rows.append(row)
+        if not world.rank():
+            print(described(row), file=sys.stderr, flush=True)
     if not world.rank():
         Path(file).write_text(json.dumps(rows))
 

@@ -19,7 +19,7 @@ from benchmarks.gpu.rows import Row
 
 __all__ = ["ranks_cases"]
 
-SECONDS = 75.0
+SECONDS = 100.0
 
 
 def ranks_cases(bench: Bench) -> Iterator[Case]:
@@ -31,7 +31,9 @@ def ranks_cases(bench: Bench) -> Iterator[Case]:
 def _rows(bench: Bench, ranks: int) -> list[Row]:
     path, scale = bench.folder / f"ranks-{ranks}.json", bench.scale
     # Nothing is timed, so a small model shows as much.
-    scale = scale._replace(layers=min(4, scale.layers), tokens=min(256, scale.tokens))
+    scale = scale._replace(
+        width=min(256, scale.width), layers=min(4, scale.layers), tokens=min(256, scale.tokens)
+    )
     command = [
         *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
         *("--nproc-per-node", str(ranks), "--module", "benchmarks.gpu.rank_worker", str(path)),
@@ -45,6 +47,7 @@ def _rows(bench: Bench, ranks: int) -> list[Row]:
             _, errors = torchrun.communicate(timeout=SECONDS)
         except subprocess.TimeoutExpired:
             torchrun.terminate()  # It ends its ranks, which a kill would leave on the device.
+            print(torchrun.communicate()[1], file=sys.stderr)
             raise
     if torchrun.returncode:
         print(errors, file=sys.stderr)

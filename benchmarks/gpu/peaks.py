@@ -77,9 +77,9 @@ def _peak_rows(bench: Bench, plan: Plan, rank: int, alone: SingleRank, what: str
     resident, total = alone.resident_bytes, plan.prediction.memory[rank].total
     optimizer = plan.options.optimizer or "sgd"
     usage = bench.meter.usage(lambda: alone.train(optimizer))
-    peak = resident + usage.peak
-    note = f"requested {resident + usage.requested:,}, reserved {resident + usage.reserved:,}"
-    yield Row(what, total.expected, peak, "bytes", "expected", note)
+    peak, requested = resident + usage.peak, resident + usage.requested
+    note = f"{peak:,} in blocks, reserved {resident + usage.reserved:,}"
+    yield Row(what, total.expected, requested, "bytes", "expected", note)
     factor = _least_factor(bench, plan, rank, alone)
     note = "runs within it" if factor == 1 else f"DOES NOT HOLD, runs within {factor} of it"
     measured = peak if factor == 1 else factor * total.bound

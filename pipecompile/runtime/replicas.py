@@ -127,10 +127,12 @@ class ReplicaSums:
     def _tell_missing(self, parameters: Sequence[Tensor]) -> None:
         """Put zeros where a gradient is missing: a branch on data may have led to one elsewhere."""
         missing = [parameter.grad is None for parameter in parameters]
-        counts = torch.tensor(missing, dtype=torch.float32, device=parameters[0].device)
-        for parameter, is_missing in zip(parameters, missing, strict=True):
-            if is_missing:
+        # Filled on the device: a copy would wait for it.
+        counts = torch.zeros(len(missing), device=parameters[0].device)
+        for index, parameter in enumerate(parameters):
+            if missing[index]:
                 parameter.grad = torch.zeros_like(parameter)
+                counts[index] = 1
         self._missing.append((counts, parameters, missing))
         self._start(counts)
 

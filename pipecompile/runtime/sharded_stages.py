@@ -160,7 +160,7 @@ class ShardedStages:
 
     def _remember(self, modules: list[FSDPModule]) -> None:
         for module in modules:
-            for group in _state(module)._fsdp_param_groups:
+            for group in _parameter_groups(module):
                 for parameter in group.fsdp_params:
                     pair = parameter.sharded_param, parameter.unsharded_param
                     self.managed.update(pair)
@@ -194,6 +194,14 @@ def _state(module: FSDPModule) -> Any:
     return module._get_fsdp_state()
 
 
+def _parameter_groups(module: FSDPModule) -> list[Any]:
+    """Return what FSDP2 gathers together; older releases have one, or none."""
+    state = _state(module)
+    if hasattr(state, "_fsdp_param_groups"):
+        return list(state._fsdp_param_groups)
+    return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
+
+
 def _take_over(module: FSDPModule, replicas: tuple[int, ...]) -> None:
     """Let the runtime say when parameters are gathered and gradients summed, and not hooks.
 
@@ -201,7 +209,7 @@ def _take_over(module: FSDPModule, replicas: tuple[int, ...]) -> None:
     """
     state = _state(module)
     state._lazy_init()
-    for group in state._fsdp_param_groups:
+    for group in _parameter_groups(module):
         _check(group, replicas)
     state._pre_forward_hook_handle.remove()
     state._post_forward_hook_handle.remove()
@@ -233,5 +241,5 @@ def _frees_after_forward(module: FSDPModule) -> bool:
     """
     state = _state(module)
     return not state._auto_reshard_after_forward and any(
-        group.post_forward_mesh_info is not None for group in state._fsdp_param_groups
+        group.post_forward_mesh_info is not None for group in _parameter_groups(module)
     )

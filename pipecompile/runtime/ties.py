@@ -55,7 +55,8 @@ def sum_tied_gradients(ties: Ties, deadline: Deadline) -> None:
             # The loss may need it on another rank, which waits in the sum all the same.
             parameter.grad = torch.zeros_like(parameter)
         assert parameter.grad is not None
-        missing = torch.tensor(float(is_missing), device=parameter.device)
+        # Filled on the device: a copy would wait for it.
+        missing = torch.full((), float(is_missing), device=parameter.device)
         works = [
             deadline.start_all_reduce(each, group) for each in (local_part(parameter.grad), missing)
         ]

@@ -77,9 +77,12 @@ class OwnedWeights:
 
 @dataclass
 class _GradientOnItsWay:
-    """The gradient of a tied parameter on its way, and on how many of the `ranks` it is missing."""
+    """The gradient of a tied parameter on its way, and on how many of the `ranks` it is missing, of
+    which this one may be one.
+    """
 
     parameter: nn.Parameter
+    is_missing: bool
     missing: Tensor
     ranks: int
     works: list[dist.Work]
@@ -88,7 +91,8 @@ class _GradientOnItsWay:
         """Wait until it is there; it stays None if no rank has one."""
         while self.works:
             deadline.wait(self.works.pop())
-        if self.missing.item() == self.ranks:
+        # Read only here, since a GPU must wait for it.
+        if self.is_missing and self.missing.item() == self.ranks:
             self.parameter.grad = None
 
 
@@ -200,12 +204,14 @@ class WeightUpdates:
 
     def _sum_tied(self, parameter: nn.Parameter) -> _GradientOnItsWay:
         """Begin to sum the gradient of a parameter over the ranks that hold it."""
-        missing = torch.tensor(float(parameter.grad is None), device=parameter.device)
+        is_missing = parameter.grad is None
+        missing = torch.full((), float(is_missing), device=parameter.device)
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
         deadline, group = self._exchange.deadline(), self._groups[parameter]
         works = [deadline.start_all_reduce(each, group) for each in (parameter.grad, missing)]
-        return _GradientOnItsWay(parameter, missing, dist.get_world_size(group), works)
+        ranks = dist.get_world_size(group)
+        return _GradientOnItsWay(parameter, is_missing, missing, ranks, works)
 
     def _begin_norm(self, weights: OwnedWeights, version: int) -> None:
         """Add the gradients of a stage to the norm of all, and begin to sum it over ranks."""

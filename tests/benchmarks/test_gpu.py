@@ -124,8 +124,8 @@ def test_a_bound_that_does_not_hold_is_said(bench: Bench) -> None:
     plan.prediction.memory = [Mock(total=Amount(expected=1050, bound=1299))]
     bench = Bench(CPU, Fragmented(), bench.costs, bench.scale, bench.folder)
     expected, bound = peaks._peak_rows(bench, plan, 0, alone, "a rank")
-    assert (expected.predicted, expected.measured) == (1050, 1050)
-    assert expected.note == "requested 1,040, reserved 1,300"
+    assert (expected.predicted, expected.measured) == (1050, 1040)
+    assert expected.note == "1,050 in blocks, reserved 1,300"
     assert (bound.predicted, bound.measured) == (1299, 1.05 * 1299)
     assert bound.note == "DOES NOT HOLD, runs within 1.05 of it"
     alone.clear.assert_called_once_with()

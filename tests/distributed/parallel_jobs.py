@@ -35,6 +35,10 @@ from tests.distributed.materialisation_jobs import Tied, tokens_of
 from tests.distributed.training_jobs import Run, mixture, run_of, run_on, token_loss
 
 Parallelize = Callable[[nn.Module, DeviceMesh], object]
+# What FSDP2 gathers and sums with; releases of torch name it differently.
+_IS_RENAMED = hasattr(dist, "all_gather_single")
+GATHER = "all_gather_single" if _IS_RENAMED else "all_gather_into_tensor"
+SCATTER = "reduce_scatter_single" if _IS_RENAMED else "reduce_scatter_tensor"
 
 
 def mesh_of(**sizes: int) -> DeviceMesh:
@@ -114,8 +118,8 @@ def sharded_step(
     run.pipeline.zero_grad()
     wanted = run.unsplit_step()
     with (
-        patch.object(dist, "all_gather_single", wraps=dist.all_gather_single) as gather,
-        patch.object(dist, "reduce_scatter_single", wraps=dist.reduce_scatter_single) as reduce,
+        patch.object(dist, GATHER, wraps=getattr(dist, GATHER)) as gather,
+        patch.object(dist, SCATTER, wraps=getattr(dist, SCATTER)) as reduce,
     ):
         loss = run.step(everywhere=True)
         exchanges = gather.call_count, reduce.call_count
@@ -140,8 +144,7 @@ def accumulated(shard: ShardLevel) -> float:
         for name, gradient in run.unsplit_gradients().items():
             wanted[name] = wanted.get(name, torch.zeros_like(gradient)) + gradient
     run.pipeline.steps = 0
-    scatter = dist.reduce_scatter_single
-    with patch.object(dist, "reduce_scatter_single", wraps=scatter) as reduce:
+    with patch.object(dist, SCATTER, wraps=getattr(dist, SCATTER)) as reduce:
         run.step(accumulate=True)
         run.step(accumulate=True)
         # Gradients stay aside, or their parts do.

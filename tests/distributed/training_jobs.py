@@ -471,5 +471,6 @@ def values_of_replicas() -> float:
     torch.manual_seed(0)
     first = OddlyHeld().state_dict()
     return max(
-        (first[name] - value).abs().max().item() for name, value in pipeline.state_dict().items()
+        (first[name].to(DEVICE) - value).abs().max().item()
+        for name, value in pipeline.state_dict().items()
     )

@@ -208,15 +208,27 @@ def given(node: fx.Node, call: NodeCall) -> int:
 @pytest.mark.parametrize(
     "costs", [Roofline.of("h100"), Function(given)], ids=["roofline", "function"]
 )
-def test_only_convolutions_take_workspace_on_a_gpu_whatever_the_costs(
+def test_convolutions_take_workspace_on_a_gpu_whatever_the_costs(
     costs: Roofline | Function,
 ) -> None:
     model = nn.Sequential(nn.Conv2d(3, 8, 3, bias=False), nn.ReLU())
     graph = profile(fx.symbolic_trace(model), [wanting(1, 3, 8, 8)], costs)
     x, w, y = 3 * 64 * FLOAT, 8 * 27 * FLOAT, 8 * 36 * FLOAT
     assert {node.name: node.workspace_bytes for node in graph.nodes if node.workspace_bytes} == {
-        "_0": (y + x + w) + (x + w)  # its backward: what it reads and what it gives
+        "_0": y + x + w  # either direction
     }
+
+
+@pytest.mark.parametrize(
+    ("rows", "width", "expected"),
+    [(65, 100, 65 * 100 * 8), (64, 100, 0), (1 << 17, 1000, 140 << 20)],
+)
+def test_the_gradient_of_a_bias_takes_workspace_on_a_gpu(
+    rows: int, width: int, expected: int
+) -> None:
+    model = nn.Sequential(nn.Linear(4, width)).to("meta")
+    graph = profile(fx.symbolic_trace(model), [wanting(rows, 4).to("meta")], Roofline.of("h100"))
+    assert graph.by_name["_0"].workspace_bytes == expected
 
 
 def test_without_gradients_only_the_forward_takes_workspace() -> None:

@@ -21,7 +21,7 @@ from tests.report.pages import Page
 from tests.report.transformers import transformer_plan
 
 MakePlan = Callable[..., Plan]
-CAPS = tuple(mib << 20 for mib in (140, 170, 1500, 128))
+CAPS = tuple(mib << 20 for mib in (205, 235, 1565, 193))
 MEMORY, LOAD = "Memory of each rank at its peak", "Load of each rank"
 
 

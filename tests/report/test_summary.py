@@ -39,7 +39,7 @@ def test_the_summary_of_a_recomputing_plan(
 def test_the_summary_of_a_plan_with_caps_and_regions(
     make_plan: MakePlan, file_regression: FileRegressionFixture
 ) -> None:
-    caps = tuple(mib << 20 for mib in (140, 170, 1500, 128))
+    caps = tuple(mib << 20 for mib in (205, 235, 1565, 193))
     plan = make_plan(microbatches=8, schedule="gpipe", recompute="sqrt", memory_bytes=caps)
     file_regression.check(summary(plan), encoding="utf-8")
 
@@ -212,7 +212,7 @@ def test_the_fixed_part_of_a_bound_is_named(make_plan: MakePlan) -> None:
     plan = make_plan()
     text = summary(plan)
     assert re.search(
-        r"^ +1 .* 43\.0 MiB 86\.0 MiB 135\.3 MiB 1\.0 GiB 888\.7 MiB$", text, re.MULTILINE
+        r"^ +1 .* 43\.0 MiB 151\.0 MiB 200\.3 MiB 1\.0 GiB 823\.7 MiB$", text, re.MULTILINE
     )
     assert "fixed: of the bound, what the allocator and the communication library take" in text
 

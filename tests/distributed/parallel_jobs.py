@@ -367,8 +367,9 @@ class Attention(nn.Module):
 def layers(kind: type[nn.Module], samples: int) -> Target:
     """Four layers in float64, and a minibatch."""
     torch.manual_seed(0)
-    model = nn.Sequential(*[kind() for _ in range(4)]).double()
-    rows = torch.randn(samples, 8, dtype=torch.float64)
+    with DEVICE:
+        model = nn.Sequential(*[kind() for _ in range(4)]).double()
+        rows = torch.randn(samples, 8, dtype=torch.float64)
     return Target(model, arguments_of(model, rows), functional.mse_loss, rows.flip(0))
 
 

@@ -64,7 +64,7 @@ def _on_cuda(operator: Any, arguments: Sequence[Any], result: Any) -> int:
     if operator is aten.convolution_backward.default:
         return size_bytes(tensor_leaves(arguments[:3]))
     if operator is aten.sum.dim_IntList and arguments[0].numel() > PARTS * result.numel():
-        return min(8 * arguments[0].numel(), PARTIAL_SUMS)
+        return min(8 * int(arguments[0].numel()), PARTIAL_SUMS)
     return 0
 
 

@@ -11,7 +11,7 @@ from tests.distributed.workers import Workers
 
 @pytest.fixture(scope="session")
 def workers() -> Iterator[Workers]:
-    """Up to four processes, which start when a test first needs them."""
-    group = Workers(4)
+    """Up to eight processes, which start when a test first needs them."""
+    group = Workers(8)
     yield group
     group.close()

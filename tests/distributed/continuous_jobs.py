@@ -28,7 +28,7 @@ def trained(
     """How far losses and weights are from those of the recurrence, by optimizer."""
     run = run_of(ranks, replicas, schedule=schedule, microbatches=microbatches)
     samples = MICROBATCH * microbatches * replicas
-    batches = batches_of(samples, 12)
+    batches = batches_of(samples, 20)
     oracle = DelayedGradients(mixture(samples), run.pipeline.plan)
     found = {}
     for name, optimizer in from_the_beginning(run.pipeline, samples):

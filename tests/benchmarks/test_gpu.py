@@ -28,7 +28,9 @@ from benchmarks.gpu import (
     models,
     operators,
     peaks,
+    rank_worker,
     run,
+    steps,
     times,
 )
 from benchmarks.gpu.bench import Bench, CudaMeter, Usage, known_device
@@ -151,6 +153,40 @@ def test_stages_are_timed_under_both_costs(bench: Bench, monkeypatch: pytest.Mon
     assert {row.prediction for row in measured} == {"roofline:cpu", "measured:cpu"}
     assert len(measured) == 2 * 2 * 2
     assert all(row.predicted and row.measured for row in measured)
+
+
+def test_a_step_is_timed_beside_a_loop(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(steps, "NAMES", ("llama",))
+    (measured,) = rows("step", bench)
+    assert measured.measured is not None
+    assert measured.measured > 0
+    assert "; 0 of " in measured.note
+
+
+@pytest.mark.sweep
+def test_ranks_are_compared_with_the_unsplit_model(bench: Bench) -> None:
+    measured = rows("ranks", bench)
+    assert {row.what for row in measured} == {
+        "1f1b, recomputed", "zb-v", "1f1b, recomputed, 2 replicas", "streams",
+    }  # fmt: skip
+    assert all(row.note.startswith(("passed", "needs CUDA")) for row in measured)
+
+
+def test_a_trace_tells_waits_and_streams_apart() -> None:
+    def event(category: str, name: str, ts: int, **args: int) -> dict[str, object]:
+        return {"cat": category, "name": name, "ts": ts, "dur": 10, "args": args}
+
+    trace = rank_worker._trace_of(
+        [
+            event("user_annotation", "steps", 100),
+            event("cuda_runtime", "cudaStreamSynchronize", 105),
+            event("cuda_runtime", "cudaStreamSynchronize", 111),  # after the steps
+            event("cuda_runtime", "cudaLaunchKernel", 106),
+            event("kernel", "ncclDevKernel_SendRecv", 107, stream=20),
+            event("kernel", "gemm", 120, stream=7),
+        ]
+    )
+    assert trace == rank_worker.Trace({"cudaStreamSynchronize": 1}, {20}, {7})
 
 
 def test_rows_quote_no_path_of_this_run() -> None:

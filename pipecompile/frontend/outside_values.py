@@ -101,6 +101,7 @@ GONE = object()
 
 Read = Callable[[], Any]
 """Returns what is in a place now, `GONE` if nothing is."""
+MayRead = Callable[[str, str], bool]
 Place = str | Callable[[], str]
 """The name of a place; where there was nothing, what returns it once there is."""
 
@@ -136,10 +137,12 @@ def _comparable(value: Any) -> Any:
 class OutsideValues:
     """The values that the forward of a model may read now, besides what its modules hold
     themselves.
+
+    `may_read` tells by path and name which attributes of modules lead to such values.
     """
 
-    def __init__(self, model: nn.Module) -> None:
-        search = _NameSearch(model)
+    def __init__(self, model: nn.Module, may_read: MayRead = lambda *_: True) -> None:
+        search = _NameSearch(model, may_read)
         self._values = search.values
         self._reads = [each.read for each in search.values]
         self._objects = [each.value for each in search.values]
@@ -185,7 +188,8 @@ class _NameSearch:
     attributes of all objects, classes and Python modules that are found.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, may_read: MayRead = lambda *_: True) -> None:
+        self._may_read = may_read
         self._names, self._may_be_absent = frozenset({"forward"}), frozenset[str]()
         self._of_owners = frozenset[tuple[str, str]]()
         named_modules, before = list(model.named_modules()), (frozenset[Any](),) * 3
@@ -210,6 +214,8 @@ class _NameSearch:
         self._look_in_class(type(module))
         attributes = vars(module)
         for name in self._named(attributes):
+            if not self._may_read(path, name):
+                continue
             where, value = f"{path}.{name}".lstrip("."), attributes[name]
             # The others are compared by the modules' owner.
             if isinstance(value, (*ARRAYS, *MAPPINGS)):

@@ -17,7 +17,13 @@ from pipecompile.frontend.captured_graph import Capture
 from pipecompile.frontend.microbatch import InputShapes, MicrobatchSizes
 from pipecompile.frontend.outside_values import OutsideValues
 from pipecompile.frontend.signature import OutputStructure
-from pipecompile.graph.attributes import AttributeItems, is_same_value, module_settings
+from pipecompile.graph.attributes import (
+    TABLES,
+    AttributeItems,
+    deep_copy,
+    is_same_value,
+    settings_of,
+)
 from pipecompile.graph.autograd_context import current_context
 from pipecompile.graph.gradient_hooks import has_hook, has_joint_hook
 from pipecompile.graph.loss_module import held_loss, joined_modules
@@ -124,9 +130,9 @@ class Program:
         model = self.captured.model
         # Listed once: a step of a small model takes a millisecond, and so does the list.
         self.named_modules = tuple(model.named_modules())
-        self._items = AttributeItems(model)
+        self._items = _items(self.captured)
         self._settings = dict(_settings(self.captured))
-        self._outside_values = OutsideValues(model)
+        self._outside_values = OutsideValues(model, self.captured.may_read)
         # Of the loss only these: it runs as it is, and may change what else it has.
         self._named_parameters = list(joined_modules(model, self._loss).named_parameters())
         # The parameters of the model and of the loss, as they are if they are unchanged.
@@ -154,7 +160,7 @@ class Program:
         if not self._items.are_the_same():
             self._check_settings()
             # They are equal, and the next steps compare the objects that are there now.
-            self._items = AttributeItems(self.captured.model)
+            self._items = _items(self.captured)
         if changed := self._outside_values.changed():
             raise InputError(
                 f"{changed} has changed since the model was compiled, and the graph has its old "
@@ -281,16 +287,26 @@ def modes_of(named_modules: Iterable[tuple[str, nn.Module]]) -> frozenset[str]:
 
 
 def _settings(captured: Capture) -> Iterator[tuple[str, Any]]:
-    """Yield the attributes of modules that a forward may read, by path, without tensors and what it
-    sets for itself.
+    """Yield the attributes of modules that the graph has in it, by path, without tensors that hooks
+    compute before each forward, as that of weight_norm does.
     """
-    for path, module in captured.model.named_modules():
-        # A hook may compute a tensor before each forward, as that of weight_norm does.
+    for path, module, names in _watched(captured):
         computed = Tensor if module._forward_pre_hooks else ()
-        for name, value in module_settings(module).items():
-            full = f"{path}.{name}" if path else name
-            if full not in captured.assigned_attributes and not isinstance(value, computed):
-                yield full, value
+        for name in names:
+            value = vars(module)[name]
+            if not isinstance(value, computed):
+                yield f"{path}.{name}".lstrip("."), deep_copy(value)
+
+
+def _items(captured: Capture) -> AttributeItems:
+    return AttributeItems((module, names) for _, module, names in _watched(captured))
+
+
+def _watched(captured: Capture) -> Iterator[tuple[str, nn.Module, list[str]]]:
+    """Yield each module with its path and the names of its attributes that must stay the same."""
+    for path, module in captured.model.named_modules():
+        names = settings_of(module)
+        yield path, module, [n for n in names if n in TABLES or captured.may_read(path, n)]
 
 
 def _shape(edge: BoundaryTensor) -> BoundaryShape:

@@ -4,8 +4,11 @@ wrong step.
 
 from __future__ import annotations
 
+import copy
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -107,6 +110,124 @@ def test_a_model_that_changed_since_it_was_compiled(change: Any, name: str) -> N
     for run in (lambda: pipeline.step(X, X), lambda: pipeline.evaluate(X)):
         with pytest.raises(InputError, match=rf"^{name} has changed since the model was compiled"):
             run()
+
+
+def counted(model: Scaled, step: int) -> None:
+    model.global_step = step
+
+
+def logged(model: Scaled, step: int) -> None:
+    model.log["loss"] = float(step)
+
+
+def remembered(model: Scaled, step: int) -> None:
+    model.history.append(torch.ones(step))
+
+
+def tagged(model: Scaled, step: int) -> None:
+    model.first.tag = step
+
+
+def measured(model: Scaled, step: int) -> None:
+    model.norms[0] = step
+
+
+def described(model: Scaled, step: int) -> None:
+    model.tracker.scale = step
+
+
+def shown(model: Scaled, step: int) -> None:
+    model.extra_repr = lambda: f"step {step}"
+
+
+class Logging(Scaled):
+    """Has attributes for the training loop, in names that tensors and forwards have too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.log: dict[str, float] = {}
+        self.history: list[Tensor] = []
+        self.norms, self.tracker = np.zeros(2), SimpleNamespace(scale=0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        norms, history, tracker = x.exp().log(), len, x
+        return super().forward(norms[:, : history(x[0])] + 0 * tracker)
+
+
+@pytest.mark.parametrize(
+    "change", [counted, logged, remembered, tagged, measured, described, shown]
+)
+def test_attributes_that_no_forward_reads_may_change(change: Any) -> None:
+    model = Logging()
+    pipeline = compiled(model)
+    twin = compiled(copy.deepcopy(model))
+    for step in range(3):
+        assert torch.equal(pipeline.step(X, X), twin.step(X, X))
+        assert torch.equal(pipeline.evaluate(X), twin.evaluate(X))
+        change(model, step)
+
+
+class ByName(Scaled):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * getattr(self, f"sc{'a'}le")
+
+
+class ByDict(Scaled):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * len(vars(self))
+
+
+class IfThere(Scaled):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * (2 if hasattr(self, "global_step") else 1)
+
+
+class InSight(Scaled):
+    """Reads an attribute only where its tensors have values: another method captures it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        is_traced = torch.compiler.is_exporting()
+        if not is_traced and (x == x).all():
+            return super().forward(x) * self.factor
+        return super().forward(x) * 1.0
+
+    factor = 1.0
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [(ByName, "scale"), (ByDict, "global_step"), (IfThere, "global_step"), (InSight, "factor")],
+)
+def test_attributes_that_a_forward_may_have_read_stay(kind: type[Scaled], name: str) -> None:
+    model = kind()
+    pipeline = compiled(model)
+    setattr(model, name, 3)
+    with pytest.raises(InputError, match=rf"{name} has changed since the model was compiled"):
+        pipeline.step(X, X)
+
+
+class Choosing(nn.Module):
+    """Reads one attribute or the other, as its data tell."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.above, self.below = 2.0, 3.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * (self.above if x.sum() > 0 else self.below)
+
+
+def test_what_data_chose_not_to_read_is_read_when_it_runs() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), Choosing(), nn.Linear(8, 8))
+    with torch.no_grad():
+        model[0].bias.fill_(1e3)
+    pipeline = compiled(model)
+    model[1].below = 5.0
+    pipeline.step(X, X)
+    assert torch.equal(pipeline.evaluate(-X * 1e4), torch.cat([*map(model, (-X * 1e4).split(2))]))
+    model[1].above = 5.0
+    with pytest.raises(InputError, match=r"1.above has changed"):
+        pipeline.step(X, X)
 
 
 def test_a_hook_in_the_place_of_another() -> None:

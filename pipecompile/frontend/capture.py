@@ -239,7 +239,7 @@ def _capture_by(
             forward = record()
             changed = changed_attributes(before, ModuleAttributes.of(model))
             if changed:
-                refuse_lasting_state(model, changed, forward, record)
+                refuse_lasting_state(model, before, changed, forward, record)
     finally:
         before.restore()
     read = reads.of(model)

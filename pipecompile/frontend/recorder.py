@@ -173,7 +173,8 @@ class ForwardRecorder(TorchFunctionMode):
         if lost:
             raise CaptureError(
                 f"the forward replaces {', '.join(lost)} by a new tensor, which no stage could "
-                "see; update it in place, for example with copy_"
+                "see; write to it in place, for example with copy_, or, if the first forward only "
+                "makes it in its final shape and type, run the model once before it is compiled"
             )
         if any(tensor.grad is not None for tensor in leaves):
             raise CaptureError(

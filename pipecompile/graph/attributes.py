@@ -32,7 +32,7 @@ __all__ = [
     "settings_of",
 ]
 
-# Of these tables only the names are compared: changes of their entries are noticed elsewhere
+# Of these tables only the names with an entry are compared: other entries are noticed elsewhere
 # (`swapped_state`, and version counters of tensors).
 REGISTERED_TABLES = ("_parameters", "_buffers", "_modules")
 TABLES = (*REGISTERED_TABLES, "_forward_hooks", "_forward_pre_hooks")
@@ -100,10 +100,15 @@ class ModuleAttributes:
         """Return an attribute as text: tensors by their shape, other objects by their type."""
         return _described(self._comparable(module, name))
 
+    def registered(self, module: nn.Module, table: str) -> list[str]:
+        """Return the names of one of the `REGISTERED_TABLES` that have a tensor or a module."""
+        return [name for name, entry in self.copies[module][table].items() if entry is not None]
+
     def _comparable(self, module: nn.Module, name: str) -> Any:
+        if name in REGISTERED_TABLES:
+            return self.registered(module, name)
         # The copies, since a container may have changed in the meantime.
-        value = self.copies[module].get(name, self.values[module].get(name, ABSENT))
-        return list(value) if name in REGISTERED_TABLES else value
+        return self.copies[module].get(name, self.values[module].get(name, ABSENT))
 
 
 def settings_of(module: nn.Module) -> list[str]:

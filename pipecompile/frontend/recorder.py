@@ -46,6 +46,7 @@ from pipecompile.frontend.nested_values import contains_tensor, tensors_in
 from pipecompile.frontend.randomness import require_torch_randomness
 from pipecompile.frontend.recording import SYMBOLS, Recording
 from pipecompile.frontend.refusals import (
+    INTO_A_SUBMODULE,
     DataDependentError,
     UnsupportedError,
     is_data_dependence_error,
@@ -78,6 +79,17 @@ PLACE_QUESTIONS = frozenset({"storage_offset", "data_ptr"})
 # They make numbers of a tensor's values, which the graph then has in it.
 VALUE_READS = frozenset(
     {"item", "tolist", "__float__", "__int__", "__bool__", "__index__", "__complex__"}
+)
+DATA_CALLS = {
+    "__getitem__": "indexing with a mask",
+    "where": "torch.where of a condition alone",
+    "_pack_padded_sequence": "packing sequences",
+}
+"""Calls whose name is another one in the model than here."""
+PACKING = "_pack_padded_sequence"
+PAD = (
+    "give the RNN the padded tensor and mask what it returns behind the end of each sequence: one "
+    "on packed sequences has no shapes without its data"
 )
 
 
@@ -230,6 +242,8 @@ class ForwardRecorder(TorchFunctionMode):
                 return constant.answer
         if name in PLACE_QUESTIONS:
             self._refuse_place(name, args[0])
+        if func is Tensor.requires_grad_:
+            self._refuse_gradient_of_input(args[0])
         call = RecordedCall(self.recording, self._tracker, args, kwargs)
         result = call.run(lambda: func(*args, **kwargs))
         if name in LAYOUT_QUESTIONS:
@@ -303,9 +317,19 @@ class ForwardRecorder(TorchFunctionMode):
 
         It is marked as a hook: the tensor itself changes, so its node must be on the same stage.
         """
+        self._refuse_gradient_of_input(tensor)
         call = RecordedCall(self.recording, self._tracker, (tensor, required), {})
         tensor.requires_grad_(required)
         self._record("call_method", "requires_grad_", call, tensor, hook=True)
+
+    def _refuse_gradient_of_input(self, tensor: Tensor) -> None:
+        """Raise CaptureError if `tensor` is an input: that would be the user's own tensor."""
+        if any(tensor is value for value in self.recording.inputs):
+            raise CaptureError(
+                f"{self.recording.where()}: the forward makes its input require a gradient, but a "
+                "pipeline computes gradients for parameters only; let it take a detached copy "
+                "(x.detach().requires_grad_())"
+            )
 
     def _record(self, op: str, target: Any, call: RecordedCall, result: Any, **notes: Any) -> None:
         """Add the node of `call`, with `notes` in its meta, and bind the result to it."""
@@ -317,17 +341,19 @@ class ForwardRecorder(TorchFunctionMode):
 
     def _refuse_data(self, result: Any, name: str) -> None:
         """Raise DataDependentError if `result` of the call `name` depends on values of data."""
+        what = DATA_CALLS.get(name, name)
         # An unbacked symbol stands for a number that fake tensors do not have.
         if isinstance(result, SYMBOLS) and free_unbacked_symbols(result):
             raise DataDependentError(
-                f"{self.recording.where()}: {name} reads a number out of a tensor, so the graph "
-                "would depend on the data; compute it outside the model, or keep it a tensor"
+                f"{self.recording.where()}: {what} reads a number out of a tensor, so the graph "
+                f"would depend on the data; compute it outside the model, keep it a tensor, or "
+                f"{INTO_A_SUBMODULE}"
             )
         if any(free_unbacked_symbols(tensor) for tensor in tensors_in(result)):
+            way = PAD if name == PACKING else f"use a mask of fixed shape, or {INTO_A_SUBMODULE}"
             raise DataDependentError(
-                f"{self.recording.where()}: {name} gives a tensor whose shape depends on the "
-                "values of another, so stages could not know what they receive; use torch.where "
-                "or a mask of fixed shape"
+                f"{self.recording.where()}: {what} gives a tensor whose shape depends on the "
+                f"values of another, so stages could not know what they receive; {way}"
             )
 
     def call_autograd_function(

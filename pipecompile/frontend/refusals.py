@@ -7,7 +7,12 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from pipecompile.errors import CaptureError
 
-__all__ = ["DataDependentError", "UnsupportedError", "is_data_dependence_error"]
+__all__ = ["INTO_A_SUBMODULE", "DataDependentError", "UnsupportedError", "is_data_dependence_error"]
+
+INTO_A_SUBMODULE = (
+    "put all that depends on it into a submodule whose results have fixed shapes: that is one node "
+    "then, where the model has weights"
+)
 
 
 class UnsupportedError(CaptureError):

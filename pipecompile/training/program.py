@@ -21,7 +21,6 @@ from pipecompile.graph.attributes import (
     TABLES,
     AttributeItems,
     deep_copy,
-    is_same_value,
     settings_of,
 )
 from pipecompile.graph.autograd_context import current_context
@@ -32,11 +31,9 @@ from pipecompile.ir.plan import BatchNormUpdate
 from pipecompile.passes.contract import apply_passes
 from pipecompile.passes.device_constants import LeaveMeta
 from pipecompile.runtime.messages import BoundaryShape
+from pipecompile.training.model_changes import changed_parameter, changed_setting
 
 __all__ = ["Program", "modes_of", "modes_of_both"]
-
-# A setting that is gone or new; None would be a value that a setting may have.
-ABSENT = object()
 
 
 class Program:
@@ -156,6 +153,9 @@ class Program:
                 "compiled, and the graph has the old number; compile the model again, or compute "
                 "with the tensor itself"
             )
+        # A conversion of the model replaces buffers too, but its parameters say it best.
+        if list(map(_trained_as, self.parameters)) != self._trained_as:
+            self._refuse_changed_parameter()
         # Objects are compared first, in one pass, since a small step takes only a millisecond.
         if not self._items.are_the_same():
             self._check_settings()
@@ -166,8 +166,6 @@ class Program:
                 f"{changed} has changed since the model was compiled, and the graph has its old "
                 "value; compile the model again, or keep what changes in a buffer"
             )
-        if list(map(_trained_as, self.parameters)) != self._trained_as:
-            self._refuse_changed_parameter()
         self._check_loss()
 
     def _check_loss(self) -> None:
@@ -183,13 +181,9 @@ class Program:
 
     def _refuse_changed_parameter(self) -> None:
         pairs = zip(self._named_parameters, self._trained_as, strict=True)
-        name, now, before = next(
-            (name, _trained_as(parameter), before)
-            for (name, parameter), before in pairs
-            if _trained_as(parameter) != before
-        )
-        what = "requires_grad" if now[0] != before[0] else "the type"
-        raise InputError(f"{what} of {name} changed since the model was compiled; compile it again")
+        for (name, parameter), (trained, dtype) in pairs:
+            if _trained_as(parameter) != (trained, dtype):
+                raise InputError(changed_parameter(name, parameter, trained, dtype))
 
     def refuse_hooks(self) -> None:
         """Raise InputError for hooks on parameters that would run too often, or on parts of a sum.
@@ -219,17 +213,8 @@ class Program:
 
     def _check_settings(self) -> None:
         """Raise InputError if a setting has another value."""
-        before, after = self._settings, dict(_settings(self.captured))
-        different = [
-            name
-            for name in before.keys() | after.keys()
-            if not is_same_value(before.get(name, ABSENT), after.get(name, ABSENT))
-        ]
-        if different:
-            raise InputError(
-                f"{min(different)} has changed since the model was compiled, and the graph has its "
-                "old value; compile the model again, or keep what changes in a buffer"
-            )
+        if changed := changed_setting(self._settings, dict(_settings(self.captured))):
+            raise InputError(changed)
 
     def joined(self, values: Sequence[Sequence[Tensor]], sizes: MicrobatchSizes) -> Any:
         """Return the output tensors of each microbatch as one output of the model.

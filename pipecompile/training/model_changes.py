@@ -77,8 +77,8 @@ def _text(name: str, before: Any, after: Any) -> str:
     else:
         what = f"{name} is or holds something else than"
     return (
-        f"{what} {THEN}, and the graph has what the forward read then; {AGAIN}, or keep what "
-        "changes in a buffer and write to it in place"
+        f"{what} {THEN}, and the graph may have that in it; {AGAIN}, or keep what changes in a "
+        "buffer and write to it in place"
     )
 
 

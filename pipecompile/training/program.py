@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from operator import attrgetter, is_
 from typing import Any
 
@@ -127,9 +128,13 @@ class Program:
         model = self.captured.model
         # Listed once: a step of a small model takes a millisecond, and so does the list.
         self.named_modules = tuple(model.named_modules())
+        self._outside_values = OutsideValues(model, self.captured.may_read)
+        if self._outside_values.looks_past_classes:
+            # What the forward read of modules was not seen.
+            self.captured = replace(self.captured, read_attributes=None)
+            self._outside_values = OutsideValues(model)
         self._items = _items(self.captured)
         self._settings = dict(_settings(self.captured))
-        self._outside_values = OutsideValues(model, self.captured.may_read)
         # Of the loss only these: it runs as it is, and may change what else it has.
         self._named_parameters = list(joined_modules(model, self._loss).named_parameters())
         # The parameters of the model and of the loss, as they are if they are unchanged.

@@ -5,6 +5,7 @@ wrong step.
 from __future__ import annotations
 
 import copy
+import inspect
 from types import SimpleNamespace
 from typing import Any
 
@@ -232,15 +233,68 @@ class InSight(Scaled):
     factor = 1.0
 
 
+class PastTheClass(Scaled):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * object.__getattribute__(self, "factor")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.factor = 1.0
+
+
+class Statically(PastTheClass):
+    def forward(self, x: Tensor) -> Tensor:
+        return Scaled.forward(self, x) * inspect.getattr_static(self, "factor")
+
+
+class OfDir(Scaled):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * sum(name.startswith("global_") for name in dir(self))
+
+
+class OfCopy(PastTheClass):
+    def forward(self, x: Tensor) -> Tensor:
+        return Scaled.forward(self, x) * copy.copy(self).factor
+
+
 @pytest.mark.parametrize(
     ("kind", "name"),
-    [(ByName, "scale"), (ByDict, "global_step"), (IfThere, "global_step"), (InSight, "factor")],
+    [
+        (ByName, "scale"),
+        (ByDict, "global_step"),
+        (IfThere, "global_step"),
+        (InSight, "factor"),
+        (PastTheClass, "factor"),
+        (Statically, "factor"),
+        (OfDir, "global_step"),
+        (OfCopy, "factor"),
+    ],
 )
 def test_attributes_that_a_forward_may_have_read_stay(kind: type[Scaled], name: str) -> None:
     model = kind()
     pipeline = compiled(model)
     setattr(model, name, 3)
     with pytest.raises(InputError, match=rf"^{name} (is|was) .* when the model was compiled"):
+        pipeline.step(X, X)
+
+
+class InSlot(Scaled):
+    __slots__ = ("factor",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.factor = 2.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.factor
+
+
+def test_a_slot_of_a_module_is_no_attribute_but_read_like_one() -> None:
+    model = InSlot()
+    pipeline = compiled(model)
+    pipeline.step(X, X)
+    model.factor = 3.0
+    with pytest.raises(InputError, match=r"^factor has changed since the model was compiled"):
         pipeline.step(X, X)
 
 

@@ -46,10 +46,10 @@ from pipecompile.frontend.nested_values import contains_tensor, tensors_in
 from pipecompile.frontend.randomness import require_torch_randomness
 from pipecompile.frontend.recording import SYMBOLS, Recording
 from pipecompile.frontend.refusals import (
-    INTO_A_SUBMODULE,
-    DataDependentError,
     UnsupportedError,
     is_data_dependence_error,
+    number_refusal,
+    shape_refusal,
 )
 from pipecompile.frontend.source import current_line, error_line
 from pipecompile.frontend.torch_patches import (
@@ -79,17 +79,6 @@ PLACE_QUESTIONS = frozenset({"storage_offset", "data_ptr"})
 # They make numbers of a tensor's values, which the graph then has in it.
 VALUE_READS = frozenset(
     {"item", "tolist", "__float__", "__int__", "__bool__", "__index__", "__complex__"}
-)
-DATA_CALLS = {
-    "__getitem__": "indexing with a mask",
-    "where": "torch.where of a condition alone",
-    "_pack_padded_sequence": "packing sequences",
-}
-"""Calls whose name is another one in the model than here."""
-PACKING = "_pack_padded_sequence"
-PAD = (
-    "give the RNN the padded tensor and mask what it returns behind the end of each sequence: one "
-    "on packed sequences has no shapes without its data"
 )
 
 
@@ -243,7 +232,7 @@ class ForwardRecorder(TorchFunctionMode):
         if name in PLACE_QUESTIONS:
             self._refuse_place(name, args[0])
         if func is Tensor.requires_grad_:
-            self._refuse_gradient_of_input(args[0])
+            self._refuse_lasting_gradient(*args, **kwargs)
         call = RecordedCall(self.recording, self._tracker, args, kwargs)
         result = call.run(lambda: func(*args, **kwargs))
         if name in LAYOUT_QUESTIONS:
@@ -304,6 +293,11 @@ class ForwardRecorder(TorchFunctionMode):
         return result
 
     def _record_hook(self, tensor: Tensor, hook: Any) -> None:
+        if self.recording.is_state(tensor):
+            raise CaptureError(
+                f"{self.recording.where()}: the forward puts a hook on a parameter, which stays "
+                "there, so that each forward adds one; register it once, outside the forward"
+            )
         if has_recorded_values(hook):
             raise UnsupportedError(
                 f"{self.recording.where()}: a hook encloses a value of the forward, which is "
@@ -317,13 +311,22 @@ class ForwardRecorder(TorchFunctionMode):
 
         It is marked as a hook: the tensor itself changes, so its node must be on the same stage.
         """
-        self._refuse_gradient_of_input(tensor)
+        self._refuse_lasting_gradient(tensor, required)
+        if self.recording.is_state(tensor):
+            return
         call = RecordedCall(self.recording, self._tracker, (tensor, required), {})
         tensor.requires_grad_(required)
         self._record("call_method", "requires_grad_", call, tensor, hook=True)
 
-    def _refuse_gradient_of_input(self, tensor: Tensor) -> None:
-        """Raise CaptureError if `tensor` is an input: that would be the user's own tensor."""
+    def _refuse_lasting_gradient(self, tensor: Tensor, requires_grad: bool = True) -> None:
+        """Raise CaptureError if `tensor` would be another one after the forward: an input, which is
+        the user's own, or a parameter or buffer.
+        """
+        if self.recording.is_state(tensor) and tensor.requires_grad != requires_grad:
+            raise CaptureError(
+                f"{self.recording.where()}: the forward sets requires_grad of a parameter, which "
+                "stays so; set it outside the forward, or compute with a detached one (detach)"
+            )
         if any(tensor is value for value in self.recording.inputs):
             raise CaptureError(
                 f"{self.recording.where()}: the forward makes its input require a gradient, but a "
@@ -341,20 +344,11 @@ class ForwardRecorder(TorchFunctionMode):
 
     def _refuse_data(self, result: Any, name: str) -> None:
         """Raise DataDependentError if `result` of the call `name` depends on values of data."""
-        what = DATA_CALLS.get(name, name)
         # An unbacked symbol stands for a number that fake tensors do not have.
         if isinstance(result, SYMBOLS) and free_unbacked_symbols(result):
-            raise DataDependentError(
-                f"{self.recording.where()}: {what} reads a number out of a tensor, so the graph "
-                f"would depend on the data; compute it outside the model, keep it a tensor, or "
-                f"{INTO_A_SUBMODULE}"
-            )
+            raise number_refusal(self.recording.where(), name)
         if any(free_unbacked_symbols(tensor) for tensor in tensors_in(result)):
-            way = PAD if name == PACKING else f"use a mask of fixed shape, or {INTO_A_SUBMODULE}"
-            raise DataDependentError(
-                f"{self.recording.where()}: {what} gives a tensor whose shape depends on the "
-                f"values of another, so stages could not know what they receive; {way}"
-            )
+            raise shape_refusal(self.recording.where(), name)
 
     def call_autograd_function(
         self, original: Callable[..., Any], function: Any, args: Any, kwargs: Any

@@ -245,6 +245,10 @@ class Recording:
             self._alive.append(tensor)
         return self._reads[name]
 
+    def is_state(self, tensor: Tensor) -> bool:
+        """Return whether `tensor` is a parameter or buffer of the model."""
+        return id(tensor) in self._names
+
     def is_used(self, tensor: Tensor) -> bool:
         """Return whether `tensor` is the model's, or its node is still part of the graph."""
         node = self._nodes.get(id(tensor))

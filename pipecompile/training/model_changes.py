@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from pipecompile.graph.attributes import PLAIN, is_same_value
@@ -42,7 +43,7 @@ def changed_setting(before: Mapping[str, Any], after: Mapping[str, Any]) -> str 
     return _text(name, before.get(name, ABSENT), after.get(name, ABSENT))
 
 
-def changed_parameter(name: str, now: nn.Parameter, trained: bool, dtype: Any) -> str:
+def changed_parameter(name: str, now: nn.Parameter, trained: bool, dtype: torch.dtype) -> str:
     """Return what tells a parameter from what it was when it was compiled, and what to do."""
     if now.dtype != dtype:
         return (

@@ -419,3 +419,45 @@ def test_an_input_that_the_forward_lets_require_a_gradient(
         proven_capture(Experts(forward), Arguments((x,), {}))
     assert not x.requires_grad
     proven_capture(Experts(required_of_a_copy), Arguments((x,), {}))
+
+
+def with_hook(model: Any, x: Tensor) -> Tensor:
+    model.gate.weight.register_hook(torch.neg)
+    return model.gate(x)  # type: ignore[no-any-return]
+
+
+def frozen(model: Any, x: Tensor) -> Tensor:
+    model.gate.weight.requires_grad_(False)
+    return model.gate(x)  # type: ignore[no-any-return]
+
+
+def frozen_by_assignment(model: Any, x: Tensor) -> Tensor:
+    model.gate.weight.requires_grad = False
+    return model.gate(x)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(
+    ("forward", "message"),
+    [
+        (with_hook, "puts a hook on a parameter.*outside the forward"),
+        (frozen, "sets requires_grad of a parameter.*outside the forward"),
+        (frozen_by_assignment, "sets requires_grad of a parameter.*outside the forward"),
+    ],
+)
+def test_what_a_forward_leaves_on_a_parameter(
+    forward: Callable[[Any, Tensor], Tensor], message: str
+) -> None:
+    model = Experts(forward)
+    with pytest.raises(CaptureError, match=message):
+        proven_capture(model, Arguments((torch.randn(4, 4),), {}))
+    assert model.gate.weight.requires_grad and not model.gate.weight._backward_hooks
+
+
+def trained_as_before(model: Any, x: Tensor) -> Tensor:
+    model.gate.weight.requires_grad = True
+    model.gate.bias.requires_grad_()
+    return model.gate(x)  # type: ignore[no-any-return]
+
+
+def test_a_forward_may_set_requires_grad_to_what_it_is() -> None:
+    proven_capture(Experts(trained_as_before), Arguments((torch.randn(4, 4),), {}))

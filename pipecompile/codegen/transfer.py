@@ -21,6 +21,7 @@ from pipecompile.ir.encodings import Encoding
 
 __all__ = ["transfer", "transfer_copied", "transfer_encodings", "transfer_regions"]
 
+FOR_THIS_ONE = "compile the model in this mode or with this shape"
 NodeKey = tuple[str, str, str]
 """The kind of a node, what it calls, and the path of the module that contains it."""
 
@@ -60,7 +61,7 @@ def transfer(
     if empty:
         raise CaptureError(
             f"in this mode or shape stage {empty[0]} has nothing to run, since the forward leaves "
-            "its modules out; use fewer stages, or compile the model for this one"
+            f"its modules out; use fewer stages, or {FOR_THIS_ONE}"
         )
     return {node.name: stage for node, stage in stages.items()}
 
@@ -98,9 +99,9 @@ def _first_possible_stage(
         if stage >= earliest:
             return stage
     raise CaptureError(
-        f"in this mode or shape {node.name} ({node.meta['source']}) needs its parameters in stage "
-        f"{earliest} or later, but they lie in {sorted(allowed)}; group its module with the one "
-        "before it, or compile the model for this one"
+        f"in this mode or shape {node.name} ({node.meta['source']}) runs in stage {earliest} or "
+        f"later, but its parameters lie in {sorted(allowed)}; keep its module on one stage with "
+        f"those that run before it here (no_split=), or {FOR_THIS_ONE}"
     )
 
 
@@ -240,7 +241,7 @@ def _unite_groups(
             raise CaptureError(
                 f"in this mode or shape {node.name} ({node.meta['source'] or 'an input'}) must be "
                 f"in stage {stage} with other nodes, but what it needs lies in {sorted(allowed)}; "
-                "keep these modules together (groups), or compile the model for this one"
+                f"keep these modules on one stage (no_split=), or {FOR_THIS_ONE}"
             )
 
 

@@ -5,6 +5,7 @@ second forward is recorded, which finds what the first one left:
 
     forward 1 ──▶ self.mask = …  ──▶ forward 2    the same graph and the same attributes: allowed
     forward 1 ──▶ self.calls = 1 ──▶ forward 2 ──▶ self.calls = 2        another value: refused
+    forward 1 ──▶ self.cos = …   ──▶ forward 2    reads what forward 1 made: refused
 """
 
 from __future__ import annotations
@@ -21,6 +22,9 @@ from pipecompile.graph.attributes import REGISTERED_TABLES, ModuleAttributes
 __all__ = ["Attribute", "changed_attributes", "refuse_lasting_state"]
 
 Attribute = tuple[nn.Module, str]
+ONCE = "run the model once before it is compiled, or make it in __init__"
+KINDS = {"_parameters": "parameter", "_buffers": "buffer", "_modules": "module"}
+"""What is in each of the `REGISTERED_TABLES`."""
 
 
 def changed_attributes(before: ModuleAttributes, after: ModuleAttributes) -> list[Attribute]:
@@ -39,17 +43,27 @@ def _is_torch_module(module: nn.Module) -> bool:
 
 def refuse_lasting_state(
     model: nn.Module,
+    before: ModuleAttributes,
     changed: Sequence[Attribute],
     first: RecordedForward,
     record: Callable[[], RecordedForward],
 ) -> None:
     """Raise CaptureError unless the `changed` attributes matter to the forward only.
 
-    `first` is the forward that changed them; `record` records another one. The modules are still as
-    the first forward left them.
+    `first` is the forward that changed them since `before`; `record` records another one. The
+    modules are still as the first forward left them.
     """
     after_first = ModuleAttributes.of(model)
-    second = _record_second(first, record, changed)
+    for module, table in (each for each in changed if each[1] in REGISTERED_TABLES):
+        names = {*before.registered(module, table)} ^ {*after_first.registered(module, table)}
+        raise CaptureError(
+            f"{_attribute_text(first, (module, min(names)))}: the forward makes or removes this "
+            f"{KINDS[table]}, and stages have what is there before it; {ONCE}"
+        )
+    try:
+        second = record()
+    except UnsupportedError as error:
+        raise _other_forward(first, changed[0]) from error
     after_second = ModuleAttributes.of(model)
     for attribute in changed:
         where = _attribute_text(first, attribute)
@@ -62,31 +76,16 @@ def refuse_lasting_state(
             )
         _refuse_unused_gradient(where, attribute, second)
     if first.text != second.text:
-        raise CaptureError(
-            f"{_attribute_text(first, changed[0])}: the forward sets it, and a second forward, "
-            "which begins with that value, computes something else; run the model once before it "
-            "is compiled, or keep such state in buffers"
-        )
+        raise _other_forward(first, changed[0])
 
 
-def _record_second(
-    first: RecordedForward, record: Callable[[], RecordedForward], changed: Sequence[Attribute]
-) -> RecordedForward:
-    """Record a second forward; attributes have the values that the first forward has set."""
-    registered = [(module, name) for module, name in changed if name in REGISTERED_TABLES]
-    if registered:
-        raise CaptureError(
-            f"{_attribute_text(first, registered[0])}: the forward registers a parameter, buffer "
-            "or module; run the model once before it is compiled, so that it is there"
-        )
-    try:
-        return record()
-    except UnsupportedError as error:
-        raise CaptureError(
-            f"{_attribute_text(first, changed[0])}: the forward sets it, and a second forward, "
-            "which begins with that value, cannot be recorded; keep such state in buffers "
-            f"({error})"
-        ) from error
+def _other_forward(first: RecordedForward, attribute: Attribute) -> CaptureError:
+    """Return the refusal of a model whose second forward is another one."""
+    return CaptureError(
+        f"{_attribute_text(first, attribute)}: the forward sets it, and a second forward, which "
+        f"begins with that value, computes something else; if it is made once and kept, {ONCE}; if "
+        "each forward sets it to something else, make it a buffer and write to it in place"
+    )
 
 
 def _refuse_unused_gradient(where: str, attribute: Attribute, second: RecordedForward) -> None:

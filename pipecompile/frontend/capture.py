@@ -28,6 +28,7 @@ from pipecompile.frontend.assigned_attributes import (
     changed_attributes,
     refuse_lasting_state,
 )
+from pipecompile.frontend.attribute_reads import AttributeReads
 from pipecompile.frontend.captured_graph import Capture, CaptureNote, aliases_of
 from pipecompile.frontend.constant_answers import has_gradient_type
 from pipecompile.frontend.data_probe import ProbedAnswers, probe_data
@@ -125,6 +126,7 @@ def captures(
     leaves, recapture = leaf_paths(model, leaf), partial(capture, model, leaf=leaf)
     model_has_values = all(has_values(tensor) for _, tensor in named_state(model))
     answers: ProbedAnswers | None = None
+    read_outside = AttributeReads()
     failures: list[CaptureError] = []
     has_capture = False
     for method in METHODS:
@@ -133,14 +135,18 @@ def captures(
             continue
         # One probe serves all methods.
         if method.allows_data and answers is None:
-            answers = _probe_data(model, call, failures)
+            with read_outside.noted():
+                answers = _probe_data(model, call, failures)
         by = partial(_capture_by, model, call, leaves=leaves, recapture=recapture)
         if method is IN_SIGHT and as_outside and any(_masks_nothing(call)):
             for recorded in _as_outside(by):
                 has_capture = True
                 yield recorded
         try:
-            recorded = by(method, answers=answers if method.allows_data else None)
+            if method.allows_data:
+                recorded = by(method, answers=answers, read_outside=read_outside)
+            else:
+                recorded = by(method)
         except UnsupportedError as error:
             failures.append(error)
         else:
@@ -218,20 +224,27 @@ def _capture_by(
     leaves: frozenset[str],
     recapture: Callable[..., Capture],
     answers: ProbedAnswers | None = None,
+    read_outside: AttributeReads | None = None,
 ) -> Capture:
-    """Record `model` by one method; its attributes are restored."""
+    """Record `model` by one method; its attributes are restored. `read_outside` is what the forward
+    of a probe has read.
+    """
     options = RecordingOptions(
         method.exporting, method.hides_fakes, leaves, answers, method.reads_inputs
     )
     record = partial(record_forward, model, call, options, symbolic=method.symbolic)
-    before = ModuleAttributes.of(model)
+    before, reads = ModuleAttributes.of(model), AttributeReads()
     try:
-        forward = record()
-        changed = changed_attributes(before, ModuleAttributes.of(model))
-        if changed:
-            refuse_lasting_state(model, changed, forward, record)
+        with reads.noted():
+            forward = record()
+            changed = changed_attributes(before, ModuleAttributes.of(model))
+            if changed:
+                refuse_lasting_state(model, before, changed, forward, record)
     finally:
         before.restore()
+    read = reads.of(model)
+    if read_outside is not None:
+        read |= read_outside.of(model)
     return Capture(
         model=model,
         graph=forward.recorder.recording.graph,
@@ -242,7 +255,11 @@ def _capture_by(
         guards=forward.guards,
         method=method.name,
         notes=tuple(_notes(forward, changed)),
-        assigned_attributes=frozenset(forward.attribute_path(*attribute) for attribute in changed),
+        assigned_attributes=frozenset(
+            (forward.recorder.path_of(module), name) for module, name in changed
+        ),
+        # On a path of its own for fakes a forward may leave out what it reads outside of a capture.
+        read_attributes=read if method.hides_fakes or read_outside is not None else None,
         training={path: module.training for path, module in model.named_modules()},
         # A graph that keeps its masks is for batches with and without padding: so is a further one.
         recapture=partial(recapture, as_outside=method.reads_inputs),

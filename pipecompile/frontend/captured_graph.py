@@ -12,6 +12,7 @@ from torch import Tensor, fx, nn
 from torch.fx.node import map_aggregate
 
 from pipecompile.errors import CaptureError
+from pipecompile.frontend.attribute_reads import ALL
 from pipecompile.frontend.batch_dims import output_dim
 from pipecompile.frontend.constant_answers import ConstantAnswer
 from pipecompile.frontend.data_probe import probe_data
@@ -51,12 +52,13 @@ class Capture:
     maps the first name of each parameter and buffer to its other names. `method` tells how the
     model was captured; `notes` tell what is special about it: modules that became one node, and
     attributes that are no longer set. `training` tells, by path, in which mode each module was.
-    `assigned_attributes` are the attributes that the forward sets for itself. `recapture` captures
-    the same model for another call. `asks_layout` is where the forward asks how a tensor lies in
-    memory, "" if it does not: then inputs may lie in any way. `value_reads` are tensors whose
-    values are numbers in the graph, and `constant_answers` what was read out of tensors that are
-    computed from sizes, or from inputs of whole numbers. `masks_nothing` tells of each
-    input whether it may have been a mask that masks nothing.
+    `assigned_attributes` are the attributes that the forward sets for itself, `read_attributes`
+    those that it reads, by path and name; None if that is not known. `recapture` captures the same
+    model for another call. `asks_layout` is where the forward asks how a tensor lies in memory, ""
+    if it does not: then inputs may lie in any way. `value_reads` are tensors whose values are
+    numbers in the graph, and `constant_answers` what was read out of tensors that are computed from
+    sizes, or from inputs of whole numbers. `masks_nothing` tells of each input whether it may have
+    been a mask that masks nothing.
     """
 
     model: nn.Module
@@ -69,7 +71,8 @@ class Capture:
     method: str
     notes: tuple[CaptureNote, ...]
     training: dict[str, bool]
-    assigned_attributes: frozenset[str]
+    assigned_attributes: frozenset[tuple[str, str]]
+    read_attributes: frozenset[tuple[str, str]] | None
     recapture: Callable[[Arguments], Capture]
     asks_layout: str = ""
     value_reads: tuple[ValueRead, ...] = ()
@@ -80,6 +83,15 @@ class Capture:
     def first_names(self) -> dict[str, str]:
         """Every name of every parameter and buffer, mapped to the first name of the tensor."""
         return {name: first for first, others in self.aliases.items() for name in (first, *others)}
+
+    def may_read(self, path: str, name: str) -> bool:
+        """Return whether the graph may have in it what the attribute `name` of the module at `path`
+        was before the forward.
+        """
+        if (path, name) in self.assigned_attributes:
+            return False
+        read = self.read_attributes
+        return read is None or (path, name) in read or (path, ALL) in read
 
     def with_keys_in_order(self) -> Capture:
         """Return the capture for arguments with their keys in the order of these."""

@@ -84,6 +84,7 @@ def export_capture(
             ),
         ),
         assigned_attributes=frozenset(),
+        read_attributes=None,
         training={path: part.training for path, part in model.named_modules()},
         recapture=recapture,
         asks_layout="operators of torch.export",

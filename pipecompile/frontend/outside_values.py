@@ -80,6 +80,8 @@ NOT_READING = frozenset(
     )
 )
 """Special methods that a forward is not likely to call, unlike those of operators."""
+PAST_CLASSES = ("object", "__getattribute__")
+STATICALLY = "getattr_static"
 NAMESPACES = frozenset({"types", "argparse", "_thread"})
 """Parts of the standard library whose objects hold what a user gives them."""
 PARTS: Mapping[type, tuple[str, ...]] = {
@@ -101,6 +103,7 @@ GONE = object()
 
 Read = Callable[[], Any]
 """Returns what is in a place now, `GONE` if nothing is."""
+MayRead = Callable[[str, str], bool]
 Place = str | Callable[[], str]
 """The name of a place; where there was nothing, what returns it once there is."""
 
@@ -136,10 +139,14 @@ def _comparable(value: Any) -> Any:
 class OutsideValues:
     """The values that the forward of a model may read now, besides what its modules hold
     themselves.
+
+    `may_read` tells by path and name which attributes of modules lead to such values.
+    `looks_past_classes` is whether some code reads attributes so that no class can tell which.
     """
 
-    def __init__(self, model: nn.Module) -> None:
-        search = _NameSearch(model)
+    def __init__(self, model: nn.Module, may_read: MayRead = lambda *_: True) -> None:
+        search = _NameSearch(model, may_read)
+        self.looks_past_classes = search.looks_past_classes
         self._values = search.values
         self._reads = [each.read for each in search.values]
         self._objects = [each.value for each in search.values]
@@ -185,7 +192,8 @@ class _NameSearch:
     attributes of all objects, classes and Python modules that are found.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, may_read: MayRead = lambda *_: True) -> None:
+        self._may_read = may_read
         self._names, self._may_be_absent = frozenset({"forward"}), frozenset[str]()
         self._of_owners = frozenset[tuple[str, str]]()
         named_modules, before = list(model.named_modules()), (frozenset[Any](),) * 3
@@ -206,15 +214,23 @@ class _NameSearch:
             while self._found:
                 self._look_up(*self._found.popleft())
 
+    @property
+    def looks_past_classes(self) -> bool:
+        """Whether code names what reads an attribute without asking the class of its object."""
+        return PAST_CLASSES in self._of_owners or STATICALLY in self._names
+
     def _look_in_module(self, path: str, module: nn.Module) -> None:
         self._look_in_class(type(module))
         attributes = vars(module)
         for name in self._named(attributes):
+            if not self._may_read(path, name):
+                continue
             where, value = f"{path}.{name}".lstrip("."), attributes[name]
             # The others are compared by the modules' owner.
             if isinstance(value, (*ARRAYS, *MAPPINGS)):
                 self._look(where, partial(attributes.get, name, GONE))
             self._follow(where, value)
+        self._look_in_slots(path, module)
         for hook in (*module._forward_pre_hooks.values(), *module._forward_hooks.values()):
             self._follow("a hook", hook)
 
@@ -330,10 +346,14 @@ class _NameSearch:
         self._look_in_class(type(value))
         inherited = self._inherited(type(value).__mro__)
         self._note_absent(where, attributes, self._may_be_absent.union(inherited))
+        self._look_in_slots(where, value)
+
+    def _look_in_slots(self, where: str, value: Any) -> None:
         for base in type(value).__mro__:
             for name in self._named_of(where, value, vars(base)):
-                if isinstance(vars(base)[name], MemberDescriptorType):  # a slot
-                    self._look(f"{where}.{name}", partial(getattr, value, name, GONE))
+                if isinstance(vars(base)[name], MemberDescriptorType):
+                    read = partial(getattr, value, name, GONE)
+                    self._look(f"{where}.{name}".lstrip("."), read)
 
     def _look_in_class(self, kind: type) -> None:
         if type(kind) is not type:

@@ -17,7 +17,11 @@ from pipecompile.frontend.caches import CacheUse
 from pipecompile.frontend.captured_graph import eliminate_dead_code
 from pipecompile.frontend.guards import Guards, batch_symbol, fake_input
 from pipecompile.frontend.recorder import ForwardRecorder, RecordingOptions
-from pipecompile.frontend.refusals import UnsupportedError, is_data_dependence_error
+from pipecompile.frontend.refusals import (
+    INTO_A_SUBMODULE,
+    UnsupportedError,
+    is_data_dependence_error,
+)
 from pipecompile.frontend.settings import qualified_name
 from pipecompile.frontend.signature import Arguments, InputStructure, OutputStructure
 from pipecompile.frontend.source import error_line
@@ -123,9 +127,8 @@ def _explained(recorder: ForwardRecorder, model: nn.Module, error: Exception) ->
     if is_data_dependence_error(error):
         return (
             f"{where}: the forward branches on the values of a tensor, so one graph cannot stand "
-            "for it; write the branch with torch.where, decide it outside the model, or put it "
-            "into a submodule whose results have fixed shapes: that is one node then, where the "
-            f"model has weights ({reason})"
+            "for it; write the branch with torch.where, decide it outside the model, or "
+            f"{INTO_A_SUBMODULE}"
         )
     if operator := HIGHER_ORDER.search(reason):
         return (

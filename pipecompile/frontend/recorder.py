@@ -46,9 +46,10 @@ from pipecompile.frontend.nested_values import contains_tensor, tensors_in
 from pipecompile.frontend.randomness import require_torch_randomness
 from pipecompile.frontend.recording import SYMBOLS, Recording
 from pipecompile.frontend.refusals import (
-    DataDependentError,
     UnsupportedError,
     is_data_dependence_error,
+    number_refusal,
+    shape_refusal,
 )
 from pipecompile.frontend.source import current_line, error_line
 from pipecompile.frontend.torch_patches import (
@@ -173,7 +174,8 @@ class ForwardRecorder(TorchFunctionMode):
         if lost:
             raise CaptureError(
                 f"the forward replaces {', '.join(lost)} by a new tensor, which no stage could "
-                "see; update it in place, for example with copy_"
+                "see; write to it in place, for example with copy_, or, if the first forward only "
+                "makes it in its final shape and type, run the model once before it is compiled"
             )
         if any(tensor.grad is not None for tensor in leaves):
             raise CaptureError(
@@ -229,6 +231,8 @@ class ForwardRecorder(TorchFunctionMode):
                 return constant.answer
         if name in PLACE_QUESTIONS:
             self._refuse_place(name, args[0])
+        if func is Tensor.requires_grad_:
+            self._refuse_lasting_gradient(*args, **kwargs)
         call = RecordedCall(self.recording, self._tracker, args, kwargs)
         result = call.run(lambda: func(*args, **kwargs))
         if name in LAYOUT_QUESTIONS:
@@ -289,6 +293,11 @@ class ForwardRecorder(TorchFunctionMode):
         return result
 
     def _record_hook(self, tensor: Tensor, hook: Any) -> None:
+        if self.recording.is_state(tensor):
+            raise CaptureError(
+                f"{self.recording.where()}: the forward puts a hook on a parameter, which stays "
+                "there, so that each forward adds one; register it once, outside the forward"
+            )
         if has_recorded_values(hook):
             raise UnsupportedError(
                 f"{self.recording.where()}: a hook encloses a value of the forward, which is "
@@ -302,9 +311,28 @@ class ForwardRecorder(TorchFunctionMode):
 
         It is marked as a hook: the tensor itself changes, so its node must be on the same stage.
         """
+        self._refuse_lasting_gradient(tensor, required)
+        if self.recording.is_state(tensor):
+            return
         call = RecordedCall(self.recording, self._tracker, (tensor, required), {})
         tensor.requires_grad_(required)
         self._record("call_method", "requires_grad_", call, tensor, hook=True)
+
+    def _refuse_lasting_gradient(self, tensor: Tensor, requires_grad: bool = True) -> None:
+        """Raise CaptureError if `tensor` would be another one after the forward: an input, which is
+        the user's own, or a parameter or buffer.
+        """
+        if self.recording.is_state(tensor) and tensor.requires_grad != requires_grad:
+            raise CaptureError(
+                f"{self.recording.where()}: the forward sets requires_grad of a parameter, which "
+                "stays so; set it outside the forward, or compute with a detached one (detach)"
+            )
+        if any(tensor is value for value in self.recording.inputs):
+            raise CaptureError(
+                f"{self.recording.where()}: the forward makes its input require a gradient, but a "
+                "pipeline computes gradients for parameters only; let it take a detached copy "
+                "(x.detach().requires_grad_())"
+            )
 
     def _record(self, op: str, target: Any, call: RecordedCall, result: Any, **notes: Any) -> None:
         """Add the node of `call`, with `notes` in its meta, and bind the result to it."""
@@ -318,16 +346,9 @@ class ForwardRecorder(TorchFunctionMode):
         """Raise DataDependentError if `result` of the call `name` depends on values of data."""
         # An unbacked symbol stands for a number that fake tensors do not have.
         if isinstance(result, SYMBOLS) and free_unbacked_symbols(result):
-            raise DataDependentError(
-                f"{self.recording.where()}: {name} reads a number out of a tensor, so the graph "
-                "would depend on the data; compute it outside the model, or keep it a tensor"
-            )
+            raise number_refusal(self.recording.where(), name)
         if any(free_unbacked_symbols(tensor) for tensor in tensors_in(result)):
-            raise DataDependentError(
-                f"{self.recording.where()}: {name} gives a tensor whose shape depends on the "
-                "values of another, so stages could not know what they receive; use torch.where "
-                "or a mask of fixed shape"
-            )
+            raise shape_refusal(self.recording.where(), name)
 
     def call_autograd_function(
         self, original: Callable[..., Any], function: Any, args: Any, kwargs: Any

@@ -219,12 +219,17 @@ class Recording:
             return self._nodes[id(tensor)]
         if id(tensor) in self._names:
             return self._read(self._names[id(tensor)], tensor)
-        is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor(tensor)
-        if isinstance(tensor, FakeTensor) or is_wrapped:
+        if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
             raise UnsupportedError(
-                f"{self.where()}: a tensor of shape {tuple(tensor.shape)} comes from a call that "
-                "cannot be seen (C++ or numpy code, torch.func, or a tensor kept from elsewhere); "
-                "make it with torch functions in the forward"
+                f"{self.where()}: the forward transforms a function (grad, vjp, jacrev and others "
+                "of torch.func), which no graph of a stage can do; write out what that computes"
+            )
+        if isinstance(tensor, FakeTensor):
+            sizes = ["N" if isinstance(size, torch.SymInt) else size for size in tensor.shape]
+            raise UnsupportedError(
+                f"{self.where()}: a tensor of {' x '.join(map(str, sizes))} elements comes from a "
+                "call that cannot be seen (C++ or numpy code, or a tensor kept from an earlier "
+                "call); make it with torch functions in the forward"
             )
         name = f"_constant_{len(self.constants)}"
         self.constants[name] = tensor
@@ -239,6 +244,10 @@ class Recording:
             node.meta["val"] = tensor
             self._alive.append(tensor)
         return self._reads[name]
+
+    def is_state(self, tensor: Tensor) -> bool:
+        """Return whether `tensor` is a parameter or buffer of the model."""
+        return id(tensor) in self._names
 
     def is_used(self, tensor: Tensor) -> bool:
         """Return whether `tensor` is the model's, or its node is still part of the graph."""

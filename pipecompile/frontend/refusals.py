@@ -7,7 +7,30 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from pipecompile.errors import CaptureError
 
-__all__ = ["DataDependentError", "UnsupportedError", "is_data_dependence_error"]
+__all__ = [
+    "INTO_A_SUBMODULE",
+    "DataDependentError",
+    "UnsupportedError",
+    "is_data_dependence_error",
+    "number_refusal",
+    "shape_refusal",
+]
+
+INTO_A_SUBMODULE = (
+    "put all that depends on it into a submodule whose results have fixed shapes: that is one node "
+    "then, where the model has weights"
+)
+PAD = (
+    "give the RNN the padded tensor and mask what it returns behind the end of each sequence: one "
+    "on packed sequences has no shapes without its data"
+)
+PACKING = "_pack_padded_sequence"
+CALLS = {
+    "__getitem__": "indexing with a mask",
+    "where": "torch.where of a condition alone",
+    PACKING: "packing sequences",
+}
+"""Calls whose name is another one in the model than in torch."""
 
 
 class UnsupportedError(CaptureError):
@@ -30,3 +53,20 @@ def is_data_dependence_error(error: BaseException) -> bool:
         GuardOnDataDependentSymNode,
     )
     return isinstance(error, kinds) or "data-dependent" in str(error).lower()
+
+
+def number_refusal(where: str, call: str) -> DataDependentError:
+    """Return the refusal of a call at `where` that reads a number out of a tensor."""
+    return DataDependentError(
+        f"{where}: {CALLS.get(call, call)} reads a number out of a tensor, so the graph would "
+        f"depend on the data; compute it outside the model, keep it a tensor, or {INTO_A_SUBMODULE}"
+    )
+
+
+def shape_refusal(where: str, call: str) -> DataDependentError:
+    """Return the refusal of a call at `where` whose result has a shape that depends on values."""
+    way = PAD if call == PACKING else f"use a mask of fixed shape, or {INTO_A_SUBMODULE}"
+    return DataDependentError(
+        f"{where}: {CALLS.get(call, call)} gives a tensor whose shape depends on the values of "
+        f"another, so stages could not know what they receive; {way}"
+    )

@@ -187,9 +187,9 @@ def _original_step(model: nn.Module, call: Arguments) -> TrainingStep:
         ) from error
     if any(isinstance(value, FakeTensor) for value in step.outputs.values()):
         raise CaptureError(
-            "the model keeps tensors where no module shows them (a cache in a global or a "
-            "closure), and now those of its recording; keep them in buffers, and build the "
-            "model again"
+            "the model keeps tensors where no module shows them (a cache in a global, a class or "
+            "another object), and now those of its recording, without values; empty that cache or "
+            "start anew, and run the model once before it is compiled, or keep them in buffers"
         )
     if step.draws_in_backward:
         raise CaptureError(

@@ -15,7 +15,7 @@ from pipecompile import errors
 __all__ = ["HIDDEN", "current_line", "error_line", "is_user_file", "line_text"]
 
 # No frame of a file in these folders is a line that a user wrote.
-HIDDEN = tuple(str(Path(file or "").parent) for file in (torch.__file__, errors.__file__))
+HIDDEN = tuple(f"{Path(file or '').parent}/" for file in (torch.__file__, errors.__file__))
 # Frames outside of the frame of this file, which calls the model, are not the model's.
 CALLER = str(Path(__file__).with_name("recorded_forward.py"))
 STANDARD_LIBRARY = Path(contextlib.__file__).parent

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from operator import call, is_, itemgetter
@@ -21,6 +21,7 @@ __all__ = [
     "CONTAINERS",
     "PLAIN",
     "REGISTERED_TABLES",
+    "TABLES",
     "AttributeItems",
     "ContainerItems",
     "ModuleAttributes",
@@ -28,10 +29,10 @@ __all__ = [
     "deep_copy",
     "is_same_constant",
     "is_same_value",
-    "module_settings",
+    "settings_of",
 ]
 
-# Of these tables only the names are compared: changes of their entries are noticed elsewhere
+# Of these tables only the names with an entry are compared: other entries are noticed elsewhere
 # (`swapped_state`, and version counters of tensors).
 REGISTERED_TABLES = ("_parameters", "_buffers", "_modules")
 TABLES = (*REGISTERED_TABLES, "_forward_hooks", "_forward_pre_hooks")
@@ -99,23 +100,23 @@ class ModuleAttributes:
         """Return an attribute as text: tensors by their shape, other objects by their type."""
         return _described(self._comparable(module, name))
 
+    def registered(self, module: nn.Module, table: str) -> list[str]:
+        """Return the names of one of the `REGISTERED_TABLES` that have a tensor or a module."""
+        return [name for name, entry in self.copies[module][table].items() if entry is not None]
+
     def _comparable(self, module: nn.Module, name: str) -> Any:
+        if name in REGISTERED_TABLES:
+            return self.registered(module, name)
         # The copies, since a container may have changed in the meantime.
-        value = self.copies[module].get(name, self.values[module].get(name, ABSENT))
-        return list(value) if name in REGISTERED_TABLES else value
+        return self.copies[module].get(name, self.values[module].get(name, ABSENT))
 
 
-def module_settings(module: nn.Module) -> dict[str, Any]:
-    """Return what a forward may read of a module besides the values of tensors.
+def settings_of(module: nn.Module) -> list[str]:
+    """Return the names of what a forward may read of a module besides the values of tensors.
 
     These are its own attributes and its tables of submodules, parameters, buffers and hooks.
-    `is_same_value` tells later whether they changed.
     """
-    return {name: deep_copy(value) for name, value in vars(module).items() if _is_setting(name)}
-
-
-def _is_setting(name: str) -> bool:
-    return name in TABLES or name not in INTERNAL
+    return [name for name in vars(module) if name in TABLES or name not in INTERNAL]
 
 
 class ContainerItems:
@@ -149,15 +150,17 @@ class ContainerItems:
 
 
 class AttributeItems:
-    """What the modules of a model hold now, to find out cheaply that nothing has changed.
+    """What some attributes of modules, given by name, are now, to find out cheaply that nothing has
+    changed.
 
-    These are the mode and the settings of each module (see `module_settings`), and the items of the
-    containers in these, one after the other.
+    These are compared, with the mode of each module and the items of the containers in them, one
+    after the other.
     """
 
-    def __init__(self, model: nn.Module) -> None:
-        self._attributes = [vars(module) for module in model.modules()]
-        self._getters = [_getter(attributes) for attributes in self._attributes]
+    def __init__(self, names: Iterable[tuple[nn.Module, Sequence[str]]]) -> None:
+        pairs = list(names)
+        self._attributes = [vars(module) for module, _ in pairs]
+        self._getters = [itemgetter("training", *each) for _, each in pairs]
         self._lengths, self._settings = self._current_lengths(), list(self._current_settings())
         self._containers = ContainerItems(self._settings)
 
@@ -176,11 +179,6 @@ class AttributeItems:
 
     def _current_settings(self) -> Iterator[Any]:
         return chain.from_iterable(map(call, self._getters, self._attributes))
-
-
-def _getter(attributes: Mapping[str, Any]) -> Callable[[Mapping[str, Any]], tuple[Any, ...]]:
-    """Return what gets the mode and the settings out of attributes with these names."""
-    return itemgetter("training", *filter(_is_setting, attributes))
 
 
 @contextlib.contextmanager

@@ -28,7 +28,7 @@ from torch.utils._pytree import tree_leaves
 
 from pipecompile.errors import CaptureError
 from pipecompile.graph.autograd_context import run_under
-from pipecompile.graph.pytrees import tensor_leaves
+from pipecompile.graph.pytrees import map_tensors, tensor_leaves
 
 __all__ = [
     "DataAnswer",
@@ -128,7 +128,7 @@ class _ReplayAnswers(TorchDispatchMode):
             return _fake_result(answer, fake)
         result = func(*args, **kwargs)
         _set_symbols(fake.fake_mode, result, answer)
-        return result
+        return _with_types(result, answer)
 
 
 def _fake_result(answer: DataAnswer, fake: FakeTensor) -> Any:
@@ -140,6 +140,14 @@ def _fake_result(answer: DataAnswer, fake: FakeTensor) -> Any:
     if not tensors:
         return answer.number
     return tensors[0] if len(tensors) == 1 else tuple(tensors)
+
+
+def _with_types(result: Any, answer: DataAnswer) -> Any:
+    """Return the result with the types of the answer: until torch 2.11 the fake counts of `unique`
+    have the type of its values.
+    """
+    types = iter([dtype for _, _, dtype in answer.layouts])
+    return map_tensors(lambda tensor: tensor.to(next(types)), result)
 
 
 def _set_symbols(mode: FakeTensorMode, result: Any, answer: DataAnswer) -> None:

@@ -105,8 +105,6 @@ def _reason_against(node: fx.Node, parameters: Collection[int]) -> str | None:
         return "it computes nothing"
     if node.target is torch.autograd.grad:
         return "it goes back through the nodes before it while the forward runs"
-    if node.meta.get("hook") and node.all_input_nodes[0].op in ("placeholder", "get_attr"):
-        return f"it acts on {node.all_input_nodes[0].name} itself, which no region recomputes"
     for value in node.meta["mutates"]:
         if isinstance(value, nn.Parameter) or storage_key(value) in parameters:
             return "it writes to a parameter"

@@ -8,7 +8,8 @@ for identifiers:
 
 Fake tensors multiply groups of matrices, as mixtures of experts do, in bfloat16 only (until torch
 2.14), while real ones do so in float32 too. They count integers, as the tokens of each expert, on
-GPUs only, while fakes of the CPU stand in for tensors of any device here.
+GPUs only, while fakes of the CPU stand in for tensors of any device here. The states of an LSTM
+have one dimension too many on fake tensors that carry gradients (until torch 2.11).
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, _meta_registrations
+from torch._decomp import decompositions
 from torch._ops import OpOverload
 from torch._subclasses import fake_impls
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -27,6 +29,7 @@ from torch.fx import graph as fx_graph
 __all__ = ["repair_torch"]
 
 _fake_grouped_product = getattr(_meta_registrations, "_meta_grouped_mm_common", None)
+_fake_lstm_layer = getattr(decompositions, "one_layer_lstm", None)
 
 
 def repair_torch() -> None:
@@ -34,6 +37,8 @@ def repair_torch() -> None:
     fx_graph._format_target = _format_target
     if _fake_grouped_product is not None:
         vars(_meta_registrations)["_meta_grouped_mm_common"] = _grouped_product
+    if _fake_lstm_layer is not None:
+        vars(decompositions)["one_layer_lstm"] = _lstm_layer
     fake_impls.op_implementations_dict[torch.ops.aten.histc.default] = _histogram
 
 
@@ -67,6 +72,16 @@ def _grouped_product(
     if left.dim() == 2 and right.dim() == 2 and offs is not None:
         return left.new_empty(offs.shape[0], rows, columns)
     return left.new_empty(rows, columns)
+
+
+def _lstm_layer(*args: Any, **kwargs: Any) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """Return what one layer makes of a sequence, and its states of shape (N, H).
+
+    Torch 2.11 drops the dimension of the batch, if that is 1, and not that of the layer.
+    """
+    assert _fake_lstm_layer is not None
+    output, states = _fake_lstm_layer(*args, **kwargs)
+    return output, tuple(each.squeeze(0) if each.dim() == 3 else each for each in states)
 
 
 def _histogram(

@@ -22,6 +22,11 @@ from pipecompile.profiling.workload import Workload
 
 __all__ = ["NodeCaller"]
 
+DERIVATIVE = "it computes a derivative; write that out, or compute it in the loss function"
+SPARSE = "it computes with sparse tensors, which have no bytes to count; use dense ones (to_dense)"
+LIMITS = {"torch.func": DERIVATIVE, "autograd.grad": DERIVATIVE, "Cannot access storage": SPARSE}
+"""What nodes do that torch refuses here with these words."""
+
 
 class NodeCaller(fx.Interpreter):
     """Interprets a workload: `perform` runs each node but `get_attr` as a `NodeCall`.
@@ -118,7 +123,6 @@ def _why_not_alone(node: fx.Node, error: Exception) -> str:
             "the loss function"
         )
     reason = str(error).strip().split("\n")[0]
-    return (
-        f"{where}: {node.name} cannot be run by itself, which costs and memory need "
-        f"({type(error).__name__}: {reason}); write it with dense tensors and without torch.func"
-    )
+    unknown = f"{type(error).__name__}: {reason}; write it with other operations"
+    known = next((text for words, text in LIMITS.items() if words in reason), unknown)
+    return f"{where}: this cannot be run by itself, which costs and memory need: {known}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from operator import attrgetter, is_
 from typing import Any
 
@@ -17,7 +18,12 @@ from pipecompile.frontend.captured_graph import Capture
 from pipecompile.frontend.microbatch import InputShapes, MicrobatchSizes
 from pipecompile.frontend.outside_values import OutsideValues
 from pipecompile.frontend.signature import OutputStructure
-from pipecompile.graph.attributes import AttributeItems, is_same_value, module_settings
+from pipecompile.graph.attributes import (
+    TABLES,
+    AttributeItems,
+    deep_copy,
+    settings_of,
+)
 from pipecompile.graph.autograd_context import current_context
 from pipecompile.graph.gradient_hooks import has_hook, has_joint_hook
 from pipecompile.graph.loss_module import held_loss, joined_modules
@@ -26,11 +32,9 @@ from pipecompile.ir.plan import BatchNormUpdate
 from pipecompile.passes.contract import apply_passes
 from pipecompile.passes.device_constants import LeaveMeta
 from pipecompile.runtime.messages import BoundaryShape
+from pipecompile.training.model_changes import changed_parameter, changed_setting
 
 __all__ = ["Program", "modes_of", "modes_of_both"]
-
-# A setting that is gone or new; None would be a value that a setting may have.
-ABSENT = object()
 
 
 class Program:
@@ -124,9 +128,13 @@ class Program:
         model = self.captured.model
         # Listed once: a step of a small model takes a millisecond, and so does the list.
         self.named_modules = tuple(model.named_modules())
-        self._items = AttributeItems(model)
+        self._outside_values = OutsideValues(model, self.captured.may_read)
+        if self._outside_values.looks_past_classes:
+            # What the forward read of modules was not seen.
+            self.captured = replace(self.captured, read_attributes=None)
+            self._outside_values = OutsideValues(model)
+        self._items = _items(self.captured)
         self._settings = dict(_settings(self.captured))
-        self._outside_values = OutsideValues(model)
         # Of the loss only these: it runs as it is, and may change what else it has.
         self._named_parameters = list(joined_modules(model, self._loss).named_parameters())
         # The parameters of the model and of the loss, as they are if they are unchanged.
@@ -150,18 +158,19 @@ class Program:
                 "compiled, and the graph has the old number; compile the model again, or compute "
                 "with the tensor itself"
             )
+        # A conversion of the model replaces buffers too, but its parameters say it best.
+        if list(map(_trained_as, self.parameters)) != self._trained_as:
+            self._refuse_changed_parameter()
         # Objects are compared first, in one pass, since a small step takes only a millisecond.
         if not self._items.are_the_same():
             self._check_settings()
             # They are equal, and the next steps compare the objects that are there now.
-            self._items = AttributeItems(self.captured.model)
+            self._items = _items(self.captured)
         if changed := self._outside_values.changed():
             raise InputError(
                 f"{changed} has changed since the model was compiled, and the graph has its old "
                 "value; compile the model again, or keep what changes in a buffer"
             )
-        if list(map(_trained_as, self.parameters)) != self._trained_as:
-            self._refuse_changed_parameter()
         self._check_loss()
 
     def _check_loss(self) -> None:
@@ -177,13 +186,9 @@ class Program:
 
     def _refuse_changed_parameter(self) -> None:
         pairs = zip(self._named_parameters, self._trained_as, strict=True)
-        name, now, before = next(
-            (name, _trained_as(parameter), before)
-            for (name, parameter), before in pairs
-            if _trained_as(parameter) != before
-        )
-        what = "requires_grad" if now[0] != before[0] else "the type"
-        raise InputError(f"{what} of {name} changed since the model was compiled; compile it again")
+        for (name, parameter), (trained, dtype) in pairs:
+            if _trained_as(parameter) != (trained, dtype):
+                raise InputError(changed_parameter(name, parameter, trained, dtype))
 
     def refuse_hooks(self) -> None:
         """Raise InputError for hooks on parameters that would run too often, or on parts of a sum.
@@ -213,17 +218,8 @@ class Program:
 
     def _check_settings(self) -> None:
         """Raise InputError if a setting has another value."""
-        before, after = self._settings, dict(_settings(self.captured))
-        different = [
-            name
-            for name in before.keys() | after.keys()
-            if not is_same_value(before.get(name, ABSENT), after.get(name, ABSENT))
-        ]
-        if different:
-            raise InputError(
-                f"{min(different)} has changed since the model was compiled, and the graph has its "
-                "old value; compile the model again, or keep what changes in a buffer"
-            )
+        if changed := changed_setting(self._settings, dict(_settings(self.captured))):
+            raise InputError(changed)
 
     def joined(self, values: Sequence[Sequence[Tensor]], sizes: MicrobatchSizes) -> Any:
         """Return the output tensors of each microbatch as one output of the model.
@@ -281,16 +277,26 @@ def modes_of(named_modules: Iterable[tuple[str, nn.Module]]) -> frozenset[str]:
 
 
 def _settings(captured: Capture) -> Iterator[tuple[str, Any]]:
-    """Yield the attributes of modules that a forward may read, by path, without tensors and what it
-    sets for itself.
+    """Yield the attributes of modules that the graph has in it, by path, without tensors that hooks
+    compute before each forward, as that of weight_norm does.
     """
-    for path, module in captured.model.named_modules():
-        # A hook may compute a tensor before each forward, as that of weight_norm does.
+    for path, module, names in _watched(captured):
         computed = Tensor if module._forward_pre_hooks else ()
-        for name, value in module_settings(module).items():
-            full = f"{path}.{name}" if path else name
-            if full not in captured.assigned_attributes and not isinstance(value, computed):
-                yield full, value
+        for name in names:
+            value = vars(module)[name]
+            if not isinstance(value, computed):
+                yield f"{path}.{name}".lstrip("."), deep_copy(value)
+
+
+def _items(captured: Capture) -> AttributeItems:
+    return AttributeItems((module, names) for _, module, names in _watched(captured))
+
+
+def _watched(captured: Capture) -> Iterator[tuple[str, nn.Module, list[str]]]:
+    """Yield each module with its path and the names of its attributes that must stay the same."""
+    for path, module in captured.model.named_modules():
+        names = settings_of(module)
+        yield path, module, [n for n in names if n in TABLES or captured.may_read(path, n)]
 
 
 def _shape(edge: BoundaryTensor) -> BoundaryShape:

@@ -44,18 +44,6 @@ class Written(nn.Module):
         return self.head((rows @ self.weight).tanh()).sin().cos()
 
 
-class OnInput(nn.Module):
-    """Asks for the gradient of its input."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.stem, self.head = nn.Linear(8, 8), nn.Linear(8, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x.requires_grad = True
-        return self.head(self.stem(x).tanh()).sin().cos()
-
-
 class Parts(nn.Module):
     """Takes a tuple apart, and writes into what it made."""
 
@@ -79,7 +67,6 @@ REFUSED: dict[str, tuple[type[nn.Module], list[list[str]], str]] = {
         [["table", "sum_1"]],
         "may not hold table: it writes to a parameter",
     ),
-    "a change of an input": (OnInput, [["requires_grad_", "stem"]], "it acts on x itself"),
     "a gradient": (Inner, [["grad"]], "goes back through the nodes before it"),
     "on the way of a gradient": (
         Inner,

@@ -270,3 +270,194 @@ class Begins(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         of = {"itself": x, "a view": x[1:].mT, "a copy": x.clone()}[self.part]
         return x * (2 if self.question(of) == 0 else 3)
+
+
+class Experts(nn.Module):
+    """Routes rows to two layers, as `dispatch` says."""
+
+    def __init__(self, dispatch: Callable[[Any, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.gate, self.dispatch = nn.Linear(4, 2), dispatch
+        self.experts = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.dispatch(self, x)
+
+    def chosen(self, x: Tensor) -> Tensor:
+        """The number of the expert for each row of (N, 4)."""
+        return self.gate(x).argmax(-1)
+
+
+def by_index(model: Any, x: Tensor) -> Tensor:
+    chosen, out = model.chosen(x), torch.zeros_like(x)
+    for number, expert in enumerate(model.experts):
+        (rows,) = torch.where(chosen == number)
+        out = out.index_add(0, rows, expert(x[rows]))
+    return out
+
+
+def by_mask(model: Any, x: Tensor) -> Tensor:
+    chosen, out = model.chosen(x), torch.zeros_like(x)
+    for number, expert in enumerate(model.experts):
+        out[chosen == number] = expert(x[chosen == number])
+    return out
+
+
+def by_count(model: Any, x: Tensor) -> Tensor:
+    chosen = model.chosen(x)
+    order = chosen.argsort(stable=True)
+    parts = x[order].split(torch.bincount(chosen, minlength=2).tolist())
+    made = [expert(part) for expert, part in zip(model.experts, parts, strict=True)]
+    return torch.zeros_like(x).index_copy(0, order, torch.cat(made))
+
+
+def if_any(model: Any, x: Tensor) -> Tensor:
+    chosen = model.chosen(x)
+    for number, expert in enumerate(model.experts):
+        if (chosen == number).any():
+            x = x + expert(x) * (chosen == number)[:, None]
+    return x
+
+
+def by_nonzero(model: Any, x: Tensor) -> Tensor:
+    rows = x.sum(-1).gt(0).nonzero().squeeze(-1)
+    return x.index_add(0, rows, model.experts[0](x[rows]))
+
+
+def by_number(model: Any, x: Tensor) -> Tensor:
+    return model.experts[0](x) * x.detach().abs().max().item()  # type: ignore[no-any-return]
+
+
+def by_size(model: Any, x: Tensor) -> Tensor:
+    return model.experts[0](x) * torch.unique(x.long()).numel()  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(
+    ("dispatch", "what"),
+    [
+        (by_index, "torch.where of a condition alone gives"),
+        (by_mask, "indexing with a mask gives"),
+        (by_count, "bincount gives"),
+        (if_any, "branches on the values of a tensor"),
+        (by_nonzero, "nonzero gives"),
+        (by_number, "item reads a number"),
+        (by_size, "unique gives"),
+    ],
+)
+def test_the_way_out_of_data_dependence_is_a_submodule(
+    dispatch: Callable[[Any, Tensor], Tensor], what: str
+) -> None:
+    """The advice is right: the same code in a submodule is captured, and proven."""
+    call = Arguments((torch.randn(4, 4),), {})
+    with pytest.raises(CaptureError) as caught:
+        proven_capture(Experts(dispatch), call)
+    assert what in str(caught.value)
+    assert "into a submodule whose results have fixed shapes" in str(caught.value)
+    assert "u0" not in str(caught.value)
+    inside, _, _ = proven_capture(Outer(Experts(dispatch)), call)
+    assert inside.method.endswith("data probed")
+
+
+def packed(model: Any, x: Tensor) -> Tensor:
+    steps, lengths = x[:, None].repeat(1, 3, 1), x.sum(-1).gt(0).long() + 1
+    sequences = nn.utils.rnn.pack_padded_sequence(
+        steps, lengths, batch_first=True, enforce_sorted=False
+    )
+    return model.rnn(sequences)[1][0]  # type: ignore[no-any-return]
+
+
+def padded(model: Any, x: Tensor) -> Tensor:
+    steps, lengths = x[:, None].repeat(1, 3, 1), x.sum(-1).gt(0).long() + 1
+    return model.rnn(steps)[0].gather(1, (lengths - 1)[:, None, None].expand(-1, 1, 4))[:, 0]  # type: ignore[no-any-return]
+
+
+def test_packed_sequences_are_refused_and_padded_ones_are_not() -> None:
+    """Also in a submodule, which torch cannot run on fake tensors."""
+    call, model = Arguments((torch.randn(4, 4),), {}), Experts(packed)
+    model.rnn = nn.GRU(4, 4, batch_first=True)
+    with torch.no_grad():
+        expected = model(*call.args)
+    for refused in (model, Outer(model)):
+        with pytest.raises(CaptureError, match=r"packing sequences gives .*the padded tensor"):
+            proven_capture(refused, call)
+    model.dispatch = padded
+    torch.testing.assert_close(model(*call.args), expected)
+    proven_capture(model, call)
+
+
+def slope(model: Any, x: Tensor) -> Tensor:
+    return torch.func.grad(lambda value: model.gate(value).sum())(x)  # type: ignore[no-any-return]
+
+
+def test_transforms_of_functions_are_named() -> None:
+    with pytest.raises(CaptureError) as caught:
+        proven_capture(Experts(slope), Arguments((torch.randn(4, 4),), {}))
+    message = str(caught.value)
+    assert "the forward transforms a function (grad, vjp, jacrev" in message
+    assert "write out what that computes" in message
+
+
+def required(model: Any, x: Tensor) -> Tensor:
+    return model.gate(x.requires_grad_())  # type: ignore[no-any-return]
+
+
+def set_to_require(model: Any, x: Tensor) -> Tensor:
+    x.requires_grad = True
+    return model.gate(x)  # type: ignore[no-any-return]
+
+
+def required_of_a_copy(model: Any, x: Tensor) -> Tensor:
+    return model.gate(x.detach().requires_grad_())  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("forward", [required, set_to_require])
+def test_an_input_that_the_forward_lets_require_a_gradient(
+    forward: Callable[[Any, Tensor], Tensor],
+) -> None:
+    x = torch.randn(4, 4)
+    with pytest.raises(CaptureError, match=r"detached copy \(x.detach\(\).requires_grad_\(\)\)"):
+        proven_capture(Experts(forward), Arguments((x,), {}))
+    assert not x.requires_grad
+    proven_capture(Experts(required_of_a_copy), Arguments((x,), {}))
+
+
+def with_hook(model: Any, x: Tensor) -> Tensor:
+    model.gate.weight.register_hook(torch.neg)
+    return model.gate(x)  # type: ignore[no-any-return]
+
+
+def frozen(model: Any, x: Tensor) -> Tensor:
+    model.gate.weight.requires_grad_(False)
+    return model.gate(x)  # type: ignore[no-any-return]
+
+
+def frozen_by_assignment(model: Any, x: Tensor) -> Tensor:
+    model.gate.weight.requires_grad = False
+    return model.gate(x)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(
+    ("forward", "message"),
+    [
+        (with_hook, "puts a hook on a parameter.*outside the forward"),
+        (frozen, "sets requires_grad of a parameter.*outside the forward"),
+        (frozen_by_assignment, "sets requires_grad of a parameter.*outside the forward"),
+    ],
+)
+def test_what_a_forward_leaves_on_a_parameter(
+    forward: Callable[[Any, Tensor], Tensor], message: str
+) -> None:
+    model = Experts(forward)
+    with pytest.raises(CaptureError, match=message):
+        proven_capture(model, Arguments((torch.randn(4, 4),), {}))
+    assert model.gate.weight.requires_grad and not model.gate.weight._backward_hooks
+
+
+def trained_as_before(model: Any, x: Tensor) -> Tensor:
+    model.gate.weight.requires_grad = True
+    model.gate.bias.requires_grad_()
+    return model.gate(x)  # type: ignore[no-any-return]
+
+
+def test_a_forward_may_set_requires_grad_to_what_it_is() -> None:
+    proven_capture(Experts(trained_as_before), Arguments((torch.randn(4, 4),), {}))

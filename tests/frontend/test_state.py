@@ -294,16 +294,91 @@ def test_nested_containers_are_as_before(
     assert repr(note) == text
 
 
-def test_a_forward_that_registers_a_buffer_is_refused_with_advice() -> None:
-    def act(model: Any, hidden: Tensor) -> Tensor:
-        if "late" not in dict(model.named_buffers()):
-            model.register_buffer("late", torch.zeros(WIDTH))
-        return hidden + model.late
+def lazily(model: Any) -> Tensor:
+    """What each of the forwards below makes once."""
+    return torch.ones(WIDTH).cumsum(0)
 
+
+def in_attribute(model: Any, hidden: Tensor) -> Tensor:
+    if model.note is None:
+        model.note = lazily(model)
+    return hidden + model.note
+
+
+def in_dict(model: Any, hidden: Tensor) -> Tensor:
+    cache = model.__dict__.setdefault("cache", {})
+    if hidden.shape[1] not in cache:
+        cache[hidden.shape[1]] = lazily(model)
+    return hidden + cache[hidden.shape[1]]
+
+
+def in_flagged_buffer(model: Any, hidden: Tensor) -> Tensor:
+    if model.note is None:
+        model.left.copy_(lazily(model))
+        model.note = "ready"
+    return hidden + model.left
+
+
+def in_grown_buffer(model: Any, hidden: Tensor) -> Tensor:
+    if model.right.numel() < WIDTH + 1:
+        model.right = torch.ones(WIDTH + 1)
+    return hidden + model.right[:WIDTH]
+
+
+def in_new_buffer(model: Any, hidden: Tensor) -> Tensor:
+    if not hasattr(model, "late"):
+        model.register_buffer("late", lazily(model))
+    return hidden + model.late
+
+
+def in_empty_buffer(model: Any, hidden: Tensor) -> Tensor:
+    if model.none is None:
+        model.none = lazily(model)
+    return hidden + model.none
+
+
+def in_data_of_the_first(model: Any, hidden: Tensor) -> Tensor:
+    if model.none is None:
+        model.none = hidden.detach().mean(0)
+    return hidden - model.none
+
+
+def in_parameter(model: Any, hidden: Tensor) -> Tensor:
+    if model.nothing is None:
+        model.nothing = nn.Parameter(lazily(model))
+    return hidden + model.nothing
+
+
+def in_module(model: Any, hidden: Tensor) -> Tensor:
+    if model.note is None and "late" not in dict(model.named_children()):
+        model.late = nn.Linear(WIDTH, WIDTH)
+    return model.late(hidden)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(
+    ("act", "name"),
+    [
+        (in_attribute, "note"),
+        (in_dict, "cache"),
+        (in_flagged_buffer, "note"),
+        (in_grown_buffer, "the forward replaces right"),
+        (in_new_buffer, "late: the forward makes or removes this buffer"),
+        (in_empty_buffer, "none"),
+        (in_data_of_the_first, "none"),
+        (in_parameter, "nothing"),
+        (in_module, "late"),
+    ],
+)
+def test_what_only_the_first_forward_makes_is_refused_with_advice_that_helps(
+    act: Callable[[Any, Tensor], Tensor], name: str
+) -> None:
     model = Kept(act)
-    with pytest.raises(CaptureError, match="run the model once before it is compiled"):
-        capture(model, CALL)
-    assert "late" not in dict(model.named_buffers())
+    model.register_buffer("none", None)
+    model.register_parameter("nothing", None)
+    names = {*model.state_dict(), *vars(model)}
+    with pytest.raises(CaptureError, match=rf"^{name}.*run the model once before it is compiled"):
+        proven_capture(model, CALL)
+    assert {*model.state_dict(), *vars(model)} == names
     model(*CALL.args)
     exact(model, X)
 
@@ -319,18 +394,3 @@ def test_a_parameter_that_a_module_writes_to_is_as_before() -> None:
     model.load_state_dict(before)
     assert torch.equal(written, model(*call.args))
     assert captured_model.method == "recorded"
-
-
-def test_a_buffer_that_the_first_forward_fills_is_refused_with_the_cause() -> None:
-    class Filling(Kept):
-        def __init__(self) -> None:
-            super().__init__(lambda _, hidden: hidden)
-            self.register_buffer("mean", None)
-
-        def forward(self, x: Tensor) -> Tensor:
-            if self.mean is None:
-                self.mean = x.detach().mean(0)
-            return self.linear(x - self.mean)
-
-    with pytest.raises(CaptureError, match=r"buffers differ in 'mean' .*only the model has it"):
-        proven_capture(Filling(), CALL)

@@ -9,7 +9,12 @@ import pytest
 import torch
 from torch import nn
 
-from pipecompile.graph.attributes import AttributeItems, ModuleAttributes, attributes_restored
+from pipecompile.graph.attributes import (
+    AttributeItems,
+    ModuleAttributes,
+    attributes_restored,
+    settings_of,
+)
 
 
 def model() -> Any:
@@ -121,7 +126,7 @@ def test_values_as_text(value: object, text: str) -> None:
 def test_a_change_is_one_of_items(case: str) -> None:
     change, _ = CHANGES[case]
     module = model()
-    items = AttributeItems(module)
+    items = AttributeItems((part, settings_of(part)) for part in module.modules())
     assert items.are_the_same()
     change(module)
     assert not items.are_the_same()
@@ -130,6 +135,15 @@ def test_a_change_is_one_of_items(case: str) -> None:
 def test_an_item_that_moves_to_the_next_container_has_changed() -> None:
     module: Any = nn.Module()
     module.earlier, module.later = [object()], []
-    items = AttributeItems(module)
+    items = AttributeItems([(module, settings_of(module))])
     module.later.append(module.earlier.pop())
+    assert not items.are_the_same()
+
+
+def test_only_the_named_attributes_are_compared() -> None:
+    module = model()
+    items = AttributeItems([(module, ["number"])])
+    module.names.add("b")
+    assert items.are_the_same()
+    module.number = 2
     assert not items.are_the_same()

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from numbers import Real
 from typing import Any
 
@@ -20,7 +19,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor
 
 from pipecompile.errors import InputError
-from pipecompile.frontend.batch_dims import BatchDims, part_of
+from pipecompile.frontend.batch_dims import BatchDims
 
 __all__ = ["InputShapes", "MicrobatchSizes", "as_scalar", "is_count", "shape_of"]
 
@@ -86,13 +85,15 @@ class MicrobatchSizes:
         return list(zip(*columns, strict=True))
 
     def _parts(self, tensor: Tensor, dim: int | None) -> Sequence[Tensor]:
-        if dim is not None and tensor.shape[dim] != self.samples:
+        if dim is None:
+            return [tensor] * len(self.sizes)
+        if tensor.shape[dim] != self.samples:
             raise InputError(
                 f"a tensor of shape {tuple(tensor.shape)} cannot be cut into microbatches of "
                 f"{list(self.sizes)} samples; dimension {dim} must be {self.samples}"
             )
-        begins = accumulate(self.sizes, initial=0)
-        return [part_of(tensor, dim, *each) for each in zip(begins, self.sizes, strict=False)]
+        parts = tensor.split_with_sizes(self.sizes, dim)
+        return [part.contiguous() for part in parts] if dim else parts
 
     def mean(self, scalars: Sequence[Tensor]) -> Tensor:
         """Return the mean over samples of what is a mean over those of each microbatch."""

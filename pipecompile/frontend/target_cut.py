@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from enum import Enum
-from itertools import accumulate, pairwise
 from typing import Any
 
 import torch.utils._pytree as pytree
@@ -141,5 +140,4 @@ def _cut(leaf: Any, dim: int | None, sizes: Sequence[int]) -> Sequence[Any]:
             f"a target of shape {tuple(leaf.shape)} cannot be cut along dimension {dim} into "
             f"microbatches of {list(sizes)} samples; its size there must be a multiple of {samples}"
         )
-    ends = accumulate((rows * size // samples for size in sizes), initial=0)
-    return [leaf.narrow(dim, begin, end - begin) for begin, end in pairwise(ends)]
+    return leaf.split_with_sizes([rows * size // samples for size in sizes], dim)

@@ -27,6 +27,7 @@ __all__ = [
     "Autocast",
     "AutogradContext",
     "EnteredContext",
+    "current_autocast",
     "current_context",
     "leave_context",
     "run_under",
@@ -58,13 +59,20 @@ class AutogradContext:
         return any(enabled for _, enabled, _ in self.autocast)
 
 
+def current_autocast() -> tuple[Autocast, bool]:
+    """Return autocast as it is in this thread, and whether it casts weights once."""
+    autocast = tuple(
+        [
+            (device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device))
+            for device in DEVICES
+        ]
+    )
+    return autocast, torch.is_autocast_cache_enabled()
+
+
 def current_context() -> AutogradContext:
     """Return the context that this thread is in."""
-    autocast = tuple(
-        (device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device))
-        for device in DEVICES
-    )
-    return AutogradContext(torch.is_grad_enabled(), autocast, torch.is_autocast_cache_enabled())
+    return AutogradContext(torch.is_grad_enabled(), *current_autocast())
 
 
 class EnteredContext:

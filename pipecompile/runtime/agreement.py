@@ -24,35 +24,49 @@ import torch.distributed as dist
 from pipecompile.errors import InputError
 from pipecompile.runtime.watch import StepWatch
 
-__all__ = ["REFUSAL", "Agreement"]
+__all__ = ["REFUSAL", "Agreement", "Said"]
 
 REFUSAL = "the refusal"
 """Under this name a rank says why it does not begin."""
+NUMBER = "the number of the step or evaluation"
+
+
+class Said:
+    """What a rank says of steps or evaluations, by name, in words, and a digest of it."""
+
+    def __init__(self, said: Mapping[str, object]) -> None:
+        # As text, since a rank must be able to print what another one has.
+        self.words = {name: str(value) for name, value in said.items()}
+        text = "\n".join(f"{name}: {value}" for name, value in self.words.items())
+        # 62 bits, so that it is a whole number of torch.
+        self.digest = int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "big") >> 2
 
 
 class Agreement:
     """What this rank says of its step, told to the ranks of `group`, and what they say.
 
-    `said` has the same names on all of them, only `REFUSAL` on one that refuses. `group` exchanges
-    tensors of the host, and is None for all processes. `history` is how many steps of this kind the
-    rank has ended; ranks may differ in it, if one failed in a step that others have ended. If it
-    `is_refused`, all ranks know that they do not begin.
+    `said` has the same names on all of them, only `REFUSAL` on one that refuses. `number` is that
+    of the step or evaluation. `group` exchanges tensors of the host, and is None for all processes.
+    `history` is how many steps of this kind the rank has ended; ranks may differ in it, if one
+    failed in a step that others have ended. If it `is_refused`, all ranks know that they do not
+    begin.
     """
 
     def __init__(
         self,
-        said: Mapping[str, object],
+        said: Said,
         group: dist.ProcessGroup | None,
         watch: StepWatch,
+        number: int = 0,
         history: int = 0,
     ) -> None:
-        # As text, since a rank must be able to print what another one has.
-        self._said = {name: str(value) for name, value in said.items()}
+        self._said = said
+        self._number = number
         self._group = group
         self._watch = watch
         self.is_history_the_same = True
         self.is_refused = False
-        own = torch.tensor([_digest(self._said), history])
+        own = torch.tensor([said.digest, number, history])
         self._all = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
         self._work: dist.Work | None = watch.deadline.start_all_gather(self._all, own, group)
 
@@ -65,21 +79,22 @@ class Agreement:
         with self._watch.waiting_for_all(moment):
             self._watch.deadline.wait(self._work)
             self._work = None
-            digests, histories = zip(*(each.tolist() for each in self._all), strict=True)
-            if len(set(digests)) > 1:
+            told = [each.tolist() for each in self._all]
+            if any(each[:2] != told[0][:2] for each in told):
                 self._raise()
-            self.is_history_the_same = len(set(histories)) == 1
+            self.is_history_the_same = told.count(told[0]) == len(told)
 
     def _raise(self) -> None:
         """Raise what differs: all ranks have read the same digests, and come here together."""
         self.is_refused = True
         by_rank: list[dict[str, str]] = [{} for _ in self._all]
         self._watch.deadline.wait_for(self._group)
-        dist.all_gather_object(by_rank, self._said, group=self._group)
+        own = {**self._said.words, NUMBER: str(self._number)}
+        dist.all_gather_object(by_rank, own, group=self._group)
         for rank, other in enumerate(by_rank):
             if REFUSAL in other:
                 raise InputError(f"rank {rank} refuses what it was given: {other[REFUSAL]}")
-        for name in self._said:
+        for name in own:
             values = [other.get(name) for other in by_rank]
             different = next(
                 (rank for rank, value in enumerate(values) if value != values[0]), None
@@ -91,9 +106,3 @@ class Agreement:
                     "step and options, all ranks of a pipeline the same batch, and each replica "
                     "equally many samples"
                 )
-
-
-def _digest(said: Mapping[str, str]) -> int:
-    text = "\n".join(f"{name}: {value}" for name, value in said.items())
-    # 62 bits, so that it is a whole number of torch.
-    return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "big") >> 2

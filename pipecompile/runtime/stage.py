@@ -33,7 +33,7 @@ from pipecompile.runtime.split_backward import (
     input_backward,
     weight_backward,
 )
-from pipecompile.runtime.stage_failures import explaining_backward, failure_of_forward
+from pipecompile.runtime.stage_failures import ExplainedBackward, failure_of_forward
 from pipecompile.runtime.stage_loss import Loss, StageLoss
 
 __all__ = ["BackwardParts", "EagerStage", "Loss", "SavedForward", "TiedGradients"]
@@ -104,6 +104,7 @@ class EagerStage:
         self.tied_to_earlier = frozenset(tied_to_earlier)
         self.tied_to_later = frozenset(tied_to_later)
         self._has_regions = has_recomputed_regions(module)
+        self._explained_backward = ExplainedBackward(module)
 
     def forward(
         self,
@@ -187,7 +188,7 @@ class EagerStage:
         microbatch. Afterwards it holds what is to be handed to earlier stages.
         """
         roots, seeds = self._roots(saved, gradients)
-        with self._redirected(tied_gradients), explaining_backward(self.module):
+        with self._redirected(tied_gradients), self._explained_backward:
             BackwardPart(roots, seeds).run(self._pop_own(tied_gradients))
         input_gradients = [value.grad for value in saved.inputs]
         for index, gradient in saved.input_gradients.items():
@@ -206,7 +207,7 @@ class EagerStage:
         assert not self._has_regions, "each half would recompute the regions: go back as a whole"
         roots, seeds = self._roots(saved, gradients)
         leaves = [value for value in saved.inputs if value.requires_grad]
-        with explaining_backward(self.module):
+        with self._explained_backward:
             leaf_gradients, parts = input_backward(roots, seeds, leaves, self.tied_to_later)
         # `input_backward` returns gradients as they were computed. The hooks that filled this table
         # belong to the graph, which lives on until the weight backward.
@@ -216,7 +217,7 @@ class EagerStage:
 
     def backward_weight(self, parts: BackwardParts, tied_gradients: TiedGradients) -> None:
         """Run the weight backward: add to the parameters' `.grad`. `parts` is then empty."""
-        with self._redirected(tied_gradients), explaining_backward(self.module):
+        with self._redirected(tied_gradients), self._explained_backward:
             weight_backward(parts, self._pop_own(tied_gradients))
 
     def _redirected(self, tied_gradients: TiedGradients) -> AbstractContextManager[None]:

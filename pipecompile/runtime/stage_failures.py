@@ -9,8 +9,7 @@ by. Autograd says the shape and the version of what it finds overwritten, and th
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from math import prod
 
 import torch
@@ -19,7 +18,7 @@ from torch import Tensor, nn
 from pipecompile.errors import InputError, PipecompileError
 from pipecompile.graph.model_state import named_state
 
-__all__ = ["explaining_backward", "failure_of_forward"]
+__all__ = ["ExplainedBackward", "failure_of_forward"]
 
 # "modified by an inplace operation: [torch.FloatTensor [8, 6]] is at version 3; expected …"
 OVERWRITTEN = re.compile(
@@ -36,35 +35,43 @@ def failure_of_forward(error: Exception, inputs: Sequence[Tensor]) -> str:
     )
 
 
-@contextmanager
-def explaining_backward(module: nn.Module) -> Iterator[None]:
-    """Raise InputError for what a backward in the block raises; with the name, if it needs what was
-    written to.
+class ExplainedBackward:
+    """A context for each backward of a stage: InputError for what the backward raises; with the
+    name, if it needs what was written to.
 
     The name is that of a parameter or buffer of the stage's `module`.
     """
-    try:
-        yield
-    except (PipecompileError, torch.OutOfMemoryError):
-        raise
-    except Exception as error:
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+
+    def __enter__(self) -> None:
+        """Enter the block, which may be entered again and again."""
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        """Raise InputError instead of `error`."""
+        is_own = isinstance(error, (PipecompileError, torch.OutOfMemoryError))
+        if isinstance(error, Exception) and not is_own:
+            raise InputError(self._failure(error)) from error
+
+    def _failure(self, error: Exception) -> str:
         found = OVERWRITTEN.search(str(error))
         if found is None:
-            raise InputError(f"the backward of a microbatch raised {_text(error)}") from error
+            return f"the backward of a microbatch raised {_text(error)}"
         sizes, version = found.groups()
         elements = prod(int(size) for size in sizes.split(",") if size.strip())
         # A layer saves a view of its weight: the version is the same, the shape may not be.
         names = [
             name
-            for name, tensor in named_state(module)
+            for name, tensor in named_state(self._module)
             if (tensor.numel(), tensor._version) == (elements, int(version))
         ]
         what = " or ".join(dict.fromkeys(names)) or f"a tensor of shape [{sizes}]"
-        raise InputError(
+        return (
             f"the forward has written in place to {what} after that was used, and the backward of "
             "an earlier microbatch, or its own, needs it as it was; compute with a copy of it "
             "(clone), or write to it between steps"
-        ) from error
+        )
 
 
 def _text(error: Exception) -> str:

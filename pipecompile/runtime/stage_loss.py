@@ -42,17 +42,20 @@ class StageLoss:
         InputError if it is no scalar, carries no gradient, or trains something else.
         """
         # Before the call, which may make new ones, that nobody would sum.
-        own = set() if self.module is None else set(self.module.parameters())
+        allowed = {*outputs, *(() if self.module is None else self.module.parameters())}
         before = torch._C._autograd._get_sequence_nr()
-        with nullcontext() if self.module is None else versioned_buffers(self.module):
+        if self.module is None:
             loss, extras = _loss_and_extras(self.function(outputs, target))
+        else:
+            with versioned_buffers(self.module):
+                loss, extras = _loss_and_extras(self.function(outputs, target))
         if torch.is_grad_enabled() and not loss.requires_grad:
             raise InputError(
                 "the loss carries no gradient: no trainable parameter leads to it, or loss_fn "
                 "lost it (detach, argmax, item); train something that leads to the loss"
             )
         # Each time: a penalty may begin, and a layer be unfrozen, in the middle of a training.
-        _refuse_trained_by_loss(loss, before, {*outputs, *own})
+        _refuse_trained_by_loss(loss, before, allowed)
         return loss, extras
 
     def evaluate(self, outputs: Sequence[Tensor], target: Any) -> tuple[Tensor, Any]:

@@ -144,7 +144,9 @@ class BatchReader:
     def targets(self, sizes: MicrobatchSizes, target: Any) -> list[Any]:
         """Return the target of each microbatch; InputError if it cannot be cut like the batch."""
         register_dataclasses(target)
-        if any(isinstance(each, Tensor) and each.is_meta for each in tree_leaves(target)):
+        # A plain tensor is most of what losses take, and torch flattens slowly.
+        leaves = [target] if isinstance(target, Tensor) else tree_leaves(target)
+        if any(isinstance(each, Tensor) and each.is_meta for each in leaves):
             raise InputError("the target is on the meta device, and so has no values; give some")
         move = partial(self._runner.at_stage, self._plan.k - 1)
         here = move(target) if isinstance(target, Tensor) else tree_map_only(Tensor, move, target)

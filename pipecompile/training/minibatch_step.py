@@ -84,7 +84,7 @@ class MinibatchStep:
         """Return what the ranks need for a step; InputError where the step cannot be right."""
         parts = self._parts
         refuse_untrainable(parts.plan.schedule)
-        refuse_frozen(parts.target.model_with_loss)
+        refuse_frozen(parts.programs.planned.parameters)
         for recorder in parts.recorders:
             recorder.begin_step()
         cut = parts.data.read_planned(batch)

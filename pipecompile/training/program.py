@@ -24,7 +24,7 @@ from pipecompile.graph.attributes import (
     deep_copy,
     settings_of,
 )
-from pipecompile.graph.autograd_context import current_context
+from pipecompile.graph.autograd_context import current_autocast
 from pipecompile.graph.gradient_hooks import has_hook, has_joint_hook
 from pipecompile.graph.loss_module import held_loss, joined_modules
 from pipecompile.graph.ties import Tie, ties_of
@@ -56,7 +56,7 @@ class Program:
     ) -> None:
         self.captured = captured
         self._loss = held_loss(module)
-        self._context = current_context()
+        self._autocast = current_autocast()
         self.remember()
         self.modes = modes_of(self.named_modules)
         # Before it is cut: all stages of the graph then make their tensors where they run.
@@ -65,6 +65,7 @@ class Program:
             module, assignment, regions, encoded_runs, batch_norm, copied
         )
         self.ties: dict[str, Tie] = ties_of(module, module.graph, captured.first_names)
+        self._tied = {name for name, tie in self.ties.items() if len(tie.stages) > 1}
         values = [node.meta["val"] for node in module.graph.nodes if node.op == "placeholder"]
         self.inputs = [BoundaryShape((tuple(value.shape), value.dtype, False)) for value in values]
         self._input_strides = [value.stride() for value in values]
@@ -145,8 +146,7 @@ class Program:
         """Raise InputError if the model, or the autocast around it, is not as it was when the graph
         was captured.
         """
-        now, then = current_context(), self._context
-        if (now.autocast, now.caches_casts) != (then.autocast, then.caches_casts):
+        if current_autocast() != self._autocast:
             raise InputError(
                 "autocast is not as it was when the model was compiled; compile and step under "
                 "the same autocast, or put it into the model's forward"
@@ -197,7 +197,9 @@ class Program:
         a hook on a tied parameter would see the gradient of one stage, and so would a hook on the
         gradients of several parameters.
         """
-        for name, parameter in self._named_parameters:
+        # Most have none, which is found without a loop in Python.
+        tables = *map(_hooks_of, self.parameters), *map(_late_hooks_of, self.parameters)
+        for name, parameter in self._named_parameters if any(tables) or self._tied else ():
             if parameter._post_accumulate_grad_hooks:
                 raise InputError(
                     f"{name} has a post-accumulate hook, which would run after each microbatch and "
@@ -208,12 +210,11 @@ class Program:
                     f"{name} has a hook on the gradients of several tensors, which would run for "
                     "each stage and microbatch; remove it, and act after `step`"
                 )
-            tie = self.ties.get(name)
-            if tie is not None and len(tie.stages) > 1 and has_hook(parameter):
+            if name in self._tied and has_hook(parameter):
                 raise InputError(
                     f"{name} has a hook on its gradient, but is tied over stages "
-                    f"{list(tie.stages)}, each of which has a part of it; remove the hook, and "
-                    "change the gradient after `step`"
+                    f"{list(self.ties[name].stages)}, each of which has a part of it; remove the "
+                    "hook, and change the gradient after `step`"
                 )
 
     def _check_settings(self) -> None:
@@ -262,6 +263,8 @@ class Program:
 
 
 _trained_as = attrgetter("requires_grad", "dtype")
+_hooks_of = attrgetter("_backward_hooks")
+_late_hooks_of = attrgetter("_post_accumulate_grad_hooks")
 
 
 @contextmanager

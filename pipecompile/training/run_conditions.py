@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from operator import attrgetter
 from typing import Any
@@ -201,11 +201,11 @@ def refuse_without_gradients(schedule: Schedule) -> None:
         )
 
 
-def refuse_frozen(model: nn.Module) -> None:
-    """Raise InputError if nothing of the model is trained, on all ranks: only the last one sees
-    that its loss has no gradient.
+def refuse_frozen(parameters: Iterable[Tensor]) -> None:
+    """Raise InputError if none of the model's parameters is trained, on all ranks: only the last
+    one sees that its loss has no gradient.
     """
-    if not any(parameter.requires_grad for parameter in model.parameters()):
+    if not any(parameter.requires_grad for parameter in parameters):
         raise InputError(
             "a step trains, but no parameter of the model requires a gradient; set requires_grad "
             "of some and compile again, or call evaluate"

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from pipecompile import CaptureError, InputError, pipecompile
-from pipecompile.runtime.stage_failures import explaining_backward
+from pipecompile.runtime.stage_failures import ExplainedBackward
 from pipecompile.training.pipeline import Pipeline
 
 WIDTH = 8
@@ -106,12 +106,12 @@ def test_what_has_no_name_is_told_by_its_shape() -> None:
     value.mul_(2)
     with (
         pytest.raises(InputError, match=r"has written in place to a tensor of shape \[3, 5\]"),
-        explaining_backward(nn.Linear(2, 2)),
+        ExplainedBackward(nn.Linear(2, 2)),
     ):
         product.backward()
     again = factor.exp().sum()
     again.backward()
-    with pytest.raises(InputError, match="second time"), explaining_backward(nn.Linear(2, 2)):
+    with pytest.raises(InputError, match="second time"), ExplainedBackward(nn.Linear(2, 2)):
         again.backward()
 
 

@@ -56,6 +56,6 @@ def _rows(bench: Bench, ranks: int) -> list[Row]:
 
 
 def _reason(text: str) -> str:
-    """Return the last line of a traceback in what ranks have printed."""
+    """Return the first line in what ranks have printed that names an error."""
     found = [line for line in text.splitlines() if "Error: " in line]
     return found[0] if found else "no error was printed"

@@ -202,14 +202,17 @@ def _math(
     if enable_gqa:
         repeats = query.shape[-3] // value.shape[-3]
         key, value = (tensor.repeat_interleave(repeats, -3) for tensor in (key, value))
-    # Half types are computed in float32. A causal mask changes nothing that is saved.
+    dtype = value.dtype
+    if dtype in _HALVES:  # computed in float32
+        query, key, value = (tensor.float() for tensor in (query, key, value))
+    # A causal mask changes nothing that is saved.
     factor = (query.shape[-1] ** -0.5 if scale is None else abs(scale)) ** 0.5
-    scores = (query.float() * factor) @ (key.float().transpose(-2, -1) * factor)
+    scores = (query * factor) @ (key.transpose(-2, -1) * factor)
     if mask is not None:
         scores += mask
     weights = aten._safe_softmax(scores, -1)
     kept = torch.native_dropout(weights, dropout_p, True)[0]
-    return (kept @ value.float()).to(value.dtype)
+    return (kept @ value).to(dtype)
 
 
 def _autocast(tensor: Tensor) -> Tensor:

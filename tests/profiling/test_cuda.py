@@ -146,6 +146,15 @@ def test_the_kernel_is_the_one_that_cuda_selects(
         assert attention_kernel(query, key, key, mask, is_causal=False) == kernel
 
 
+def test_double_precision_is_saved_as_it_is() -> None:
+    with FakeTensorMode(), as_on_cuda():
+        query, key, value = (heads(torch.float64) for _ in range(3))
+        saved_tensors = saved_by(
+            lambda *a: F.scaled_dot_product_attention(*a, dropout_p=0.1), query, key, value
+        )
+    assert {dtype for _, dtype in saved_tensors} == {torch.float64, torch.bool}
+
+
 def test_a_mask_whose_last_dimension_is_not_dense_is_not_fused() -> None:
     with FakeTensorMode():
         query = heads(torch.float32)

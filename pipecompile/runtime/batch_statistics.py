@@ -38,7 +38,7 @@ from pipecompile.graph.batch_statistics import (
     record_statistics,
 )
 from pipecompile.graph.random_streams import StreamKey
-from pipecompile.runtime.watch import Deadline
+from pipecompile.runtime.deadline import Deadline
 
 __all__ = ["MinibatchStatistics", "minibatch_statistics"]
 

@@ -21,8 +21,8 @@ from torch import Tensor
 
 from pipecompile.errors import InputError
 from pipecompile.graph.storages import is_irregular
+from pipecompile.runtime.deadline import Deadline
 from pipecompile.runtime.shards import local_part
-from pipecompile.runtime.watch import Deadline
 
 __all__ = ["StepGradients", "divide_gradients", "fresh_gradients", "spread_overflow"]
 

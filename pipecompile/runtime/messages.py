@@ -26,9 +26,9 @@ from torch import Tensor
 
 from pipecompile.ir.schedule import Action, Kind
 from pipecompile.runtime.agreement import Agreement
+from pipecompile.runtime.deadline import Deadline
 from pipecompile.runtime.missing_gradients import MissingGradients
 from pipecompile.runtime.peers import Peers, peer_of
-from pipecompile.runtime.watch import Deadline
 
 __all__ = ["Boundaries", "BoundaryShape", "CountUnread", "Messages"]
 

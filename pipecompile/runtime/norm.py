@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pipecompile.errors import InputError
-from pipecompile.runtime.watch import Deadline
+from pipecompile.runtime.deadline import Deadline
 
 __all__ = ["NormOnItsWay", "begin_norm", "clip_to_norm"]
 

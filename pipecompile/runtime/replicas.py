@@ -25,9 +25,9 @@ from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
 from pipecompile.memory_model.replicas import buckets
 from pipecompile.runtime.communication_hook import CommunicationHook, HookedBuckets
+from pipecompile.runtime.deadline import Deadline
 from pipecompile.runtime.sharded_stages import ShardedStages
 from pipecompile.runtime.shards import local_part, settle_gradient
-from pipecompile.runtime.watch import Deadline
 
 __all__ = ["ReplicaSums", "mean_over_replicas"]
 

@@ -9,8 +9,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pipecompile.ir.stage_ranks import stage_ranks
+from pipecompile.runtime.deadline import Deadline
 from pipecompile.runtime.shards import local_part
-from pipecompile.runtime.watch import Deadline
 
 __all__ = ["Ties", "sum_tied_gradients", "tie_groups"]
 

@@ -21,11 +21,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
+from pipecompile.runtime.deadline import Deadline
 from pipecompile.runtime.gradients import divide_gradients
 from pipecompile.runtime.norm import clip_to_norm
 from pipecompile.runtime.replicas import ReplicaSums
 from pipecompile.runtime.ties import Ties
-from pipecompile.runtime.watch import Deadline
 from pipecompile.runtime.weight_versions import WeightVersions
 
 __all__ = ["GradientExchange", "OwnedWeights", "WeightUpdates"]

@@ -16,6 +16,7 @@ from pipecompile.ir.plan import Plan
 from pipecompile.ir.schedule import Schedule
 from pipecompile.runtime import one_process, world
 from pipecompile.runtime.communication_hook import CommunicationHook
+from pipecompile.runtime.deadline import Deadline
 from pipecompile.runtime.distributed_pipeline import DistributedPipeline, Engine, SizedStages
 from pipecompile.runtime.gradients import spread_overflow
 from pipecompile.runtime.leading_forwards import LeadingForwards
@@ -30,7 +31,7 @@ from pipecompile.runtime.shards import gradient_parts
 from pipecompile.runtime.stage import EagerStage
 from pipecompile.runtime.ties import sum_tied_gradients
 from pipecompile.runtime.update_rule import UpdateRule
-from pipecompile.runtime.watch import Deadline, StepWatch
+from pipecompile.runtime.watch import StepWatch
 from pipecompile.runtime.weight_updates import GradientExchange
 from pipecompile.schedule.asynchronous_versions import PipelineSize
 from pipecompile.schedule.plan_orders import PlanOrders

@@ -18,12 +18,12 @@ from pipecompile.frontend.target import Target
 from pipecompile.graph.model_state import named_state
 from pipecompile.ir.plan import Plan
 from pipecompile.runtime.communication_hook import CommunicationHook
+from pipecompile.runtime.deadline import Deadline
 from pipecompile.runtime.local_share import LocalShare
 from pipecompile.runtime.model_state import set_to_that_of
 from pipecompile.runtime.replicas import ReplicaSums
 from pipecompile.runtime.sharded_stages import ShardedStages
 from pipecompile.runtime.ties import Ties, tie_groups
-from pipecompile.runtime.watch import Deadline
 from pipecompile.training.eager_stages import tied_parameters
 from pipecompile.training.program import Program
 

@@ -17,8 +17,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from pipecompile import pipecompile
+from pipecompile.runtime.deadline import Deadline
 from pipecompile.runtime.messages import Messages
-from pipecompile.runtime.watch import Deadline
 
 WIDTH, ROWS = 64, 32  # so a message has 8 KB
 

@@ -362,7 +362,7 @@ def test_attributes_of_tensors_count_where_code_reads_them_of_an_object(kind: ty
 
 
 def test_tables_of_installed_packages_get_entries_for_other_models(monkeypatch: Patch) -> None:
-    is_installed = "pipecompile.frontend.outside_values.is_installed"
+    is_installed = "pipecompile.frontend.name_search.is_installed"
     monkeypatch.setattr(is_installed, lambda package: package == "tests")
     values = OutsideValues(Reading(lambda x: TABLE["doubled"](x)))
     monkeypatch.setitem(TABLE, "new", tripled)

@@ -20,7 +20,8 @@ from torch import Tensor, nn
 
 from pipecompile.api.compilation import pipecompile
 from pipecompile.errors import InputError
-from pipecompile.frontend.outside_values import OutsideValues, _NameSearch
+from pipecompile.frontend.name_search import NameSearch
+from pipecompile.frontend.outside_values import OutsideValues
 
 SCALE = 2.0
 MASK = torch.ones(4)
@@ -492,7 +493,7 @@ def test_a_large_container_is_compared_by_what_it_is(monkeypatch: pytest.MonkeyP
 
 def test_torch_and_the_standard_library_are_not_followed() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.GELU(), nn.TransformerEncoderLayer(4, 2))
-    assert not _NameSearch(model).values
+    assert not NameSearch(model).values
 
 
 class Link:
@@ -536,7 +537,7 @@ def test_installed_packages_without_a_module_of_the_model_are_not_followed() -> 
             pytest.importorskip("torch")
             return x
 
-    search = _NameSearch(Named())
+    search = NameSearch(Named())
     named = [where for where, *_ in search.code if isinstance(where, str)]
     places = named + [each.where for each in search.values]
     assert any(where.endswith(".pytest") for where in places)

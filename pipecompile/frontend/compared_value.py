@@ -1,0 +1,65 @@
+"""A value outside the modules that a forward may read, and whether it has changed since."""
+
+from __future__ import annotations
+
+from collections import ChainMap, UserDict
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+import numpy
+from torch import Tensor
+
+from pipecompile.graph.attributes import CONTAINERS, PLAIN, deep_copy, is_same_value
+
+__all__ = [
+    "ARRAYS",
+    "COMPARED",
+    "GONE",
+    "MAPPINGS",
+    "MOST_ITEMS",
+    "ComparedValue",
+    "Read",
+    "comparable",
+]
+
+MOST_ITEMS = 1024
+"""Of a larger container only the identity is compared."""
+MAPPINGS = (MappingProxyType, UserDict, ChainMap)
+ARRAYS = (numpy.ndarray, numpy.generic)
+COMPARED = (*PLAIN, *CONTAINERS, *MAPPINGS, *ARRAYS, tuple, Tensor)
+"""Of all else, such as functions and objects, only the identity is compared."""
+GONE = object()
+
+Read = Callable[[], Any]
+"""Returns what is in a place now, `GONE` if nothing is."""
+
+
+@dataclass(frozen=True)
+class ComparedValue:
+    """What was in a place, and what tells its changes in place."""
+
+    where: str
+    read: Read
+    value: Any
+    before: Any
+
+    @property
+    def is_the_same(self) -> bool:
+        """Whether the place has that value still, and nothing in it has changed."""
+        now = self.read()
+        if now is self.value is self.before:  # it cannot change in place
+            return True
+        return is_same_value(comparable(now), self.before)
+
+
+def comparable(value: Any) -> Any:
+    """Return what `is_same_value` tells changes of a value by, also those in place."""
+    if isinstance(value, (*CONTAINERS, tuple)):
+        return deep_copy(value) if len(value) <= MOST_ITEMS else value
+    if isinstance(value, ARRAYS) and value.size <= MOST_ITEMS:
+        return value.dtype.str, value.shape, value.tobytes()
+    if isinstance(value, MAPPINGS) and len(value) <= MOST_ITEMS:
+        return deep_copy(dict(value))
+    return value

@@ -1,0 +1,352 @@
+"""The search for what a forward reads and calls besides what its modules hold: by name, without
+running anything, in the code of the forward and of all that it may call.
+
+    def forward(self, x):
+        return helper(x, self.config) * table["scale"]
+    def helper(x, config):
+        return x * config.scale           names: helper, config, table, scale
+
+    helper, table      globals of the function that names them: its names are read too
+    self.config        an object: of its attributes those that any function names, here `scale`,
+                       since a function may be given what another one has found
+    Model.scale        likewise of classes, and of Python modules; of functions also what they
+                       enclose, their defaults and their code
+    table              a container: its items, and what these lead to
+    os.environ         of a function that reads it: the variables that its strings name
+
+A name that is in no place now, but that code would find there, is found too: an attribute that
+an object has of its class, a method that a class inherits, `getattr(config, "scale", 1.0)`.
+
+    x.dtype            a name that tensors have too: of an object only if it is called as the
+                       variable or attribute is that some code reads the name of
+
+So more may be found than is read, but nothing that changes during training is likely among it.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections import UserList, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
+from contextvars import ContextVar
+from functools import cache, cached_property, partial, partialmethod, singledispatchmethod
+from types import CellType, FunctionType, MemberDescriptorType, MethodType, ModuleType
+from typing import Any
+from weakref import ReferenceType
+
+from torch import Tensor, nn
+
+from pipecompile.frontend.code_names import ANY, OF_TENSORS, names_in, strings_in
+from pipecompile.frontend.compared_value import (
+    ARRAYS,
+    COMPARED,
+    GONE,
+    MAPPINGS,
+    MOST_ITEMS,
+    ComparedValue,
+    Read,
+    comparable,
+)
+from pipecompile.frontend.packages import is_foreign, is_installed, package_of
+from pipecompile.graph.attributes import CONTAINERS, PLAIN
+
+__all__ = ["MayRead", "NameSearch"]
+
+ENVIRONMENT = frozenset({"environ", "getenv"})
+MAKING = frozenset({"__new__", "__init__", "__post_init__"})
+"""What runs if code makes an object of a class that it names."""
+NOT_READING = frozenset(
+    f"__{name}__"
+    for name in (
+        *("init", "new", "post_init", "init_subclass", "set_name", "setattr", "delattr", "del"),
+        *("repr", "str", "eq", "hash", "copy", "deepcopy", "reduce", "getstate", "setstate"),
+    )
+)
+"""Special methods that a forward is not likely to call, unlike those of operators."""
+PAST_CLASSES = ("object", "__getattribute__")
+STATICALLY = "getattr_static"
+NAMESPACES = frozenset({"types", "argparse", "_thread"})
+"""Parts of the standard library whose objects hold what a user gives them."""
+PARTS: Mapping[type, tuple[str, ...]] = {
+    staticmethod: ("__func__",),
+    classmethod: ("__func__",),
+    property: ("fget",),
+    singledispatchmethod: ("dispatcher",),
+    cached_property: ("func",),
+    type(cache(len)): ("__wrapped__",),
+    MethodType: ("__func__", "__self__"),
+    partial: ("func", "args", "keywords"),
+    partialmethod: ("func", "args", "keywords"),
+    UserList: ("data",),
+}
+"""Attributes of what leads to a function, which calls it with these, or to items."""
+REGISTRY = "registry"
+"""The attribute in which a function of functools.singledispatch has those that it calls."""
+
+MayRead = Callable[[str, str], bool]
+Place = str | Callable[[], str]
+"""The name of a place; where there was nothing, what returns it once there is."""
+
+
+class NameSearch:
+    """Follows the names in functions to values and to other functions.
+
+    A name of a function is looked up among its globals and what it encloses, and among the
+    attributes of all objects, classes and Python modules that are found.
+    """
+
+    def __init__(self, model: nn.Module, may_read: MayRead = lambda *_: True) -> None:
+        self._may_read = may_read
+        self._names, self._may_be_absent = frozenset({"forward"}), frozenset[str]()
+        self._of_owners = frozenset[tuple[str, str]]()
+        named_modules, before = list(model.named_modules()), (frozenset[Any](),) * 3
+        self._packages = {package_of(type(module).__module__) for _, module in named_modules}
+        # What is found is followed later: objects may lead to others a thousand times over.
+        self._found: deque[tuple[str, Any]] = deque()
+        # A function that is found may name attributes of what was found before it.
+        while before != (self._names, self._may_be_absent, self._of_owners):
+            before = self._names, self._may_be_absent, self._of_owners
+            self.values: list[ComparedValue] = []
+            self.code: list[tuple[Place, Read, Any]] = []
+            # What modules of the model hold is compared by itself.
+            self._seen = {id(module) for _, module in named_modules}
+            self._made: set[type] = set()
+            self._known_globals: dict[int, set[str]] = {}
+            for path, module in named_modules:
+                self._look_in_module(path, module)
+            while self._found:
+                self._look_up(*self._found.popleft())
+
+    @property
+    def looks_past_classes(self) -> bool:
+        """Whether code names what reads an attribute without asking the class of its object."""
+        return PAST_CLASSES in self._of_owners or STATICALLY in self._names
+
+    def _look_in_module(self, path: str, module: nn.Module) -> None:
+        self._look_in_class(type(module))
+        attributes = vars(module)
+        for name in self._named(attributes):
+            if not self._may_read(path, name):
+                continue
+            where, value = f"{path}.{name}".lstrip("."), attributes[name]
+            # The others are compared by the modules' owner.
+            if isinstance(value, (*ARRAYS, *MAPPINGS)):
+                self._look(where, partial(attributes.get, name, GONE))
+            self._follow(where, value)
+        self._look_in_slots(path, module)
+        for hook in (*module._forward_pre_hooks.values(), *module._forward_hooks.values()):
+            self._follow("a hook", hook)
+
+    def _look(self, where: str, read: Read, *, is_shared: bool = False) -> None:
+        """Note what is in a place that a function reads, and follow it.
+
+        A table that `is_shared` by all models of a package may get entries for others.
+        """
+        value = read()
+        if is_shared and isinstance(value, dict) and len(value) <= MOST_ITEMS:
+            self.code.append((where, read, value))
+            for key, item in value.items():
+                self.code.append((f"{where}[{key!r}]", partial(dict.get, value, key), item))
+        elif isinstance(value, COMPARED):
+            self.values.append(ComparedValue(where, read, value, comparable(value)))
+        else:
+            self.code.append((where, read, value))
+        self._follow(where, value)
+
+    def _look_among(
+        self, where: str, items: Mapping[str, Any], names: Iterable[str], module: Any = None
+    ) -> None:
+        """Look at the items called `names`, which are those of a Python module if one is given."""
+        is_shared = module is not None and is_installed(package_of(module))
+        for name in names:
+            self._look(f"{where}.{name}", partial(items.get, name, GONE), is_shared=is_shared)
+
+    def _note_absent(self, where: str, items: Mapping[str, Any], names: Iterable[str]) -> None:
+        """Note that none of the `names` that code would find among `items` is there yet."""
+        absent = frozenset(names) - items.keys()
+        # One look for all of them: they are many.
+        read = partial(items.keys().isdisjoint, absent)
+        self.code.append((partial(_new_name, where, items, absent), read, True))
+
+    def _follow(self, where: str, value: Any) -> None:
+        """Look up in `value` later what can be reached in it."""
+        self._found.append((where, value))
+
+    def _look_up(self, where: str, value: Any) -> None:
+        """Look up in `value`, and in what it consists of, the names that can reach it."""
+        if isinstance(value, type):
+            self._look_in_class(value)
+            self._look_at_making(value)
+        if id(value) in self._seen or isinstance(value, (*PLAIN, *ARRAYS, Tensor, type)):
+            return
+        self._seen.add(id(value))
+        if isinstance(value, FunctionType):
+            self._look_in_function(value)
+        elif self._is_owner(value):
+            self._look_in_object(where, value)
+        if isinstance(value, ContextVar):
+            self._look(f"{where}.get()", partial(value.get, GONE))
+        if isinstance(value, ReferenceType):
+            self._look(f"{where}()", value)
+        for kind, parts in PARTS.items():
+            if isinstance(value, kind):
+                for part in parts:
+                    self._look(f"{where}.{part}", partial(getattr, value, part))
+        if isinstance(value, (*CONTAINERS, *MAPPINGS, tuple)) and len(value) <= MOST_ITEMS:
+            for item in value.values() if isinstance(value, (dict, *MAPPINGS)) else value:
+                if not self._is_of_all_models(item):
+                    self._follow(where, item)
+
+    def _look_in_function(self, function: FunctionType) -> None:
+        if self._is_foreign(function.__module__):
+            return
+        code, where = function.__code__, function.__qualname__
+        reads = names_in(code)
+        self._names |= reads.names
+        self._may_be_absent |= reads.may_be_absent
+        self._of_owners |= reads.of_owners
+        if reads.is_by_text:
+            self._add_texts(function.__globals__.get(name) for name in reads.globals)
+        # Functions of one module share its globals.
+        module, of_module = function.__module__, function.__globals__
+        known = self._known_globals.setdefault(id(of_module), set())
+        names = (reads.globals & of_module.keys()) - known
+        known |= names
+        self._look_among(module, of_module, names, module)
+        self._note_absent(module, of_module, reads.globals)  # they are builtins
+        attributes = vars(function)
+        self._look_among(where, attributes, self._named(attributes))
+        if REGISTRY in attributes:
+            self._look(f"{where}.{REGISTRY}", partial(attributes.get, REGISTRY))
+        self.code.append((where, partial(getattr, function, "__code__"), code))
+        for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
+            self._look(f"{name} in {where}", partial(_content, cell))
+        # Who calls a function without defaults gives all arguments, whatever it has later.
+        for part in ("__defaults__", "__kwdefaults__"):
+            read = partial(getattr, function, part)
+            if isinstance(read(), tuple) and all(isinstance(each, PLAIN) for each in read()):
+                self.code.append((f"{part} of {where}", read, read()))
+            elif read():
+                self._look(f"{part} of {where}", read)
+        for name in reads.imports:
+            self._follow(name, sys.modules.get(name))
+        if reads.names & ENVIRONMENT:
+            for name in strings_in(code.co_consts):
+                self._look(f"os.environ[{name!r}]", partial(os.environ.get, name))
+
+    def _add_texts(self, values: Iterable[Any]) -> None:
+        """Add the strings in these values to the names that code may look for in any object."""
+        texts = frozenset[str]().union(*map(strings_in, values))
+        self._names |= texts
+        self._may_be_absent |= texts
+        self._of_owners |= {(ANY, text) for text in texts}
+
+    def _look_in_object(self, where: str, value: Any) -> None:
+        attributes = _attributes_of(value)
+        self._look_among(where, attributes, self._named_of(where, value, attributes))
+        if isinstance(value, ModuleType):
+            return
+        self._look_in_class(type(value))
+        inherited = self._inherited(type(value).__mro__)
+        self._note_absent(where, attributes, self._may_be_absent.union(inherited))
+        self._look_in_slots(where, value)
+
+    def _look_in_slots(self, where: str, value: Any) -> None:
+        for base in type(value).__mro__:
+            for name in self._named_of(where, value, vars(base)):
+                if isinstance(vars(base)[name], MemberDescriptorType):
+                    read = partial(getattr, value, name, GONE)
+                    self._look(f"{where}.{name}".lstrip("."), read)
+
+    def _look_in_class(self, kind: type) -> None:
+        if type(kind) is not type:
+            self._look_in_class(type(kind))
+        for base in kind.__mro__:
+            if id(base) not in self._seen and not self._is_foreign(base.__module__):
+                self._seen.add(id(base))
+                names = {*self._named(vars(base)), *_operators(base)}
+                self._look_among(base.__qualname__, vars(base), names, base.__module__)
+                inherited = self._inherited(base.__mro__[1:])
+                self._note_absent(base.__qualname__, vars(base), inherited)
+
+    def _look_at_making(self, kind: type) -> None:
+        """Note what makes objects of a class that code names. No forward makes modules."""
+        if not self._is_of_all_models(kind) and kind not in self._made:
+            self._made.add(kind)
+            for base in kind.__mro__:
+                if not self._is_foreign(base.__module__):
+                    self._look_among(base.__qualname__, vars(base), MAKING & vars(base).keys())
+
+    def _inherited(self, bases: Iterable[type]) -> Iterator[str]:
+        """Yield the named attributes of classes in whose place others are found, if there are any
+        in an object or a class that has these bases.
+        """
+        for base in bases:
+            for name in () if self._is_foreign(base.__module__) else self._named(vars(base)):
+                value = vars(base)[name]
+                # Properties come first, and cached ones put their value into the object.
+                if isinstance(value, FunctionType) or not hasattr(type(value), "__get__"):
+                    yield name
+
+    def _named(self, attributes: Iterable[str]) -> list[str]:
+        """Return those of the attributes that a function names."""
+        return [name for name in attributes if name in self._names]
+
+    def _named_of(self, where: str, value: Any, attributes: Iterable[str]) -> list[str]:
+        """Return those of the attributes of an object that a function names, and likely of it."""
+        # "config" of "layers.0.config" and of "config in forward", and the classes for `self`.
+        owners = {ANY, where.partition(" ")[0].rpartition(".")[2]}
+        owners.update(base.__qualname__ for base in type(value).__mro__)
+        return [
+            name
+            for name in self._named(attributes)
+            if name not in OF_TENSORS or any((owner, name) in self._of_owners for owner in owners)
+        ]
+
+    def _is_of_all_models(self, item: Any) -> bool:
+        """Return whether a function or class in a table is likely there for other models."""
+        if isinstance(item, type) and issubclass(item, nn.Module):
+            return True  # no forward makes modules
+        return isinstance(item, (FunctionType, type)) and is_installed(package_of(item.__module__))
+
+    def _is_owner(self, value: Any) -> bool:
+        """Return whether `value` is an object or a Python module of the user, with attributes."""
+        if isinstance(value, ModuleType):
+            return not self._is_foreign(getattr(value, "__name__", None))
+        module = type(value).__module__
+        if isinstance(value, nn.Module):
+            return True
+        return module in NAMESPACES or not self._is_foreign(module)
+
+    def _is_foreign(self, module: str | None) -> bool:
+        package = package_of(module)
+        return is_foreign(module) or (is_installed(package) and package not in self._packages)
+
+
+def _attributes_of(value: Any) -> Mapping[str, Any]:
+    """Return the attributes of an object, which may be none, or not let anybody see them."""
+    attributes: Any = None
+    with suppress(Exception):
+        attributes = vars(value)
+    return attributes if isinstance(attributes, Mapping) else {}
+
+
+def _operators(kind: type) -> Iterator[str]:
+    """Yield the methods of a class that code may call without naming them."""
+    for name, method in vars(kind).items():
+        is_special = name.startswith("__") and name.endswith("__") and name not in NOT_READING
+        if is_special and isinstance(method, FunctionType):
+            yield name
+
+
+def _new_name(where: str, items: Mapping[str, Any], absent: frozenset[str]) -> str:
+    return f"{where}.{next(name for name in sorted(absent) if name in items)}"
+
+
+def _content(cell: CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # nothing has been assigned yet
+        return GONE

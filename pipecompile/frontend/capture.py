@@ -35,7 +35,7 @@ from pipecompile.frontend.data_probe import ProbedAnswers, probe_data
 from pipecompile.frontend.export import export_capture
 from pipecompile.frontend.leaves import leaf_paths
 from pipecompile.frontend.recorded_forward import RecordedForward, record_forward
-from pipecompile.frontend.recorder import RecordingOptions
+from pipecompile.frontend.recording_options import RecordingOptions
 from pipecompile.frontend.refusals import UnsupportedError
 from pipecompile.frontend.signature import Arguments
 from pipecompile.frontend.source import error_line

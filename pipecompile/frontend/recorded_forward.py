@@ -16,7 +16,8 @@ from pipecompile.errors import CaptureError
 from pipecompile.frontend.caches import CacheUse
 from pipecompile.frontend.captured_graph import eliminate_dead_code
 from pipecompile.frontend.guards import Guards, batch_symbol, fake_input
-from pipecompile.frontend.recorder import ForwardRecorder, RecordingOptions
+from pipecompile.frontend.recorder import ForwardRecorder
+from pipecompile.frontend.recording_options import RecordingOptions
 from pipecompile.frontend.refusals import (
     INTO_A_SUBMODULE,
     UnsupportedError,

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import sympy
@@ -25,31 +24,36 @@ import torch
 from torch import Tensor, nn
 from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
-from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.overrides import TorchFunctionMode, _get_current_function_mode, _pop_mode_temporarily
 from torch.utils.checkpoint import CheckpointFunction
 
 from pipecompile.errors import CaptureError
+from pipecompile.frontend.call_refusals import (
+    PLACE_QUESTIONS,
+    own_state,
+    refuse_data,
+    refuse_lasting_gradient,
+    refuse_lasting_hook,
+    refuse_place,
+    refuse_swapped_state,
+)
 from pipecompile.frontend.calls import (
     RecordedCall,
     apply_target,
     call_target,
-    has_recorded_values,
     hook_target,
     with_objects,
 )
 from pipecompile.frontend.constant_answers import ConstantAnswer
-from pipecompile.frontend.data_probe import ProbedAnswers
 from pipecompile.frontend.guards import ValueRead
 from pipecompile.frontend.leaves import is_torch_leaf
-from pipecompile.frontend.nested_values import contains_tensor, tensors_in
+from pipecompile.frontend.nested_values import contains_tensor
 from pipecompile.frontend.randomness import require_torch_randomness
-from pipecompile.frontend.recording import SYMBOLS, Recording
+from pipecompile.frontend.recording import Recording
+from pipecompile.frontend.recording_options import RecordingOptions
 from pipecompile.frontend.refusals import (
     UnsupportedError,
     is_data_dependence_error,
-    number_refusal,
-    shape_refusal,
 )
 from pipecompile.frontend.source import current_line, error_line
 from pipecompile.frontend.torch_patches import (
@@ -64,9 +68,8 @@ from pipecompile.graph.attributes import is_same_value
 from pipecompile.graph.data_answers import DataAnswer, replay_answers
 from pipecompile.graph.model_state import swapped_state
 from pipecompile.graph.side_effects import SideEffectTracker
-from pipecompile.graph.storages import storage_key
 
-__all__ = ["ForwardRecorder", "RecordingOptions"]
+__all__ = ["ForwardRecorder"]
 
 # Attributes of a tensor that belong to autograd and are no values of the forward.
 AUTOGRAD_ATTRIBUTES = ("grad", "grad_fn", "_base")
@@ -74,30 +77,10 @@ AUTOGRAD_ATTRIBUTES = ("grad", "grad_fn", "_base")
 LAYOUT_QUESTIONS = frozenset(
     {"is_contiguous", "stride", "storage_offset", "as_strided", "dim_order", "data_ptr"}
 )
-# So do these on where it begins, which is the same for no two microbatches of a batch.
-PLACE_QUESTIONS = frozenset({"storage_offset", "data_ptr"})
 # They make numbers of a tensor's values, which the graph then has in it.
 VALUE_READS = frozenset(
     {"item", "tolist", "__float__", "__int__", "__bool__", "__index__", "__complex__"}
 )
-
-
-@dataclass(frozen=True)
-class RecordingOptions:
-    """How a forward is recorded.
-
-    `exporting` sets the flags by which models learn that they are captured; many then avoid
-    shortcuts that depend on data. `leaves` are the paths of modules that become one node, besides
-    those of torch.nn. `answers` are those of a data probe; without them a data-dependent module is
-    an error. With `hiding` the forward does not see that its tensors are fakes. With `reads_inputs`
-    what the forward reads out of inputs of whole numbers is that of the sample.
-    """
-
-    exporting: bool
-    hiding: bool
-    leaves: frozenset[str] = frozenset()
-    answers: ProbedAnswers | None = None
-    reads_inputs: bool = False
 
 
 class ForwardRecorder(TorchFunctionMode):
@@ -140,8 +123,7 @@ class ForwardRecorder(TorchFunctionMode):
             self._paths.setdefault(module, path)
         self._state = state
         self._expected_state = {
-            module: [state[id(tensor)] for tensor in _own_state(module)]
-            for module in root.modules()
+            module: [state[id(tensor)] for tensor in own_state(module)] for module in root.modules()
         }
         self._tracker = SideEffectTracker()
 
@@ -230,14 +212,14 @@ class ForwardRecorder(TorchFunctionMode):
                 self.constant_answers.setdefault((str(constant.graph), func), constant)
                 return constant.answer
         if name in PLACE_QUESTIONS:
-            self._refuse_place(name, args[0])
+            refuse_place(self.recording, name, args[0])
         if func is Tensor.requires_grad_:
-            self._refuse_lasting_gradient(*args, **kwargs)
+            refuse_lasting_gradient(self.recording, *args, **kwargs)
         call = RecordedCall(self.recording, self._tracker, args, kwargs)
         result = call.run(lambda: func(*args, **kwargs))
         if name in LAYOUT_QUESTIONS:
             self.asks_layout = self.asks_layout or self.recording.where()
-        self._refuse_data(result, name)
+        refuse_data(self.recording, result, name)
         # Plain results, such as sizes, need no node: the guards say when they hold.
         if contains_tensor(result) or call.mutates:
             self._record(*call_target(func, name), call, result)
@@ -247,16 +229,6 @@ class ForwardRecorder(TorchFunctionMode):
         elif func is torch._assert_async:
             self._record(*call_target(func, name), call, None, has_effect=True)
         return result
-
-    def _refuse_place(self, name: str, tensor: Tensor) -> None:
-        """Raise CaptureError if the question `name` is where an input, or a part of it, begins."""
-        inputs = {storage_key(value) for value in self.recording.inputs}
-        if storage_key(tensor) in inputs:
-            raise CaptureError(
-                f"{self.recording.where()}: the forward asks where its input begins in memory "
-                f"({name}), but each microbatch is another part of the batch; ask that of a copy "
-                "(clone), or of shapes and strides only"
-            )
 
     def _read_values(self, func: Any, tensor: Tensor) -> Any:
         """Make numbers of a tensor with values: the graph holds as long as it keeps these."""
@@ -293,16 +265,7 @@ class ForwardRecorder(TorchFunctionMode):
         return result
 
     def _record_hook(self, tensor: Tensor, hook: Any) -> None:
-        if self.recording.is_state(tensor):
-            raise CaptureError(
-                f"{self.recording.where()}: the forward puts a hook on a parameter, which stays "
-                "there, so that each forward adds one; register it once, outside the forward"
-            )
-        if has_recorded_values(hook):
-            raise UnsupportedError(
-                f"{self.recording.where()}: a hook encloses a value of the forward, which is "
-                "another in each step; let it compute from the gradient and from constants"
-            )
+        refuse_lasting_hook(self.recording, tensor, hook)
         call = RecordedCall(self.recording, self._tracker, (tensor,), {})
         self._record("call_function", hook_target(hook), call, None, hook=True)
 
@@ -311,28 +274,12 @@ class ForwardRecorder(TorchFunctionMode):
 
         It is marked as a hook: the tensor itself changes, so its node must be on the same stage.
         """
-        self._refuse_lasting_gradient(tensor, required)
+        refuse_lasting_gradient(self.recording, tensor, required)
         if self.recording.is_state(tensor):
             return
         call = RecordedCall(self.recording, self._tracker, (tensor, required), {})
         tensor.requires_grad_(required)
         self._record("call_method", "requires_grad_", call, tensor, hook=True)
-
-    def _refuse_lasting_gradient(self, tensor: Tensor, requires_grad: bool = True) -> None:
-        """Raise CaptureError if `tensor` would be another one after the forward: an input, which is
-        the user's own, or a parameter or buffer.
-        """
-        if self.recording.is_state(tensor) and tensor.requires_grad != requires_grad:
-            raise CaptureError(
-                f"{self.recording.where()}: the forward sets requires_grad of a parameter, which "
-                "stays so; set it outside the forward, or compute with a detached one (detach)"
-            )
-        if any(tensor is value for value in self.recording.inputs):
-            raise CaptureError(
-                f"{self.recording.where()}: the forward makes its input require a gradient, but a "
-                "pipeline computes gradients for parameters only; let it take a detached copy "
-                "(x.detach().requires_grad_())"
-            )
 
     def _record(self, op: str, target: Any, call: RecordedCall, result: Any, **notes: Any) -> None:
         """Add the node of `call`, with `notes` in its meta, and bind the result to it."""
@@ -341,14 +288,6 @@ class ForwardRecorder(TorchFunctionMode):
         node = self.recording.create(*legal)
         node.meta.update(random=call.is_random, mutates=call.mutates, **notes)
         self.recording.bind(result, node)
-
-    def _refuse_data(self, result: Any, name: str) -> None:
-        """Raise DataDependentError if `result` of the call `name` depends on values of data."""
-        # An unbacked symbol stands for a number that fake tensors do not have.
-        if isinstance(result, SYMBOLS) and free_unbacked_symbols(result):
-            raise number_refusal(self.recording.where(), name)
-        if any(free_unbacked_symbols(tensor) for tensor in tensors_in(result)):
-            raise shape_refusal(self.recording.where(), name)
 
     def call_autograd_function(
         self, original: Callable[..., Any], function: Any, args: Any, kwargs: Any
@@ -424,20 +363,12 @@ class ForwardRecorder(TorchFunctionMode):
 
         With `call_number` its data gives the answers that it gave in this call of the probe.
         """
-        # torch.func.functional_call swaps tensors; the node would run with the module's own.
-        for part in module.modules():
-            expected = self._expected_state.get(part)
-            if expected is not None and not is_same_value(_own_state(part), expected):
-                raise UnsupportedError(
-                    f"{self.recording.where()}: the module is called with tensors in the place of "
-                    "its parameters or buffers (functional_call), which its node would not have; "
-                    "call the function that it stands for"
-                )
+        refuse_swapped_state(self.recording, module, self._expected_state)
         state = [*module.parameters(), *module.buffers()]
         call = RecordedCall(self.recording, self._tracker, args, kwargs, state=state)
         with _pop_mode_temporarily(), replay_answers(self._answers(call_number)):
             result = call.run(lambda: original(module, *args, **kwargs))
-            self._refuse_data(result, type(module).__name__)
+            refuse_data(self.recording, result, type(module).__name__)
         self._record("call_module", self._paths[module], call, result, call_number=call_number)
         return result
 
@@ -464,13 +395,3 @@ class ForwardRecorder(TorchFunctionMode):
             )
         if module._forward_hooks or module._forward_pre_hooks:
             self.hooked.add(path)
-
-
-def _own_state(module: nn.Module) -> list[Tensor]:
-    """Return the parameters and buffers in a module's own tables."""
-    return [
-        tensor
-        for table in (module._parameters, module._buffers)
-        for tensor in table.values()
-        if tensor is not None
-    ]

@@ -1,0 +1,110 @@
+"""Refusals of calls in a forward that no graph could repeat."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor, nn
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+
+from pipecompile.errors import CaptureError
+from pipecompile.frontend.calls import has_recorded_values
+from pipecompile.frontend.nested_values import tensors_in
+from pipecompile.frontend.recording import SYMBOLS, Recording
+from pipecompile.frontend.refusals import UnsupportedError, number_refusal, shape_refusal
+from pipecompile.graph.attributes import is_same_value
+from pipecompile.graph.storages import storage_key
+
+__all__ = [
+    "PLACE_QUESTIONS",
+    "own_state",
+    "refuse_data",
+    "refuse_lasting_gradient",
+    "refuse_lasting_hook",
+    "refuse_place",
+    "refuse_swapped_state",
+]
+
+# Their answers depend on where a tensor begins, which is the same for no two microbatches.
+PLACE_QUESTIONS = frozenset({"storage_offset", "data_ptr"})
+
+
+def refuse_place(recording: Recording, name: str, tensor: Tensor) -> None:
+    """Raise CaptureError if the question `name` is where an input, or a part of it, begins."""
+    inputs = {storage_key(value) for value in recording.inputs}
+    if storage_key(tensor) in inputs:
+        raise CaptureError(
+            f"{recording.where()}: the forward asks where its input begins in memory "
+            f"({name}), but each microbatch is another part of the batch; ask that of a copy "
+            "(clone), or of shapes and strides only"
+        )
+
+
+def refuse_lasting_gradient(
+    recording: Recording, tensor: Tensor, requires_grad: bool = True
+) -> None:
+    """Raise CaptureError if `tensor` would be another one after the forward: an input, which is
+    the user's own, or a parameter or buffer.
+    """
+    if recording.is_state(tensor) and tensor.requires_grad != requires_grad:
+        raise CaptureError(
+            f"{recording.where()}: the forward sets requires_grad of a parameter, which "
+            "stays so; set it outside the forward, or compute with a detached one (detach)"
+        )
+    if any(tensor is value for value in recording.inputs):
+        raise CaptureError(
+            f"{recording.where()}: the forward makes its input require a gradient, but a "
+            "pipeline computes gradients for parameters only; let it take a detached copy "
+            "(x.detach().requires_grad_())"
+        )
+
+
+def refuse_lasting_hook(recording: Recording, tensor: Tensor, hook: Any) -> None:
+    """Raise CaptureError if a `hook` on `tensor` would be there after the forward, or be another
+    one in each step.
+    """
+    if recording.is_state(tensor):
+        raise CaptureError(
+            f"{recording.where()}: the forward puts a hook on a parameter, which stays "
+            "there, so that each forward adds one; register it once, outside the forward"
+        )
+    if has_recorded_values(hook):
+        raise UnsupportedError(
+            f"{recording.where()}: a hook encloses a value of the forward, which is "
+            "another in each step; let it compute from the gradient and from constants"
+        )
+
+
+def refuse_data(recording: Recording, result: Any, name: str) -> None:
+    """Raise DataDependentError if `result` of the call `name` depends on values of data."""
+    # An unbacked symbol stands for a number that fake tensors do not have.
+    if isinstance(result, SYMBOLS) and free_unbacked_symbols(result):
+        raise number_refusal(recording.where(), name)
+    if any(free_unbacked_symbols(tensor) for tensor in tensors_in(result)):
+        raise shape_refusal(recording.where(), name)
+
+
+def refuse_swapped_state(
+    recording: Recording, module: nn.Module, expected_state: Mapping[nn.Module, list[Tensor]]
+) -> None:
+    """Raise UnsupportedError if a module has other tensors than `expected_state` says."""
+    # torch.func.functional_call swaps tensors; the node would run with the module's own.
+    for part in module.modules():
+        expected = expected_state.get(part)
+        if expected is not None and not is_same_value(own_state(part), expected):
+            raise UnsupportedError(
+                f"{recording.where()}: the module is called with tensors in the place of "
+                "its parameters or buffers (functional_call), which its node would not have; "
+                "call the function that it stands for"
+            )
+
+
+def own_state(module: nn.Module) -> list[Tensor]:
+    """Return the parameters and buffers in a module's own tables."""
+    return [
+        tensor
+        for table in (module._parameters, module._buffers)
+        for tensor in table.values()
+        if tensor is not None
+    ]

@@ -1,33 +1,22 @@
 """Checkpoints of training runs: everything that a run needs to go on, whatever the cut.
 
-A checkpoint is one of torch.distributed.checkpoint, a folder. Its keys are of the original model,
-so that any number of ranks and replicas, and the unsplit model too, can write and read it:
-
-    model.layer.weight              parameters and buffers, by every name that they have
-    optim.layer.weight.exp_avg      the optimizer's slots
-    hyperparameters.layer.weight    the options of the optimizer's group, such as lr
-    scheduler, scaler, steps, seed  one for all ranks
-    data.0                          where a replica is in its data
-    generators.0                    the states of a process's random generators
-    versions, version.1.layer.weight    older weights of an asynchronous run (saved_versions.py)
-
-Values that are no tensors are tuples, because torch's checkpoints take dicts and lists apart.
+A checkpoint is one of torch.distributed.checkpoint, a folder. Its keys are of the original model
+(run_state.py), so that any number of ranks and replicas, and the unsplit model too, can write and
+read it.
 """
 
 from __future__ import annotations
 
-import copy
-import pickle
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, NamedTuple, Self, TypeVar
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.amp.grad_scaler import GradScaler
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
@@ -35,24 +24,12 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from pipecompile.errors import InputError, PipecompileError
 from pipecompile.runtime import world
-from pipecompile.runtime.model_state import different_copies
-from pipecompile.runtime.random_generators import generator_states, restore_generators
-from pipecompile.training.optimizer_state import NamedOptimizerState
+from pipecompile.training.run_state import RunState, given
 from pipecompile.training.saved_keys import SavedKeys
 from pipecompile.training.saved_versions import SavedVersions
 from pipecompile.training.training_run import HeldState, ModelRun, TrainingRun, WholeModel
 
-__all__ = ["Checkpoint", "given"]
-
-_Part = TypeVar("_Part")
-
-
-class _Entry(NamedTuple):
-    """A key of a checkpoint with this process's value, and whether `save` writes it from here."""
-
-    key: str
-    value: Any
-    is_written: bool
+__all__ = ["Checkpoint"]
 
 
 class Checkpoint:
@@ -81,15 +58,8 @@ class Checkpoint:
         versions: SavedVersions | None = None,
         check_complete: Callable[[], None] = lambda: None,
     ) -> None:
-        _check_parts(optimizers, schedulers, scaler)
-        self.data = data
-        self._model = model
-        self._held = held
+        self._state = RunState(model, held, run, optimizers, schedulers, scaler, data, versions)
         self._run = run
-        self._optimizers = tuple(optimizers)
-        self._schedulers = tuple(schedulers)
-        self._scaler = scaler
-        self._versions = versions
         self._check_complete = check_complete
         self._group: dist.ProcessGroup | None = None
         self._writing: Future[Any] | None = None
@@ -128,6 +98,15 @@ class Checkpoint:
     def steps(self, steps: int) -> None:
         self._run.steps = steps
 
+    @property
+    def data(self) -> Any:
+        """Where the run is in its data."""
+        return self._state.data
+
+    @data.setter
+    def data(self, data: Any) -> None:
+        self._state.data = data
+
     # -- files
 
     def save(self, path: str | Path) -> None:
@@ -141,7 +120,9 @@ class Checkpoint:
         self._drop(path)
         _silence_warnings()
         with _failing_as("written"):
-            state_dict_saver.save(written, checkpoint_id=path, no_dist=not self._is_distributed)
+            state_dict_saver.save(
+                written, checkpoint_id=path, no_dist=not self._state.is_distributed
+            )
 
     def save_async(self, path: str | Path) -> None:
         """Write the checkpoint as `save` does, but return when the tensors are copied to the host.
@@ -150,7 +131,7 @@ class Checkpoint:
         does `wait`: call that at the end of the run. They raise the error if it could not write.
         """
         self.wait()
-        if self._group is None and self._is_distributed:
+        if self._group is None and self._state.is_distributed:
             # In the group of the steps, the thread's messages would get between theirs. And groups
             # of NCCL do not carry what is on the host.
             self._group = dist.new_group(backend="gloo")
@@ -160,7 +141,7 @@ class Checkpoint:
             written,
             checkpoint_id=path,
             process_group=self._group,
-            no_dist=not self._is_distributed,
+            no_dist=not self._state.is_distributed,
         )
         if isinstance(writing, state_dict_saver.AsyncSaveResponse):
             self._writing = writing.upload_completion
@@ -184,17 +165,18 @@ class Checkpoint:
         """
         self.wait()
         saved = SavedKeys(path)
-        own = {name: value for name, value in self._own_state() if isinstance(value, Tensor)}
-        problem = saved.problem(self._required(saved), own, self._model.state_dict())
         # Before the weights, which are read in place.
-        problem = problem or self._optimizer_problem(self._saved_classes(path))
-        for message in world.gather(problem) if self._is_distributed else [problem]:
+        problem = self._state.problem(saved)
+        problem = problem or self._state.optimizer_problem(self._saved_classes(path))
+        for message in world.gather(problem) if self._state.is_distributed else [problem]:
             if message is not None:
                 raise InputError(message)
-        state = self._readable(saved)
+        state = self._state.readable(saved)
         _silence_warnings()
         with _failing_as("read"):
-            state_dict_loader.load(state, checkpoint_id=path, no_dist=not self._is_distributed)
+            state_dict_loader.load(
+                state, checkpoint_id=path, no_dist=not self._state.is_distributed
+            )
         self.load_state_dict(state)
 
     # -- torch.distributed.checkpoint.Stateful
@@ -207,236 +189,39 @@ class Checkpoint:
         several ranks hold from any of them: buffers may be those of any replica.
         """
         self._check_savable()
-        return {entry.key: entry.value for entry in self._entries()}
+        return {entry.key: entry.value for entry in self._state.entries()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Set everything to `state`, which has the keys of `state_dict`."""
-        if (problem := self._optimizer_problem(state)) is not None:
-            raise InputError(problem)
-        self._run.drain()
-        named = {key.removeprefix("model."): key for key in _keys(state, "model.")}
-        values = {name: _unwrapped(state[key]) for name, key in named.items()}
-        self._model.load_state_dict(values, strict=False)
-        for optimizer in self._optimizers:
-            self._named_optimizer(optimizer).load(state)
-        for scheduler in self._schedulers:
-            # Each has one of its own, since a scheduler may keep what it is given.
-            scheduler.load_state_dict(copy.deepcopy(_unwrapped(state["scheduler"])))
-            _fit_to_groups(scheduler)
-        if self._scaler is not None:
-            self._scaler.load_state_dict(_unwrapped(state["scaler"]))
-        self._run.zero_grad()
-        self._run.steps, self._run.seed = state["steps"], state["seed"]
-        if self._versions is not None:
-            self._versions.load(state)
-        self._load_data({key: _unwrapped(state[key]) for key in _keys(state, "data.")})
-        processes, generators = state.get(f"generators.{self._process}", (0, {}))
-        if processes == self._processes:
-            restore_generators(generators, self._device)
-
-    # -- where this process is
-
-    @property
-    def _is_distributed(self) -> bool:
-        return self._held.place.is_distributed
-
-    @property
-    def _process(self) -> int:
-        return world.rank() if self._is_distributed else 0
-
-    @property
-    def _processes(self) -> int:
-        return world.size() if self._is_distributed else 1
-
-    @property
-    def _device(self) -> torch.device:
-        first = next((parameter for _, parameter in self._own_parameters()), torch.empty(0))
-        return first.device
+        self._state.load(state)
 
     # -- what is saved
 
-    def _own_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        for name, parameter in self._model.named_parameters():
-            if self._held.holds(name):
-                yield name, parameter
-
-    def _own_state(self) -> Iterator[tuple[str, Any]]:
-        for name, value in self._model.state_dict().items():
-            if self._held.holds(name):
-                yield name, value
-
-    def _named_optimizer(self, optimizer: torch.optim.Optimizer) -> NamedOptimizerState:
-        return NamedOptimizerState(optimizer, self._own_parameters())
-
     def _check_savable(self) -> None:
         self._check_complete()
-        holders = self._held.holders
-        # All ranks take part in the comparison or none does, since all know the same holders.
-        if not self._is_distributed or all(len(stages) < 2 for stages in holders.values()):
-            return
-        tied = {name: p for name, p in self._own_parameters() if len(holders.get(name, ())) > 1}
-        for name, (left, right) in different_copies(tied).items():
-            raise InputError(
-                f"tied parameter {name!r} differs between ranks {left} and {right}; give it the "
-                "same options in the optimizers of both, and change it nowhere else"
-            )
+        self._state.check_ties()
 
     def _written(self) -> dict[str, Any]:
         self._check_savable()
-        return {entry.key: entry.value for entry in self._entries() if entry.is_written}
+        return {entry.key: entry.value for entry in self._state.entries() if entry.is_written}
 
     def _drop(self, path: str | Path) -> None:
         """Make what is in `path` no checkpoint, so that a save that is interrupted leaves none: the
         old list of contents with new contents would be loaded.
         """
-        if self._process == 0:
+        if self._state.process == 0:
             with suppress(OSError):  # what writes raises it on all ranks
                 Path(path, ".metadata").unlink(missing_ok=True)
 
-    def _entries(self) -> Iterator[_Entry]:
-        place, counts = self._held.place, self._held.counts
-        for name, value in self._own_state():
-            yield _Entry(f"model.{name}", _wrapped(value), counts(name))
-        for optimizer in self._optimizers:
-            for key, name, value in self._named_optimizer(optimizer).entries():
-                yield _Entry(key, value, counts(name))
-        for key, name, value in () if self._versions is None else self._versions.entries():
-            yield _Entry(key, value, counts(name))
-        for key, value in self._common():
-            yield _Entry(key, value, self._process == 0)
-        if self.data is not None:
-            is_object = hasattr(self.data, "load_state_dict")
-            value = self.data.state_dict() if is_object else self.data
-            yield _Entry(f"data.{place.replica}", (value,), place.rank == 0)
-        generators = (self._processes, generator_states(self._device))
-        yield _Entry(f"generators.{self._process}", generators, True)
-
-    def _common(self) -> Iterator[tuple[str, Any]]:
-        """Yield the entries that are the same on all ranks."""
-        if self._schedulers:
-            # The schedulers of all stages have stepped alike.
-            yield "scheduler", (self._schedulers[0].state_dict(),)
-        if self._scaler is not None:
-            yield "scaler", (self._scaler.state_dict(),)
-        yield "steps", self._run.steps
-        yield "seed", self._run.seed
-        if self._versions is not None:
-            yield "versions", self._versions.run
-
     # -- what is loaded
-
-    def _required(self, saved: SavedKeys) -> Iterator[str]:
-        """Yield the keys that a checkpoint must have for this process."""
-        yield from (f"model.{name}" for name, _ in self._own_state())
-        for optimizer in self._optimizers:
-            names = self._named_optimizer(optimizer).parameters
-            yield from (f"hyperparameters.{name}" for name in names)
-        # Without versions it is of another kind of run, whose weights are version 0 of this one.
-        yield from (key for key, _ in self._common() if key != "versions")
-        if self.data is not None and not saved.beginning_with("data."):
-            yield "data.0"
 
     def _saved_classes(self, path: str | Path) -> dict[str, Any]:
         """Return the entries of a checkpoint that say which optimizers saved it."""
-        named = map(self._named_optimizer, self._optimizers)
-        entries = dict.fromkeys(key for each in named for key in each.first_options)
+        entries = dict.fromkeys(self._state.class_keys())
         _silence_warnings()
         with _failing_as("read"):
             state_dict_loader.load(entries, checkpoint_id=path, no_dist=True)
         return entries
-
-    def _optimizer_problem(self, state: Mapping[str, Any]) -> str | None:
-        """Return what is wrong if other optimizers saved the entries of `state`; else None."""
-        named = map(self._named_optimizer, self._optimizers)
-        return next(filter(None, (each.problem(state) for each in named)), None)
-
-    def _readable(self, saved: SavedKeys) -> dict[str, Any]:
-        """Return the keys that this process reads, with tensors to read into."""
-        state = {f"model.{name}": _wrapped(value) for name, value in self._own_state()}
-        common = (key for key, _ in self._common())
-        state.update(dict.fromkeys(key for key in common if key != "versions" or key in saved))
-        if self._versions is not None:
-            state.update(self._versions.readable(saved.beginning_with("version.")))
-        for optimizer in self._optimizers:
-            parameters = self._named_optimizer(optimizer).parameters
-            state.update(dict.fromkeys(f"hyperparameters.{name}" for name in parameters))
-            for key in saved.beginning_with("optim."):
-                # An optimizer has no slots before its first step, so they get new tensors.
-                parameter = parameters.get(key.removeprefix("optim.").rpartition(".")[0])
-                if parameter is not None:
-                    state[key] = saved.room_for(key, parameter)
-        # Those of all replicas: another number of them needs the same place in all.
-        state.update(dict.fromkeys(saved.beginning_with("data.")))
-        generators = f"generators.{self._process}"
-        if generators in saved:
-            state[generators] = None
-        return state
-
-    def _load_data(self, saved: Mapping[str, Any]) -> None:
-        """Go to this replica's place in the data, or to that of all if their number has changed."""
-        place = self._held.place
-        own = f"data.{place.replica}"
-        if len(saved) == place.replicas and own in saved:
-            saved = {own: saved[own]}
-        if len({pickle.dumps(value) for value in saved.values()}) > 1:
-            raise InputError(
-                f"{len(saved)} replicas were at different places in their data, from which "
-                f"{place.replicas} cannot go on; save one place for all, such as the number of "
-                "minibatches"
-            )
-        for value in saved.values():
-            if hasattr(self.data, "load_state_dict"):
-                self.data.load_state_dict(value)
-            else:
-                self.data = value
-            return
-
-
-def given(part: _Part | None) -> tuple[_Part, ...]:
-    """Return a tuple of what was given, empty if nothing was."""
-    return () if part is None else (part,)
-
-
-def _check_parts(
-    optimizers: Sequence[object], schedulers: Sequence[object], scaler: object
-) -> None:
-    """Raise InputError for a part of a run that has no state to be saved."""
-    parts = {"optimizer": (*optimizers,), "scheduler": (*schedulers,), "scaler": given(scaler)}
-    for name, each in ((name, each) for name, values in parts.items() for each in values):
-        needed = "param_groups" if name == "optimizer" else "load_state_dict"
-        if not hasattr(each, needed):
-            raise InputError(
-                f"the {name} of a checkpoint is a {type(each).__name__}; give the {name} itself, "
-                "or leave it out"
-            )
-
-
-def _keys(state: Mapping[str, Any], prefix: str) -> list[str]:
-    return [key for key in state if key.startswith(prefix)]
-
-
-def _wrapped(value: Any) -> Any:
-    """Return a tensor as it is; anything else in a tuple, which torch's checkpoints do not take
-    apart.
-    """
-    return value if isinstance(value, Tensor) else (value,)
-
-
-def _unwrapped(value: Any) -> Any:
-    return value if isinstance(value, Tensor) else value[0]
-
-
-def _fit_to_groups(scheduler: LRScheduler) -> None:
-    """Set what a scheduler lists by group to what this process's groups have.
-
-    The list that was saved is that of one rank, whose groups may be others.
-    """
-    for inner in getattr(scheduler, "_schedulers", ()):
-        _fit_to_groups(inner)
-    groups = scheduler.optimizer.param_groups
-    if hasattr(scheduler, "base_lrs") and all("initial_lr" in group for group in groups):
-        scheduler.base_lrs = [group["initial_lr"] for group in groups]
-    scheduler._last_lr = [group["lr"] for group in groups]
 
 
 @contextmanager

@@ -1,6 +1,6 @@
 """The stages of a program as the runtime runs them, with the loss behind the last one.
 
-runner.py asks for all of them in one process, and for those of a rank under torchrun.
+program_stages.py asks for all of them in one process, and for those of a rank under torchrun.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from pipecompile.ir.schedule import Schedule
 from pipecompile.runtime import one_process, world
 from pipecompile.runtime.communication_hook import CommunicationHook
 from pipecompile.runtime.deadline import Deadline
-from pipecompile.runtime.distributed_pipeline import DistributedPipeline, Engine, SizedStages
+from pipecompile.runtime.distributed_pipeline import Engine
 from pipecompile.runtime.gradients import spread_overflow
 from pipecompile.runtime.leading_forwards import LeadingForwards
 from pipecompile.runtime.local_share import LocalShare
@@ -36,9 +36,10 @@ from pipecompile.runtime.weight_updates import GradientExchange
 from pipecompile.schedule.asynchronous_versions import PipelineSize
 from pipecompile.schedule.plan_orders import PlanOrders
 from pipecompile.schedule.post_validation import leading_forwards
-from pipecompile.training.eager_stages import local_stages, rank_stages
+from pipecompile.training.eager_stages import rank_stages
 from pipecompile.training.parallel_stages import Parallelize, ParallelStages, first_holders
 from pipecompile.training.program import Program
+from pipecompile.training.program_stages import ProgramStages
 from pipecompile.training.run_conditions import refuse_hook, refuse_in_flight
 from pipecompile.training.step_agreement import StepAgreement
 from pipecompile.training.tensor_copies import TensorCopies
@@ -70,13 +71,11 @@ class Runner:
         self._engine = engine
         self._orders = PlanOrders(plan)
         self._leading_counts: dict[int, tuple[int, ...]] = {}
-        self._local: dict[Program, list[EagerStage]] = {}
-        self._own: dict[Program, SizedStages] = {}
-        self._pipelines: dict[Program, DistributedPipeline] = {}
         own = device_of_this_rank() if share.is_distributed else None
         # A rank's first parameter may be another rank's, without values.
         here = torch.device("cpu") if target.device.type == "meta" else target.device
         self.device = own or here
+        self._stages = ProgramStages(target, share, planned, self.device, engine)
         self.watch: StepWatch | None = None
         self._agreement = StepAgreement(plan, share.place)
         self._parallel: ParallelStages | None = None
@@ -135,7 +134,7 @@ class Runner:
             self._parallel = ParallelStages(
                 parallelize, planned, self._share, model, self.watch, shard
             )
-            self._own.clear()
+            self._stages.divide(self._parallel)
             self._copies.forget()
             check_trial(self._trial(self._parallel.sharded.whole), expected, self._target.autocast)
         self._share.divide(first_holders(model, self._share, planned))
@@ -151,7 +150,7 @@ class Runner:
         if not self._share.place.divides_work:
             return {}
         with self._planned.mode():
-            stages = self._own_stages(self._planned)
+            stages = self._stages.own(self._planned)
             return trial_outputs(self._planned, stages, self.device, whole)
 
     def at_stage(self, index: int, tensor: Tensor) -> Tensor:
@@ -180,23 +179,23 @@ class Runner:
         if self.watch is None:
             assert validate is None, "one process knows at once what is right"
             order = self._orders.actions(schedule)
-            smaller = None if remainder is None else self._local_stages(remainder)
-            return one_process.step(self._local_stages(program), order, batch, observers, smaller)
-        history = self._pipeline(program).history
+            smaller = None if remainder is None else self._stages.local(remainder)
+            return one_process.step(self._stages.local(program), order, batch, observers, smaller)
+        history = self._stages.distributed(program).history
         agreement = self._agreement.of_step(program, batch, self.watch, flags, history)
         sums = self._replica_sums(program) if reduces else None
         if self._parallel is not None:
             # Stages that are divided exchange tensors before the first message.
             agreement.settle()
         with self._sharded() as sharded:
-            result = self._pipeline(program).run(
+            result = self._stages.distributed(program).run(
                 schedule,
                 batch,
                 agreement,
                 self.watch,
                 reducer=sums,
                 observers=[*observers, *sharded],
-                remainder=None if remainder is None else self._own_stages(remainder),
+                remainder=None if remainder is None else self._stages.own(remainder),
                 leading=None if validate is None else self._leading(schedule, validate),
             )
         if reduces:
@@ -227,7 +226,7 @@ class Runner:
         None without the last stage.
         """
         if self.watch is not None:
-            smaller = None if remainder is None else self._own_stages(remainder)
+            smaller = None if remainder is None else self._stages.own(remainder)
             schedule = self._orders.evaluation(len(batch.inputs))
             everyone = self.evaluates_with_everyone(with_loss=with_loss)
             agreement = self._agreement.of_evaluation(
@@ -236,7 +235,7 @@ class Runner:
             # Replicas may evaluate different numbers of samples.
             together = self._agreement.ending_together(agreement, self.watch)
             with together, self._sharded(all_stages=True):
-                return self._pipeline(program).run(
+                return self._stages.distributed(program).run(
                     schedule,
                     batch,
                     agreement,
@@ -245,10 +244,10 @@ class Runner:
                     remainder=smaller,
                 )
         return one_process.evaluate(
-            self._local_stages(program),
+            self._stages.local(program),
             batch,
             with_loss=with_loss,
-            remainder=None if remainder is None else self._local_stages(remainder),
+            remainder=None if remainder is None else self._stages.local(remainder),
         )
 
     def hook_into_sums(self, hook: CommunicationHook) -> None:
@@ -286,7 +285,7 @@ class Runner:
     def untied_stages(self, program: Program) -> Mapping[int, EagerStage]:
         """Return the stages of this process, whose gradients of tied parameters stay apart."""
         if self._share.is_distributed:
-            return self._own_stages(program).stages
+            return self._stages.own(program).stages
         return rank_stages(program, self._target, self._share.stages)
 
     def begin_continuous(
@@ -298,7 +297,7 @@ class Runner:
         if self.watch is None:
             return None
         self.watch.refuse_after_loss()
-        pipeline = self._pipeline(program)
+        pipeline = self._stages.distributed(program)
         agreement = self._agreement.of_step(program, batch, self.watch, flags, pipeline.history)
         agreement.settle()
         schedule = self._plan.schedule
@@ -395,28 +394,3 @@ class Runner:
     def _replica_sums(self, program: Program) -> ReplicaSums | None:
         sharded = None if self._parallel is None else self._parallel.sharded
         return self._copies.replica_sums(program, sharded, self._hook, self.deadline)
-
-    def _pipeline(self, program: Program) -> DistributedPipeline:
-        """Return the stages of this rank, for the microbatches of the planned size."""
-        if program not in self._pipelines:
-            stages, boundaries = self._own_stages(program)
-            group = self._share.place.pipeline_group
-            self._pipelines[program] = DistributedPipeline(
-                stages, self.device, boundaries, group, self._engine
-            )
-        return self._pipelines[program]
-
-    def _own_stages(self, program: Program) -> SizedStages:
-        """Return the stages of this rank, and what crosses the boundaries of all."""
-        if program not in self._own:
-            if self._parallel is not None and program is not self._planned:
-                self._parallel.adopt(program, self._share.stages)
-            own = rank_stages(program, self._target, self._share.stages)
-            self._own[program] = SizedStages(own, program.boundary_shapes())
-        return self._own[program]
-
-    def _local_stages(self, program: Program) -> list[EagerStage]:
-        """Return all stages of `program`, for one process."""
-        if program not in self._local:
-            self._local[program] = local_stages(program, self._target)
-        return self._local[program]

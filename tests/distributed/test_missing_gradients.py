@@ -200,7 +200,7 @@ def steps_ended() -> tuple[int, int]:
     pipeline = pipecompile(Unread(), BATCHES[0], k=3, loss_fn=first_of, **options)
     for batch in BATCHES:
         pipeline.step(batch)
-    (distributed,) = pipeline._runner._pipelines.values()
+    (distributed,) = pipeline._runner._stages._pipelines.values()
     (messages,) = distributed._messages_by_placement.values()
     return messages.steps, len(messages._missing._known)
 

@@ -26,7 +26,6 @@ from pipecompile.runtime.distributed_pipeline import Engine
 from pipecompile.runtime.local_share import LocalShare
 from pipecompile.runtime.norm import NormOnItsWay
 from pipecompile.runtime.place import RankPlace
-from pipecompile.runtime.rank_step import Minibatch
 from pipecompile.runtime.shards import gradient_parts
 from pipecompile.runtime.update_rule import UpdateRule
 from pipecompile.schedule.simulator import simulate_plan
@@ -35,10 +34,10 @@ from pipecompile.training.begun_training import BegunTraining
 from pipecompile.training.checkpoint import Checkpoint
 from pipecompile.training.held_model import HeldModel
 from pipecompile.training.materialisation import allocate, check_all_set, initialise, lacks_values
+from pipecompile.training.minibatch_evaluation import MinibatchEvaluation
 from pipecompile.training.minibatch_step import MinibatchStep
 from pipecompile.training.parallel_stages import Parallelize, refuse_parallelize
 from pipecompile.training.pipeline_parts import PipelineParts
-from pipecompile.training.program import modes_of_both
 from pipecompile.training.programs import DeclaredShape, Programs
 from pipecompile.training.run_conditions import (
     check_links,
@@ -88,22 +87,13 @@ class Pipeline(HeldModel):
         self.seed = seed
         # Random nodes draw from it too: set it when training resumes from a checkpoint.
         self.steps = 0
-        self._evaluations = 0
         share = LocalShare(plan, RankPlace.of(plan.ranks, mesh))
         super().__init__(target.model_with_loss, share, state_names(target.loss_module))
-        is_divided = parallelize is not None
-        refuse_stage_replicas(plan, self._share.place, is_divided=is_divided, engine=engine)
-        refuse_parallelize(parallelize, self._share)
-        check_links(plan, self._share.place)
-        warn_of_other_replicas(plan, self._share.place)
         self._target = target
-        warn_of_averages(plan, self._model, self._share.place)
+        self._check_conditions(parallelize, engine)
         self._programs = Programs(plan, captured, target, self._share, self_check=self_check)
         if self._share.is_distributed:
-            planned = self._programs.planned
-            written = [buffer for stage in planned.stages for buffer in stage.buffers]
-            constants = planned.captured.constants
-            refuse_shared_memory(plan, self._model, constants, planned.ties, written)
+            refuse_shared_memory(plan, self._model, self._programs.planned)
         was_on_meta = lacks_values(self._model)
         if was_on_meta:
             self._allocate()
@@ -112,8 +102,6 @@ class Pipeline(HeldModel):
         # Now that the stages are on the devices where they stay.
         for shape in shapes:
             self._programs.declare(shape)
-        self._data = BatchReader(plan, self._programs, self._runner, target.target_batch_dims)
-        self._loss = StepLoss(target.loss_reduction, self._share.place, self._runner)
         self._recorders: list[ActionRecorder] = []
         parts = PipelineParts(
             plan,
@@ -121,11 +109,12 @@ class Pipeline(HeldModel):
             self._share,
             self._programs,
             self._runner,
-            self._data,
-            self._loss,
+            BatchReader(plan, self._programs, self._runner, target.target_batch_dims),
+            StepLoss(target.loss_reduction, self._share.place, self._runner),
             self._recorders,
         )
         self._step = MinibatchStep(parts, self)
+        self._evaluation = MinibatchEvaluation(parts, self)
         self._training = BegunTraining(parts, self)
         if was_on_meta:
             self._set_values(weights)
@@ -269,33 +258,7 @@ class Pipeline(HeldModel):
         computes in eval mode while gradients are on, even if it takes a shortcut without them.
         """
         self.drain()
-        name = f"the evaluation after {self.steps} steps"
-        # Each evaluation draws other numbers, and none that a step draws. It is counted before
-        # anything is refused, so that all ranks count alike.
-        self._evaluations += 1
-        with_loss = target is not None
-        everyone = self._runner.evaluates_with_everyone(with_loss=with_loss)
-        with self._runner.refusing_together(name, everyone=everyone):
-            cut = self._data.read(batch)
-            sizes = cut.sizes
-            with self._target.precision():
-                program = self._programs.in_eval_mode(cut.shape)
-                program.check_unchanged()
-                remainder = self._programs.for_remainder(program, sizes.remainder, cut.shape)
-            cut.check(program, remainder)
-            targets = self._data.targets(sizes, target)
-            number = -self._evaluations
-            minibatch = Minibatch(cut.rows, targets, self.seed, number, samples=sizes.samples)
-        # An evaluation of many samples may take as long as steps with all of them.
-        steps = -(-len(cut.rows) // self.plan.microbatches)
-        watched = self._runner.watched(name, steps)
-        with watched, modes_of_both(program, remainder):
-            result = self._runner.evaluate(
-                program, minibatch, with_loss=with_loss, remainder=remainder
-            )
-            if with_loss:
-                return self._loss.joined(result, sizes)
-        return None if result is None else program.joined(result.values, sizes)
+        return self._evaluation.take(batch, target)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scale all gradients so that their norm, over all ranks, is at most `max_norm`.
@@ -410,6 +373,17 @@ class Pipeline(HeldModel):
     def eval(self) -> Self:
         """Put all modules into eval mode."""
         return self.train(False)
+
+    # -- what is refused before there is a pipeline
+
+    def _check_conditions(self, parallelize: Parallelize | None, engine: Engine) -> None:
+        """Raise InputError for what these ranks cannot run; warn of what differs from the plan."""
+        plan, place, is_divided = self.plan, self._share.place, parallelize is not None
+        refuse_stage_replicas(plan, place, is_divided=is_divided, engine=engine)
+        refuse_parallelize(parallelize, self._share)
+        check_links(plan, place)
+        warn_of_other_replicas(plan, place)
+        warn_of_averages(plan, self._model, place)
 
     # -- a model that was built on the meta device
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from operator import attrgetter
 from typing import Any
@@ -17,7 +17,6 @@ from pipecompile.frontend.target import Target
 from pipecompile.graph.gradient_hooks import has_hook
 from pipecompile.graph.model_state import named_state
 from pipecompile.graph.storages import storage_key
-from pipecompile.graph.ties import Tie
 from pipecompile.ir.plan import Plan
 from pipecompile.ir.plurals import counted
 from pipecompile.ir.schedule import Schedule
@@ -27,6 +26,7 @@ from pipecompile.runtime.distributed_pipeline import Engine
 from pipecompile.runtime.place import RankPlace
 from pipecompile.runtime.shards import local_part, rows_of
 from pipecompile.runtime.update_rule import UpdateRule
+from pipecompile.training.program import Program
 
 __all__ = [
     "check_links",
@@ -59,22 +59,16 @@ def check_links(plan: Plan, place: RankPlace) -> None:
         )
 
 
-def refuse_shared_memory(
-    plan: Plan,
-    model: nn.Module,
-    constants: Mapping[str, Tensor],
-    ties: Mapping[str, Tie],
-    written: Collection[Tensor],
-) -> None:
-    """Raise InputError if two tensors of the model, or `constants` that its forward reads besides,
+def refuse_shared_memory(plan: Plan, model: nn.Module, planned: Program) -> None:
+    """Raise InputError if two tensors of the model, or constants that its forward reads besides,
     lie in the same memory, but on other ranks.
 
-    In one process an update of a parameter, or a forward that has `written` to a buffer, changes
-    what is a view of it; other ranks would keep the old values. One tensor under several names is a
-    tie, and no matter of this.
+    In one process an update of a parameter, or a forward that writes to a buffer, changes what is a
+    view of it; other ranks would keep the old values. One tensor under several names is a tie, and
+    no matter of this.
     """
-    state = {**constants, **dict(named_state(model))}
-    changing = {id(tensor) for tensor in written}
+    state, ties = {**planned.captured.constants, **dict(named_state(model))}, planned.ties
+    changing = {id(buffer) for stage in planned.stages for buffer in stage.buffers}
     by_storage = defaultdict[int, list[str]](list)
     for name in ties:
         by_storage[storage_key(state[name])].append(name)

@@ -32,7 +32,6 @@ from msgspec.structs import replace
 
 from pipecompile.errors import InfeasibleError, InputError
 from pipecompile.ir.duration import time_with_unit
-from pipecompile.ir.graph import CostGraph
 from pipecompile.ir.links import Links
 from pipecompile.ir.options import DEFAULT_EFFORT, DEFAULT_TOP
 from pipecompile.ir.plan import Plan
@@ -40,13 +39,9 @@ from pipecompile.ir.setting import JointSearch, Setting, SettingResult, SettingS
 from pipecompile.ir.size import size_text
 from pipecompile.partition.budget import QUICK, THOROUGH, CutEffort
 from pipecompile.planner.draft import draft
-from pipecompile.planner.likely_step import LikelyStep, likely_step
-from pipecompile.planner.setting_bounds import (
-    Work,
-    extra_ns,
-    least_step_ns,
-    state_bytes,
-)
+from pipecompile.planner.likely_step import LikelyStep
+from pipecompile.planner.setting_bounds import extra_ns, least_step_ns
+from pipecompile.planner.setting_costs import SettingCosts
 from pipecompile.planner.setting_results import in_order, listed, planned, why_none
 from pipecompile.planner.setting_space import SettingSpace
 from pipecompile.planner.target_costs import TargetCosts
@@ -63,10 +58,6 @@ RESCUES = 8  # settings that are tried beyond the effort while nothing fits
 EFFORT_ACTIONS = 8192  # computations in an order that take an effort of 1 more to plan
 LONGER_SEARCHES = 2  # for settings without a cut, if no setting has a plan
 FINAL_SHARE = 1.05  # of the best step: what is shorter is planned again by a thorough search
-
-
-_Size = tuple[str, int]
-"""What a cost graph is of: the kinds of ranks, and in how many parts the minibatch is cut."""
 
 
 @dataclass(frozen=True)
@@ -95,7 +86,9 @@ def joint_plan(
     `costs` are those of the whole minibatch: its microbatches are those of all replicas. `devices`
     names them for people. InfeasibleError if no setting has a plan; it says what was in the way.
     """
-    search = _SettingSearch(space, costs, links, limits, began=time.monotonic())
+    search = _SettingSearch(
+        space, SettingCosts(space, costs), links, limits, began=time.monotonic()
+    )
     search.run()
     return search.answer(devices)
 
@@ -111,7 +104,7 @@ class _SettingSearch:
     """
 
     space: SettingSpace
-    costs: TargetCosts
+    costs: SettingCosts
     links: Links
     limits: JointLimits
     began: float
@@ -119,9 +112,6 @@ class _SettingSearch:
     plans: dict[Setting, Plan] = field(default_factory=dict)
     leaders: list[Setting] = field(default_factory=list)
     finished: dict[Setting, Plan] = field(default_factory=dict)
-    graphs: dict[_Size, CostGraph] = field(default_factory=dict)
-    works: dict[_Size, Work] = field(default_factory=dict)
-    states: dict[int, int] = field(default_factory=dict)
     least_filled: dict[str, float] = field(default_factory=dict)
     spent: int = 0
 
@@ -130,7 +120,7 @@ class _SettingSearch:
         settings = self.space.settings()
         for kinds in dict.fromkeys(setting.kinds for setting in settings):
             alike = [setting for setting in settings if setting.kinds == kinds]
-            self._cost(min(alike, key=lambda each: each.parts))
+            self.costs.add(min(alike, key=lambda each: each.parts))
         fitting = [setting for setting in settings if not self._is_refused(setting)]
         logger.info(
             "%s settings, of which %s fit by their parameters and optimizer states",
@@ -147,29 +137,13 @@ class _SettingSearch:
         self._finish(fitting)
         self._judge_rest(fitting)
 
-    # -- costs
-
-    def _cost(self, setting: Setting) -> None:
-        """Have the cost graph of a microbatch of a setting."""
-        options = replace(self.space.options(setting), microbatches=setting.parts)
-        graph = self.costs.graph(options)
-        self.graphs[_size(setting)], self.works[_size(setting)] = graph, Work.of(graph)
-
-    def _work(self, setting: Setting) -> Work:
-        known = self.works.get(_size(setting))
-        if known is not None:
-            return known
-        # The nearest larger microbatch. Its parts may be fewer than a whole number of this one's:
-        # rounded up, they are no larger than this one.
-        kinds, parts = _size(setting)
-        larger = max(size for size in self.works if size <= (kinds, parts))
-        return self.works[larger].of_part(-(-parts // larger[1]))
+    # -- what cannot be
 
     def _is_refused(self, setting: Setting) -> bool:
         """Return whether a setting cannot be, by what is known without planning it."""
         options = self.space.options(setting)
         caps = options.caps(setting.ranks)
-        needed = self._state_bytes(setting)
+        needed = self.costs.state_bytes(setting)
         if caps is not None and needed > sum(caps):
             self._note(
                 setting,
@@ -178,18 +152,10 @@ class _SettingSearch:
                 f"parameters, gradients and optimizer states take {size_text(needed)}, and "
                 f"{setting.ranks} ranks have {size_text(sum(caps))}",
             )
-        elif setting.schedule in SPLIT and self._work(setting).input_ns is None:
+        elif setting.schedule in SPLIT and self.costs.work(setting).input_ns is None:
             text = "the costs do not say how long each half of a backward takes"
             self._note(setting, "refused", 0, text)
         return setting in self.results
-
-    def _state_bytes(self, setting: Setting) -> int:
-        """Return what a replica's parameters and states take at least; counted once."""
-        if setting.replicas not in self.states:
-            any_graph = next(iter(self.graphs.values()))
-            options = self.space.options(setting)
-            self.states[setting.replicas] = state_bytes(any_graph, options)
-        return self.states[setting.replicas]
 
     # -- what to plan
 
@@ -208,10 +174,9 @@ class _SettingSearch:
                 return
             if step >= self._best_ns:
                 continue
-            if _size(setting) not in self.works:
-                if not self._has_time:
-                    return
-                self._cost(setting)
+            if not (self.costs.has(setting) or self._has_time):
+                return
+            self.costs.add(setting)
             if self._likely(setting) != key:
                 # Its size was costed since, or one like it was planned or did not fit.
                 heappush(queue, (self._likely(setting), index))
@@ -231,8 +196,7 @@ class _SettingSearch:
         for setting in self._emptiest(settings):
             if self.plans or tries == RESCUES or not self._has_time:
                 return
-            if _size(setting) not in self.works:
-                self._cost(setting)
+            self.costs.add(setting)
             if not self._rule_out(setting):
                 self._plan(setting, QUICK)
                 tries += 1
@@ -243,7 +207,7 @@ class _SettingSearch:
         """
         places: dict[int, Iterator[int]] = defaultdict(count)
         untried = [each for each in settings if self._status(each) in (None, "not tried")]
-        untried.sort(key=lambda each: (each.stages_per_rank, self._guess(each).filled))
+        untried.sort(key=lambda each: (each.stages_per_rank, self.costs.likely(each).filled))
         ranked = [(next(places[each.replicas]), each.replicas, each) for each in untried]
         return [setting for *_, setting in sorted(ranked, key=lambda entry: entry[:2])]
 
@@ -252,7 +216,7 @@ class _SettingSearch:
         is not likely to fit either.
         """
         if self._status(setting) == "no cut":
-            filled = self._guess(setting).filled
+            filled = self.costs.likely(setting).filled
             known = self.least_filled.get(setting.recompute, inf)
             self.least_filled[setting.recompute] = min(known, filled)
 
@@ -261,7 +225,7 @@ class _SettingSearch:
         it is not likely to be better than a plan, the stages on each rank, and its likely step; of
         equal ones first what takes less time to plan.
         """
-        likely = self._guess(setting)
+        likely = self.costs.likely(setting)
         failed = self.least_filled.get(setting.recompute, inf)
         doubt = 2 if likely.filled > MOST_FILLED or likely.filled >= failed else 0
         doubt = max(doubt, int(likely.filled >= LIKELY_FILLED))
@@ -275,14 +239,10 @@ class _SettingSearch:
         """
         free = {"schedule": setting.schedule, "recompute": setting.recompute}
         others = (each for each in self.plans if each.schedule != setting.schedule)
-        guesses = (self._guess(each) for each in others if replace(each, **free) == setting)
+        guesses = (self.costs.likely(each) for each in others if replace(each, **free) == setting)
         return any(
             each.step_ns <= likely.step_ns and each.filled <= likely.filled for each in guesses
         )
-
-    def _guess(self, setting: Setting) -> LikelyStep:
-        options, state = self.space.options(setting), self._state_bytes(setting)
-        return likely_step(self._work(setting), options, state)
 
     def _needs_no_recompute(self, setting: Setting) -> bool:
         """Return whether there is a plan of the setting without the recompute that it has."""
@@ -292,12 +252,12 @@ class _SettingSearch:
     def _rule_out(self, setting: Setting) -> bool:
         """Return whether a setting whose size is costed cannot have a plan, or no shorter one."""
         options = self.space.options(setting)
-        extra = extra_ns(self.graphs[_size(setting)], options)
+        extra = extra_ns(self.costs.graph(setting), options)
         if extra is None:
             text = "what its stages must keep is more than their ranks may hold"
             self._note(setting, "memory", 0, text)
             return True
-        bound = least_step_ns(self.works[_size(setting)], setting, extra)
+        bound = least_step_ns(self.costs.work(setting), setting, extra)
         self._note(setting, "bound" if bound >= self._best_ns else "not tried", bound)
         return bound >= self._best_ns
 
@@ -337,8 +297,7 @@ class _SettingSearch:
         reference = self.limits.reference
         if reference is None or reference not in settings or reference in self.finished:
             return
-        if _size(reference) not in self.works:
-            self._cost(reference)
+        self.costs.add(reference)
         if not self._rule_out(reference):
             self._plan(reference, THOROUGH)
 
@@ -350,11 +309,11 @@ class _SettingSearch:
         """Plan a setting, and keep the plan if it is the best one of the setting."""
         options = self.space.options(setting)
         options = replace(options, objective=objective or options.objective)
-        source = self.costs.source(replace(options, microbatches=setting.parts))
+        source = self.costs.source(setting, options)
         bound = self.results[setting].bound_ns
         try:
             plan = draft(
-                self.graphs[_size(setting)],
+                self.costs.graph(setting),
                 options,
                 **source._asdict(),
                 links=self.space.links(self.links, setting),
@@ -408,7 +367,7 @@ class _SettingSearch:
             if self._status(setting) not in (None, "not tried"):
                 continue
             known = self.results.get(setting)
-            bound = least_step_ns(self._work(setting), setting) if known is None else known.bound_ns
+            bound = known.bound_ns if known else least_step_ns(self.costs.work(setting), setting)
             self._note(setting, "bound" if bound >= self._best_ns else "not tried", bound)
 
     @property
@@ -437,7 +396,3 @@ class _SettingSearch:
 def _effort_of(setting: Setting) -> int:
     """Return how many quick plans of usual orders take as long as one of a setting."""
     return 1 + setting.k * setting.microbatches * 2 // EFFORT_ACTIONS
-
-
-def _size(setting: Setting) -> _Size:
-    return setting.kinds, setting.parts

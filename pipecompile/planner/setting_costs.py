@@ -1,0 +1,77 @@
+"""The costs of settings: a cost graph for each size of microbatch, and what follows from it."""
+
+from __future__ import annotations
+
+from msgspec.structs import replace
+
+from pipecompile.ir.graph import CostGraph
+from pipecompile.ir.plan import Options
+from pipecompile.ir.setting import Setting
+from pipecompile.planner.likely_step import LikelyStep, likely_step
+from pipecompile.planner.setting_bounds import Work, state_bytes
+from pipecompile.planner.setting_space import SettingSpace
+from pipecompile.planner.target_costs import Source, TargetCosts
+
+__all__ = ["SettingCosts"]
+
+_Size = tuple[str, int]
+"""What a cost graph is of: the kinds of ranks, and in how many parts the minibatch is cut."""
+
+
+class SettingCosts:
+    """The costs of the settings in `space`, as far as they are known."""
+
+    def __init__(self, space: SettingSpace, costs: TargetCosts) -> None:
+        self._space = space
+        self._costs = costs
+        self._graphs: dict[_Size, CostGraph] = {}
+        self._works: dict[_Size, Work] = {}
+        self._states: dict[int, int] = {}
+
+    def has(self, setting: Setting) -> bool:
+        """Return whether the size of a setting's microbatches is costed."""
+        return _size(setting) in self._works
+
+    def graph(self, setting: Setting) -> CostGraph:
+        """Return the cost graph of a microbatch of a setting whose size is costed."""
+        return self._graphs[_size(setting)]
+
+    def add(self, setting: Setting) -> None:
+        """Make the cost graph of a microbatch of a setting, unless its size is costed."""
+        if self.has(setting):
+            return
+        options = replace(self._space.options(setting), microbatches=setting.parts)
+        graph = self._costs.graph(options)
+        self._graphs[_size(setting)], self._works[_size(setting)] = graph, Work.of(graph)
+
+    def source(self, setting: Setting, options: Options) -> Source:
+        """Return what the cost graph of a setting is of, for a plan with these `options`."""
+        return self._costs.source(replace(options, microbatches=setting.parts))
+
+    def work(self, setting: Setting) -> Work:
+        """Return the work of a setting; of a size that is not costed, the least that it can be."""
+        known = self._works.get(_size(setting))
+        if known is not None:
+            return known
+        # The nearest larger microbatch. Its parts may be fewer than a whole number of this one's:
+        # rounded up, they are no larger than this one.
+        kinds, parts = _size(setting)
+        larger = max(size for size in self._works if size <= (kinds, parts))
+        return self._works[larger].of_part(-(-parts // larger[1]))
+
+    def state_bytes(self, setting: Setting) -> int:
+        """Return what a replica's parameters and states take at least; counted once."""
+        if setting.replicas not in self._states:
+            any_graph = next(iter(self._graphs.values()))
+            options = self._space.options(setting)
+            self._states[setting.replicas] = state_bytes(any_graph, options)
+        return self._states[setting.replicas]
+
+    def likely(self, setting: Setting) -> LikelyStep:
+        """Return how long a step of a setting likely is, and how full its ranks."""
+        options, state = self._space.options(setting), self.state_bytes(setting)
+        return likely_step(self.work(setting), options, state)
+
+
+def _size(setting: Setting) -> _Size:
+    return setting.kinds, setting.parts

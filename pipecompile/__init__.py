@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from pipecompile.api.explain import explain
     from pipecompile.ir.encodings import Encoding
     from pipecompile.ir.explanation import Explanation
-    from pipecompile.ir.options import Objective, OptimizerName, PlacementShape, ScheduleName
+    from pipecompile.ir.option_names import Objective, OptimizerName, PlacementShape, ScheduleName
     from pipecompile.ir.plan import BatchNormUpdate, Granularity, Plan, Recompute, ShardLevel
     from pipecompile.ir.recorded_run import RecordedRun
     from pipecompile.report.plan_diff import PlanChange, PlanDiff
@@ -84,10 +84,10 @@ _HOMES = {
     "Choices": "pipecompile.api.choices",
     "Granularity": "pipecompile.ir.plan",
     "HostOptimizer": "pipecompile.training.host_optimizer",
-    "Objective": "pipecompile.ir.options",
-    "OptimizerName": "pipecompile.ir.options",
+    "Objective": "pipecompile.ir.option_names",
+    "OptimizerName": "pipecompile.ir.option_names",
     "Pipeline": "pipecompile.training.pipeline",
-    "PlacementShape": "pipecompile.ir.options",
+    "PlacementShape": "pipecompile.ir.option_names",
     "Plan": "pipecompile.ir.plan",
     "PlanChange": "pipecompile.report.plan_diff",
     "PlanDiff": "pipecompile.report.plan_diff",
@@ -95,7 +95,7 @@ _HOMES = {
     "Explanation": "pipecompile.ir.explanation",
     "Recompute": "pipecompile.ir.plan",
     "RecordedRun": "pipecompile.ir.recorded_run",
-    "ScheduleName": "pipecompile.ir.options",
+    "ScheduleName": "pipecompile.ir.option_names",
     "ShardLevel": "pipecompile.ir.plan",
     "diff": "pipecompile.api.diff",
     "explain": "pipecompile.api.explain",

@@ -13,16 +13,18 @@ from pipecompile.ir.encodings import ENCODINGS, Encoding
 from pipecompile.ir.graph import CostGraph
 from pipecompile.ir.option import Option
 from pipecompile.ir.option_help import python_help
-from pipecompile.ir.options import (
-    DEFAULT_COSTS,
-    DEFAULT_STAGES,
+from pipecompile.ir.option_names import (
     INFERENCE_OBJECTIVES,
-    JOINT_SEARCH,
-    OPTIONS,
-    ChoiceTypes,
     implied_objective,
     implied_schedule,
     known_name,
+)
+from pipecompile.ir.options import (
+    DEFAULT_COSTS,
+    DEFAULT_STAGES,
+    JOINT_SEARCH,
+    OPTIONS,
+    ChoiceTypes,
 )
 from pipecompile.ir.plan import Options
 from pipecompile.ir.serialization import read

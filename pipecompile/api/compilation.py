@@ -34,7 +34,7 @@ from pipecompile.frontend.signature import arguments_of
 from pipecompile.frontend.target import LossFunction, Target
 from pipecompile.frontend.target_capture import Captured, capture_target
 from pipecompile.ir.links import FREE
-from pipecompile.ir.options import known_name
+from pipecompile.ir.option_names import known_name
 from pipecompile.ir.plan import Options, Plan
 from pipecompile.ir.serialization import decode, encode, read
 from pipecompile.runtime import world

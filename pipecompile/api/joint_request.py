@@ -15,7 +15,8 @@ from pipecompile.api.links import LinksInput, links_of
 from pipecompile.errors import InputError
 from pipecompile.ir.cluster import Cluster
 from pipecompile.ir.links import Links
-from pipecompile.ir.options import DEFAULT_EFFORT, DEFAULT_TOP, INFERENCE_OBJECTIVES
+from pipecompile.ir.option_names import INFERENCE_OBJECTIVES
+from pipecompile.ir.options import DEFAULT_EFFORT, DEFAULT_TOP
 from pipecompile.ir.plan import Options
 from pipecompile.planner.joint_search import JointLimits
 from pipecompile.planner.setting_space import JOINT_CHOICES, SettingSpace

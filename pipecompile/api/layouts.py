@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pipecompile.ir.duration import time_with_unit
-from pipecompile.ir.options import known_name
+from pipecompile.ir.option_names import known_name
 from pipecompile.ir.plan import LAYOUT_FORMATS, Plan
 from pipecompile.ir.schedule import Schedule
 from pipecompile.layouts.export import Exported, export_layout

@@ -11,7 +11,8 @@ import click
 
 from pipecompile.errors import InputError
 from pipecompile.ir.option import Option
-from pipecompile.ir.options import OPTIONS, known_name
+from pipecompile.ir.option_names import known_name
+from pipecompile.ir.options import OPTIONS
 
 __all__ = [
     "LOWERCASE",

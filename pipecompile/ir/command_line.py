@@ -8,7 +8,8 @@ from typing import Any
 
 from pipecompile.ir.links import FREE, Links
 from pipecompile.ir.option import Option
-from pipecompile.ir.options import DEFAULT_COSTS, OPTIONS, implied_objective, implied_schedule
+from pipecompile.ir.option_names import implied_objective, implied_schedule
+from pipecompile.ir.options import DEFAULT_COSTS, OPTIONS
 from pipecompile.ir.plan import Options
 from pipecompile.ir.size import option_text
 

@@ -8,11 +8,11 @@ names, which a test compares. Needs no PyTorch.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Annotated, Any, Literal, TypedDict, get_args, get_type_hints
+from typing import Annotated, Any, TypedDict, get_args, get_type_hints
 
-from pipecompile.errors import InputError, unknown
 from pipecompile.ir.encodings import Encoding
 from pipecompile.ir.option import Option
+from pipecompile.ir.option_names import Objective, OptimizerName, PlacementShape, ScheduleName
 from pipecompile.ir.plan import (
     BatchNormUpdate,
     Communication,
@@ -27,41 +27,10 @@ __all__ = [
     "DEFAULT_EFFORT",
     "DEFAULT_STAGES",
     "DEFAULT_TOP",
-    "INFERENCE_OBJECTIVES",
     "JOINT_SEARCH",
     "OPTIONS",
     "ChoiceTypes",
-    "Objective",
-    "OptimizerName",
-    "PlacementShape",
-    "ScheduleName",
-    "implied_objective",
-    "implied_schedule",
-    "known_name",
 ]
-
-ScheduleName = Literal[
-    "gpipe",
-    "1f1b",
-    "interleaved-1f1b",
-    "looped-bfs",
-    "zb-h1",
-    "zb-h2",
-    "zb-v",
-    "v-half",
-    "v-min",
-    "dualpipe-v",
-    "pipedream",
-    "pipedream-vertical-sync",
-    "pipedream-2bw",
-    "forward-only",
-    "search",
-]
-Objective = Literal["variance", "max-load", "step-time", "throughput", "latency"]
-INFERENCE_OBJECTIVES: tuple[Objective, ...] = ("throughput", "latency")
-"""The objectives of plans for inference, whose schedule is forward-only."""
-PlacementShape = Literal["linear", "loop", "v"]
-OptimizerName = Literal["sgd", "momentum", "rmsprop", "adam", "adamw", "adafactor", "sm3"]
 
 DEFAULT_STAGES = 4
 DEFAULT_COSTS = "measured"
@@ -419,28 +388,3 @@ OPTIONS: tuple[Option, ...] = (
     *_declared(_OtherTypes, is_choice=False),
     *_declared(ChoiceTypes, is_choice=True),
 )
-
-
-def implied_schedule(objective: str | None) -> str:
-    """Return the schedule of a plan for which none is chosen, with an objective or without one."""
-    return "forward-only" if objective in INFERENCE_OBJECTIVES else "1f1b"
-
-
-def implied_objective(schedule: str) -> str:
-    """Return the objective of a plan for which none is chosen."""
-    return "throughput" if schedule == "forward-only" else "variance"
-
-
-def known_name(what: str, name: object, known: Iterable[str]) -> str:
-    """Return the one of the `known` names that `name` is, in whatever case; InputError suggests the
-    nearest one.
-
-    >>> known_name("schedule", "1F1B", ["gpipe", "1f1b"])
-    '1f1b'
-    """
-    names = tuple(known)
-    if not isinstance(name, str):
-        raise InputError(f"{what}={name!r} is not a name; choose one of {', '.join(names)}")
-    if name.lower() not in names:
-        raise unknown(what, name, names)
-    return name.lower()

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from pipecompile.errors import InputError
 from pipecompile.ir.footprint import SINGLE, WeightCopies
-from pipecompile.ir.options import known_name
+from pipecompile.ir.option_names import known_name
 from pipecompile.ir.schedule import Action, Kind, Schedule
 from pipecompile.ir.stage_ranks import has_stage_replicas, stage_ranks
 from pipecompile.schedule.asynchronous_versions import (

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from pipecompile.errors import InfeasibleError, InputError, ScheduleError
 from pipecompile.ir.graph import TimeUnit
-from pipecompile.ir.options import known_name
+from pipecompile.ir.option_names import known_name
 from pipecompile.ir.plan import Plan
 from pipecompile.ir.schedule import BACKWARDS, Schedule, Timeline
 from pipecompile.ir.schedule_problem import NamedOrder, Order, ScheduleProblem

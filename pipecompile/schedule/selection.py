@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from pipecompile.errors import InfeasibleError, InputError
 from pipecompile.ir.amount import AllocatorName
 from pipecompile.ir.links import Links
-from pipecompile.ir.options import known_name
+from pipecompile.ir.option_names import known_name
 from pipecompile.ir.plan import Options, Ordering, Plan
 from pipecompile.ir.schedule import Schedule
 from pipecompile.ir.size import size_text

@@ -9,14 +9,14 @@ import pytest
 
 from pipecompile.errors import InputError
 from pipecompile.ir.option_help import options_page
-from pipecompile.ir.options import (
-    OPTIONS,
+from pipecompile.ir.option_names import (
     Objective,
     OptimizerName,
     PlacementShape,
     ScheduleName,
     known_name,
 )
+from pipecompile.ir.options import OPTIONS
 from pipecompile.ir.plan import Options
 from pipecompile.memory_model.optimizer import OPTIMIZERS
 from pipecompile.schedule.named_orders import NAMES

@@ -129,14 +129,12 @@ def pipecompile(
     _check_kinds(step_timeout, mesh, autocast, shapes)
     # Before anything is planned: from here on the ranks of a torchrun job talk to each other.
     world.join()
-    function = costs if callable(costs) else None
-    arguments = arguments_of(model, sample_input, batch_dim=batch_dim)
     target = Target(
         model,
-        arguments,
+        arguments_of(model, sample_input, batch_dim=batch_dim),
         loss_fn,
         sample_target,
-        costs=function,
+        costs=costs if callable(costs) else None,
         autocast=autocast,
         target_batch_dims=target_batch_dims,
         loss_reduction=loss_reduction,
@@ -145,22 +143,18 @@ def pipecompile(
     # Anomaly detection would look for NaN in the gradients of tensors without values.
     unwatched = torch.autograd.set_detect_anomaly(False)
     with target.precision(), on_meta(model), _unchanged(loss_fn), unwatched:
-        if plan is None and choices.get("devices") is not None:
-            committed = _jointly_planned(target, k, costs, links, choices, self_check=self_check)
-            target = planned_target(target, committed)
-            captured = _captured(target, committed.options, self_check=self_check)
-        elif plan is None:
+        if plan is None and choices.get("devices") is None:
             request = _request(k, costs, choices, mesh)
             captured, committed = _new(target, request, links, self_check=self_check)
         else:
-            committed = _committed(plan, links, choices)
+            committed = (
+                _joint(target, k, costs, links, choices, self_check=self_check)
+                if plan is None
+                else _committed(plan, links, choices)
+            )
             target = planned_target(target, committed)
             captured = _captured(target, committed.options, self_check=self_check)
-            _check_sound(committed)
-        with world.failing_together():  # a rank may have built another model
-            # Both ways: a plan that was just made is checked as one from a file is.
-            check_current(committed, captured)
-            check_world(committed)
+        _check_fit(committed, captured)
         capture = partial(_captured, options=committed.options, self_check=self_check)
         declared = declared_shapes(target, captured, committed, shapes, capture)
     # Not within `on_meta`: the pipeline gives values to its stages.
@@ -237,7 +231,7 @@ def _request(
     return world.run_on_first(on_first)
 
 
-def _jointly_planned(
+def _joint(
     target: Target,
     k: int | None,
     costs: str | CostFunction | None,
@@ -289,7 +283,9 @@ def _new(
 
 
 def _committed(plan: Plan | str | Path, links: LinksInput, choices: Choices) -> Plan:
-    """Return the plan that a user gives; raise InputError if there are choices beside it."""
+    """Return the plan that a user gives. Raise InputError if there are choices beside it, and
+    ScheduleError if it is not sound.
+    """
     # They would have no effect, and a user would take the pipeline for one that follows them.
     if choices or links is not None:
         given = ", ".join(sorted(choices)) or "links"
@@ -297,7 +293,10 @@ def _committed(plan: Plan | str | Path, links: LinksInput, choices: Choices) -> 
             f"a committed plan has its choices already; leave out {given}, or plan again "
             "without `plan`"
         )
-    return plan if isinstance(plan, Plan) else read(plan, Plan)
+    committed = plan if isinstance(plan, Plan) else read(plan, Plan)
+    if faults := findings(committed):
+        raise ScheduleError(f"the plan is not sound: {faults[0].message}; plan again")
+    return committed
 
 
 def _captured(target: Target, options: Options, *, self_check: bool) -> Captured:
@@ -313,7 +312,10 @@ def _captured(target: Target, options: Options, *, self_check: bool) -> Captured
         return captured or capture_target(target, options, verify=False, method=method)
 
 
-def _check_sound(plan: Plan) -> None:
-    faults = findings(plan)
-    if faults:
-        raise ScheduleError(f"the plan is not sound: {faults[0].message}; plan again")
+def _check_fit(plan: Plan, captured: Captured) -> None:
+    """Raise on all ranks if a plan is not for this model and these processes; a plan that was just
+    made is checked as one from a file is.
+    """
+    with world.failing_together():  # a rank may have built another model
+        check_current(plan, captured)
+        check_world(plan)

@@ -26,13 +26,13 @@ ALL = "__dict__"
 """Stands for all attributes of a module."""
 COPYING = "__getstate__"
 """What a copy is made by: it reads all attributes too."""
-# Their code gets the dict of a module for one name, or for the module's own tables.
+# Code in these files gets the dict of a module to look one name up, or the module's own tables.
 OF_ONE_NAME = (*HIDDEN, functools.__file__)
 
 
 @dataclass(frozen=True)
 class AttributeReads:
-    """What is read of modules in the blocks of `noted`, by the id of the module."""
+    """The attributes that are read in the blocks of `noted`, each with the id of its module."""
 
     _read: set[tuple[int, str]] = field(default_factory=set)
 
@@ -52,8 +52,8 @@ class AttributeReads:
             del nn.Module.__getattribute__
 
     def of(self, model: nn.Module) -> frozenset[tuple[str, str]]:
-        """Return what was read of the modules of `model`, by path and name; of a class that looks
-        its attributes up itself that may be all of them.
+        """Return what was read of the modules of `model`, by path and name. Of a class that looks
+        its attributes up itself all count as read, since nothing is seen of that.
         """
         paths = {id(module): path for path, module in model.named_modules()}
         unseen = {

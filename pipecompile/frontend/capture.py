@@ -7,6 +7,8 @@ Each is tried if those before it cannot express the forward or differ from the m
     recorded as for export           as above, with the flags by which models avoid shortcuts
     recorded, data probed            data-dependent modules are one node each
     recorded as for export, data probed
+    recorded, inputs read            what is read out of inputs is that of the sample; it comes
+                                     second if an input is then left out, such as a mask of ones
     recorded for one batch size      all sizes fixed
     recorded as for export, for one batch size
     torch.export                     a graph of aten operators, all sizes fixed
@@ -19,7 +21,7 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from pipecompile.errors import CaptureError, InputError, PipecompileError
@@ -193,16 +195,20 @@ def _masks_nothing(call: Arguments) -> tuple[bool, ...]:
     """Return of each tensor whether it has whole numbers or booleans that are the same everywhere,
     such as a mask of ones: no other can be left out, and a recording would be for nothing.
     """
-    return tuple(
-        not has_gradient_type(leaf)
-        and (not (has_values(leaf) and leaf.numel()) or bool((leaf == leaf.flatten()[0]).all()))
-        for leaf in tensor_leaves((call.args, call.kwargs))
-    )
+    tensors = tensor_leaves((call.args, call.kwargs))
+    return tuple(not has_gradient_type(each) and _is_uniform(each) for each in tensors)
+
+
+def _is_uniform(tensor: Tensor) -> bool:
+    """Return whether all elements are equal; True where none is known."""
+    if not has_values(tensor) or not tensor.numel():
+        return True
+    return bool((tensor == tensor.flatten()[0]).all())
 
 
 def _as_outside(by: Callable[[_RecordingMethod], Capture]) -> Iterator[Capture]:
-    """Yield the capture of the path that the model takes where it sees no fakes, if that leaves out
-    an input which it has read, such as a mask that masks nothing.
+    """Yield the capture of the path that the model takes where it sees no fakes. It is only taken
+    if it leaves out an input that it has read, such as a mask that masks nothing.
 
     A sample with padding is captured by the next way, with which batches may be padded or not.
     """
@@ -226,8 +232,8 @@ def _capture_by(
     answers: ProbedAnswers | None = None,
     read_outside: AttributeReads | None = None,
 ) -> Capture:
-    """Record `model` by one method; its attributes are restored. `read_outside` is what the forward
-    of a probe has read.
+    """Return the capture of `model` by one method; its attributes are restored. `read_outside` is
+    what the forward of a probe has read.
     """
     options = RecordingOptions(
         method.exporting, method.hides_fakes, leaves, answers, method.reads_inputs

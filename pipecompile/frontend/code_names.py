@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dis
 from collections.abc import Iterator
-from functools import cache
+from functools import cache, reduce
 from itertools import pairwise
 from types import CodeType
 from typing import Any, NamedTuple
@@ -30,23 +30,40 @@ class CodeNames(NamedTuple):
     """What code reads by name, with the functions in it: all names, those of globals, and those of
     what may not be there.
 
-    `imports` are the Python modules that it imports when it runs. `of_owners` are the attributes
-    that a tensor may have, each with the name of the variable or attribute that it is read of:
-    ("config", "dtype"). Where that is `self`, it is the class of the method too. Code that
-    `is_by_text` names attributes by strings.
+    `imports` are the Python modules that it imports when it runs. `qualified` are the names that
+    tensors have too, each with the variable or attribute that it is read of: ("config", "dtype").
+    Where that is `self`, the class of the method stands there as well. Code that `is_by_text` names
+    attributes by strings.
     """
 
     names: frozenset[str]
     globals: frozenset[str]
     may_be_absent: frozenset[str]
     imports: frozenset[str]
-    of_owners: frozenset[tuple[str, str]]
+    qualified: frozenset[tuple[str, str]]
     is_by_text: bool
+
+    def joined(self, other: CodeNames) -> CodeNames:
+        """Return the names of both."""
+        return CodeNames(
+            self.names | other.names,
+            self.globals | other.globals,
+            self.may_be_absent | other.may_be_absent,
+            self.imports | other.imports,
+            self.qualified | other.qualified,
+            self.is_by_text or other.is_by_text,
+        )
 
 
 @cache
 def names_in(code: CodeType) -> CodeNames:
-    """Return the names that code reads."""
+    """Return the names that code reads, and those that functions in it read."""
+    inner = (names_in(each) for each in code.co_consts if isinstance(each, CodeType))
+    return reduce(CodeNames.joined, inner, _own_names(code))
+
+
+def _own_names(code: CodeType) -> CodeNames:
+    """Return the names that code reads itself."""
     found = [(each.opname, each.argval) for each in dis.get_instructions(code)]
     loads = {name for operation, name in found if operation.startswith(("LOAD", "IMPORT_FROM"))}
     names = loads.intersection(code.co_names)
@@ -54,18 +71,19 @@ def names_in(code: CodeType) -> CodeNames:
     of_globals = {name for operation, name in found if operation in GLOBAL_LOADS}
     is_by_text = bool(names & BY_TEXT)
     texts = strings_in(_loaded_constants(found)) if is_by_text else frozenset[str]()
-    of_owners = {*_of_owners(found, code), *((ANY, text) for text in texts)}
+    # Strings are read of anything: which object getattr is given, code does not show.
+    qualified = {*_qualified(found, code), *((ANY, text) for text in texts)}
     if "globals" in names:
         of_globals.update(texts)
+    # Code that catches AttributeError goes on without what it did not find.
     may_be_absent = names.union(texts) if "AttributeError" in names else texts
-    inner = [names_in(each) for each in code.co_consts if isinstance(each, CodeType)]
     return CodeNames(
-        frozenset(names.union(texts, *(each.names for each in inner))),
-        frozenset(of_globals.union(*(each.globals for each in inner))),
-        frozenset(may_be_absent).union(*(each.may_be_absent for each in inner)),
-        frozenset(imports.union(*(each.imports for each in inner))),
-        frozenset(of_owners.union(*(each.of_owners for each in inner))),
-        is_by_text or any(each.is_by_text for each in inner),
+        frozenset(names.union(texts)),
+        frozenset(of_globals),
+        frozenset(may_be_absent),
+        frozenset(imports),
+        frozenset(qualified),
+        is_by_text,
     )
 
 
@@ -80,16 +98,16 @@ def _loaded_constants(found: list[tuple[str, Any]]) -> tuple[Any, ...]:
     )
 
 
-def _of_owners(found: list[tuple[str, Any]], code: CodeType) -> Iterator[tuple[str, str]]:
-    """Yield the names that tensors have too, each behind that of what it is read of."""
+def _qualified(found: list[tuple[str, Any]], code: CodeType) -> Iterator[tuple[str, str]]:
+    """Yield the names that tensors have too, each behind the name of what it is read of."""
     loads = [each for each in found if each[0] != "EXTENDED_ARG"]
     for (_, owner), (operation, name) in pairwise(loads):
         if operation in ATTRIBUTE_LOADS and name in OF_TENSORS:
-            yield from ((each, name) for each in _called(owner, code))
+            yield from ((each, name) for each in _names_of(owner, code))
 
 
-def _called(loaded: Any, code: CodeType) -> Iterator[str]:
-    """Yield the names of what an instruction loads: that of a variable, and of `self` its class."""
+def _names_of(loaded: Any, code: CodeType) -> Iterator[str]:
+    """Yield the name of the variable that is loaded, and where that is `self` also of its class."""
     # From Python 3.13 on an instruction may load two variables.
     name = loaded[-1] if isinstance(loaded, tuple) else loaded
     yield str(name)

@@ -100,14 +100,14 @@ class NameSearch:
     def __init__(self, model: nn.Module, may_read: MayRead = lambda *_: True) -> None:
         self._may_read = may_read
         self._names, self._may_be_absent = frozenset({"forward"}), frozenset[str]()
-        self._of_owners = frozenset[tuple[str, str]]()
+        self._qualified = frozenset[tuple[str, str]]()
         named_modules, before = list(model.named_modules()), (frozenset[Any](),) * 3
         self._packages = {package_of(type(module).__module__) for _, module in named_modules}
         # What is found is followed later: objects may lead to others a thousand times over.
         self._found: deque[tuple[str, Any]] = deque()
         # A function that is found may name attributes of what was found before it.
-        while before != (self._names, self._may_be_absent, self._of_owners):
-            before = self._names, self._may_be_absent, self._of_owners
+        while before != (self._names, self._may_be_absent, self._qualified):
+            before = self._names, self._may_be_absent, self._qualified
             self.values: list[ComparedValue] = []
             self.code: list[tuple[Place, Read, Any]] = []
             # What modules of the model hold is compared by itself.
@@ -122,7 +122,7 @@ class NameSearch:
     @property
     def looks_past_classes(self) -> bool:
         """Whether code names what reads an attribute without asking the class of its object."""
-        return PAST_CLASSES in self._of_owners or STATICALLY in self._names
+        return PAST_CLASSES in self._qualified or STATICALLY in self._names
 
     def _look_in_module(self, path: str, module: nn.Module) -> None:
         self._look_in_class(type(module))
@@ -140,7 +140,7 @@ class NameSearch:
             self._follow("a hook", hook)
 
     def _look(self, where: str, read: Read, *, is_shared: bool = False) -> None:
-        """Note what is in a place that a function reads, and follow it.
+        """Note what is at a place that a function reads, and follow it.
 
         A table that `is_shared` by all models of a package may get entries for others.
         """
@@ -184,7 +184,7 @@ class NameSearch:
         self._seen.add(id(value))
         if isinstance(value, FunctionType):
             self._look_in_function(value)
-        elif self._is_owner(value):
+        elif self._has_own_attributes(value):
             self._look_in_object(where, value)
         if isinstance(value, ContextVar):
             self._look(f"{where}.get()", partial(value.get, GONE))
@@ -195,28 +195,44 @@ class NameSearch:
                 for part in parts:
                     self._look(f"{where}.{part}", partial(getattr, value, part))
         if isinstance(value, (*CONTAINERS, *MAPPINGS, tuple)) and len(value) <= MOST_ITEMS:
-            for item in value.values() if isinstance(value, (dict, *MAPPINGS)) else value:
+            items = value.values() if isinstance(value, (dict, *MAPPINGS)) else value
+            for item in items:
                 if not self._is_of_all_models(item):
                     self._follow(where, item)
 
     def _look_in_function(self, function: FunctionType) -> None:
         if self._is_foreign(function.__module__):
             return
-        code, where = function.__code__, function.__qualname__
-        reads = names_in(code)
+        reads = names_in(function.__code__)
         self._names |= reads.names
         self._may_be_absent |= reads.may_be_absent
-        self._of_owners |= reads.of_owners
+        self._qualified |= reads.qualified
         if reads.is_by_text:
             self._add_texts(function.__globals__.get(name) for name in reads.globals)
-        # Functions of one module share its globals.
+        self._look_at_globals(function, reads.globals)
+        self._look_at_parts(function)
+        for name in reads.imports:
+            self._follow(name, sys.modules.get(name))
+        if reads.names & ENVIRONMENT:
+            for name in strings_in(function.__code__.co_consts):
+                self._look(f"os.environ[{name!r}]", partial(os.environ.get, name))
+
+    def _look_at_globals(self, function: FunctionType, named: frozenset[str]) -> None:
+        """Look at the globals that a function names."""
         module, of_module = function.__module__, function.__globals__
+        # Functions of one module share its globals.
         known = self._known_globals.setdefault(id(of_module), set())
-        names = (reads.globals & of_module.keys()) - known
+        names = (named & of_module.keys()) - known
         known |= names
         self._look_among(module, of_module, names, module)
-        self._note_absent(module, of_module, reads.globals)  # they are builtins
-        attributes = vars(function)
+        # What is not there now is found among the builtins, until somebody sets it.
+        self._note_absent(module, of_module, named)
+
+    def _look_at_parts(self, function: FunctionType) -> None:
+        """Look at what a function has besides its names: attributes, code, what it encloses, and
+        defaults.
+        """
+        code, where, attributes = function.__code__, function.__qualname__, vars(function)
         self._look_among(where, attributes, self._named(attributes))
         if REGISTRY in attributes:
             self._look(f"{where}.{REGISTRY}", partial(attributes.get, REGISTRY))
@@ -230,18 +246,13 @@ class NameSearch:
                 self.code.append((f"{part} of {where}", read, read()))
             elif read():
                 self._look(f"{part} of {where}", read)
-        for name in reads.imports:
-            self._follow(name, sys.modules.get(name))
-        if reads.names & ENVIRONMENT:
-            for name in strings_in(code.co_consts):
-                self._look(f"os.environ[{name!r}]", partial(os.environ.get, name))
 
     def _add_texts(self, values: Iterable[Any]) -> None:
         """Add the strings in these values to the names that code may look for in any object."""
         texts = frozenset[str]().union(*map(strings_in, values))
         self._names |= texts
         self._may_be_absent |= texts
-        self._of_owners |= {(ANY, text) for text in texts}
+        self._qualified |= {(ANY, text) for text in texts}
 
     def _look_in_object(self, where: str, value: Any) -> None:
         attributes = _attributes_of(value)
@@ -280,13 +291,13 @@ class NameSearch:
                     self._look_among(base.__qualname__, vars(base), MAKING & vars(base).keys())
 
     def _inherited(self, bases: Iterable[type]) -> Iterator[str]:
-        """Yield the named attributes of classes in whose place others are found, if there are any
-        in an object or a class that has these bases.
+        """Yield the attributes of these `bases` that code names: an object or a class below them
+        that gets one of that name has it in their place.
         """
         for base in bases:
             for name in () if self._is_foreign(base.__module__) else self._named(vars(base)):
                 value = vars(base)[name]
-                # Properties come first, and cached ones put their value into the object.
+                # Not those of properties, which come first; cached ones put values into objects.
                 if isinstance(value, FunctionType) or not hasattr(type(value), "__get__"):
                     yield name
 
@@ -295,14 +306,16 @@ class NameSearch:
         return [name for name in attributes if name in self._names]
 
     def _named_of(self, where: str, value: Any, attributes: Iterable[str]) -> list[str]:
-        """Return those of the attributes of an object that a function names, and likely of it."""
+        """Return those of the attributes of an object that some code names; names that tensors have
+        too only if the code reads them of something with the object's name.
+        """
         # "config" of "layers.0.config" and of "config in forward", and the classes for `self`.
-        owners = {ANY, where.partition(" ")[0].rpartition(".")[2]}
-        owners.update(base.__qualname__ for base in type(value).__mro__)
+        called = {ANY, where.partition(" ")[0].rpartition(".")[2]}
+        called.update(base.__qualname__ for base in type(value).__mro__)
         return [
             name
             for name in self._named(attributes)
-            if name not in OF_TENSORS or any((owner, name) in self._of_owners for owner in owners)
+            if name not in OF_TENSORS or any((each, name) in self._qualified for each in called)
         ]
 
     def _is_of_all_models(self, item: Any) -> bool:
@@ -311,8 +324,8 @@ class NameSearch:
             return True  # no forward makes modules
         return isinstance(item, (FunctionType, type)) and is_installed(package_of(item.__module__))
 
-    def _is_owner(self, value: Any) -> bool:
-        """Return whether `value` is an object or a Python module of the user, with attributes."""
+    def _has_own_attributes(self, value: Any) -> bool:
+        """Return whether `value` is an object or a Python module whose attributes the user sets."""
         if isinstance(value, ModuleType):
             return not self._is_foreign(getattr(value, "__name__", None))
         module = type(value).__module__

@@ -239,8 +239,8 @@ class ForwardRecorder(TorchFunctionMode):
             return func(tensor)
 
     def _constant_answer(self, func: Any, tensor: Tensor) -> ConstantAnswer | None:
-        """Return what is read out of a tensor that was computed from sizes, or if options allow
-        that from inputs; None for other tensors.
+        """Return what a call reads out of a tensor that was computed from sizes alone, or where the
+        options allow it from inputs; None for other tensors.
         """
         node = self.recording.node_of(tensor)
         if node is None:

@@ -122,7 +122,7 @@ def pipecompile(
                     `sample_input`, which is then the minibatch of all replicas together.
 
     Under torchrun rank 0 plans for all ranks. Raises InputError, CaptureError, InfeasibleError or
-    StalePlanError.
+    StalePlanError, and FormatError or ScheduleError for a file that is damaged or out of order.
     """
     check_names(choices)
     known_name("engine", engine, get_args(Engine))

@@ -23,8 +23,6 @@ __all__ = ["Attribute", "changed_attributes", "refuse_lasting_state"]
 
 Attribute = tuple[nn.Module, str]
 ONCE = "run the model once before it is compiled, or make it in __init__"
-KINDS = {"_parameters": "parameter", "_buffers": "buffer", "_modules": "module"}
-"""What is in each of the `REGISTERED_TABLES`."""
 
 
 def changed_attributes(before: ModuleAttributes, after: ModuleAttributes) -> list[Attribute]:
@@ -58,7 +56,7 @@ def refuse_lasting_state(
         names = {*before.registered(module, table)} ^ {*after_first.registered(module, table)}
         raise CaptureError(
             f"{_attribute_text(first, (module, min(names)))}: the forward makes or removes this "
-            f"{KINDS[table]}, and stages have what is there before it; {ONCE}"
+            f"{REGISTERED_TABLES[table]}, and stages have what is there before it; {ONCE}"
         )
     try:
         second = record()

@@ -33,8 +33,8 @@ __all__ = [
 ]
 
 # Of these tables only the names with an entry are compared: other entries are noticed elsewhere
-# (`swapped_state`, and version counters of tensors).
-REGISTERED_TABLES = ("_parameters", "_buffers", "_modules")
+# (`swapped_state`, and version counters of tensors). People call an entry by the word here.
+REGISTERED_TABLES = {"_parameters": "parameter", "_buffers": "buffer", "_modules": "module"}
 TABLES = (*REGISTERED_TABLES, "_forward_hooks", "_forward_pre_hooks")
 INTERNAL = frozenset(vars(nn.Module()))
 CONTAINERS = (list, dict, set, deque)
@@ -150,11 +150,10 @@ class ContainerItems:
 
 
 class AttributeItems:
-    """What some attributes of modules, given by name, are now, to find out cheaply that nothing has
-    changed.
+    """The values of some attributes of modules, given by name, to find out cheaply later that none
+    of them has changed.
 
-    These are compared, with the mode of each module and the items of the containers in them, one
-    after the other.
+    The attributes are compared, the mode of each module, and the items of containers among them.
     """
 
     def __init__(self, names: Iterable[tuple[nn.Module, Sequence[str]]]) -> None:
@@ -248,8 +247,9 @@ def is_same_constant(left: Any, right: Any) -> bool:
     """
     if type(left) is not type(right):
         return False  # True equals 1
-    is_written = isinstance(left, (float, complex))
-    return repr(left) == repr(right) if is_written else bool(left == right)
+    # Their text tells -0.0 from 0.0, and not NaN from NaN.
+    is_float = isinstance(left, (float, complex))
+    return repr(left) == repr(right) if is_float else bool(left == right)
 
 
 def _restore_items(container: Any, items: Any) -> None:

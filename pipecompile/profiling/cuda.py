@@ -1,4 +1,4 @@
-"""CUDA's saved tensors, where the CPU saves other ones.
+"""The tensors that CUDA saves for a backward, where the CPU saves other ones.
 
 Fake tensors run the CPU's operators. Inside `as_on_cuda` the functions in `DIFFERENCES` are
 replaced by those that CUDA would run, so that a profile counts what a GPU keeps for the backward. A
@@ -83,7 +83,7 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """Return attention by the operator that CUDA would run, whose formula saves the same."""
+    """Return attention by the operator that CUDA would run, so that it saves the same tensors."""
     query, key, value = (_autocast(tensor) for tensor in (query, key, value))
     kernel = attention_kernel(query, key, value, attn_mask, is_causal)
     if kernel == "flash":
@@ -193,7 +193,7 @@ def _math(
     scale: float | None,
     enable_gqa: bool,
 ) -> Tensor:
-    """Return the result of what computes the scores, whose dropout is fused too."""
+    """Return the result of the kernels that compute all scores, whose dropout is fused too."""
     if not 0 < dropout_p < 1:
         output: Tensor = aten._scaled_dot_product_attention_math(
             query, key, value, mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa

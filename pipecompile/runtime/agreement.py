@@ -24,15 +24,15 @@ import torch.distributed as dist
 from pipecompile.errors import InputError
 from pipecompile.runtime.watch import StepWatch
 
-__all__ = ["REFUSAL", "Agreement", "Said"]
+__all__ = ["REFUSAL", "Agreement", "Statement"]
 
 REFUSAL = "the refusal"
 """Under this name a rank says why it does not begin."""
 NUMBER = "the number of the step or evaluation"
 
 
-class Said:
-    """What a rank says of steps or evaluations, by name, in words, and a digest of it."""
+class Statement:
+    """What a rank says about a step or an evaluation: words by name, and a digest of them."""
 
     def __init__(self, said: Mapping[str, object]) -> None:
         # As text, since a rank must be able to print what another one has.
@@ -45,16 +45,16 @@ class Said:
 class Agreement:
     """What this rank says of its step, told to the ranks of `group`, and what they say.
 
-    `said` has the same names on all of them, only `REFUSAL` on one that refuses. `number` is that
-    of the step or evaluation. `group` exchanges tensors of the host, and is None for all processes.
-    `history` is how many steps of this kind the rank has ended; ranks may differ in it, if one
-    failed in a step that others have ended. If it `is_refused`, all ranks know that they do not
+    `said` has the same names on all of them, but only `REFUSAL` on one that refuses. `number` is
+    that of the step or evaluation. `group` exchanges tensors on the host; None stands for all
+    processes. `history` is how many steps of this kind the rank has ended: ranks differ in that if
+    one failed in a step that others have ended. If it `is_refused`, all ranks know that they do not
     begin.
     """
 
     def __init__(
         self,
-        said: Said,
+        said: Statement,
         group: dist.ProcessGroup | None,
         watch: StepWatch,
         number: int = 0,
@@ -85,7 +85,9 @@ class Agreement:
             self.is_history_the_same = told.count(told[0]) == len(told)
 
     def _raise(self) -> None:
-        """Raise what differs: all ranks have read the same digests, and come here together."""
+        """Raise InputError for what differs. All ranks have read the same digests, so all come here
+        and exchange the words.
+        """
         self.is_refused = True
         by_rank: list[dict[str, str]] = [{} for _ in self._all]
         self._watch.deadline.wait_for(self._group)

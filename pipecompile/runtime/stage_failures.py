@@ -36,10 +36,10 @@ def failure_of_forward(error: Exception, inputs: Sequence[Tensor]) -> str:
 
 
 class ExplainedBackward:
-    """A context for each backward of a stage: InputError for what the backward raises; with the
-    name, if it needs what was written to.
+    """A context for the backwards of a stage, which raises InputError for what they raise.
 
-    The name is that of a parameter or buffer of the stage's `module`.
+    If a backward needs a tensor that was written to, the error has the name of the parameter or
+    buffer of the stage's `module` that it is.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -60,7 +60,8 @@ class ExplainedBackward:
             return f"the backward of a microbatch raised {_text(error)}"
         sizes, version = found.groups()
         elements = prod(int(size) for size in sizes.split(",") if size.strip())
-        # A layer saves a view of its weight: the version is the same, the shape may not be.
+        # By the number of elements: a layer saves a view of its weight, whose version is the same,
+        # and whose shape may be another one.
         names = [
             name
             for name, tensor in named_state(self._module)

@@ -8,13 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pipecompile.graph.attributes import PLAIN, is_same_value
+from pipecompile.graph.attributes import PLAIN, REGISTERED_TABLES, is_same_value
 
 __all__ = ["changed_parameter", "changed_setting"]
 
 # A setting that is gone or new; None would be a value that a setting may have.
 ABSENT = object()
-KINDS = {"_parameters": "parameter", "_buffers": "buffer", "_modules": "module"}
 HOOKS = frozenset({"_forward_hooks", "_forward_pre_hooks"})
 COMPILED = "_compiled_call_impl"
 THEN = "when the model was compiled"
@@ -27,24 +26,22 @@ def changed_setting(before: Mapping[str, Any], after: Mapping[str, Any]) -> str 
     """Return which setting of a module, by path, has another value now, and what to do; None if all
     are the same.
     """
-    different = [
-        name
+    pairs = {
+        name: (before.get(name, ABSENT), after.get(name, ABSENT))
         for name in before.keys() | after.keys()
-        if not is_same_value(before.get(name, ABSENT), after.get(name, ABSENT))
-    ]
+    }
+    different = [name for name, pair in pairs.items() if not is_same_value(*pair)]
     if not different:
         return None
-
-    # A switch says most: it may come with hooks.
-    def order(name: str) -> tuple[bool, str]:
-        return not _is_plain(before.get(name, ABSENT), after.get(name, ABSENT)), name
-
-    name = min(different, key=order)
-    return _text(name, before.get(name, ABSENT), after.get(name, ABSENT))
+    # A switch says most: hooks may have come with it.
+    name = min(different, key=lambda name: (not _is_plain(*pairs[name]), name))
+    return _text(name, *pairs[name])
 
 
 def changed_parameter(name: str, now: nn.Parameter, trained: bool, dtype: torch.dtype) -> str:
-    """Return what tells a parameter from what it was when it was compiled, and what to do."""
+    """Return what is new about a parameter, and what to do: it was `trained` or not, and of type
+    `dtype`, when the model was compiled.
+    """
     if now.dtype != dtype:
         return (
             f"{name} is {now.dtype}, but was {dtype} {THEN}, and stages send and keep what is of "
@@ -57,8 +54,8 @@ def changed_parameter(name: str, now: nn.Parameter, trained: bool, dtype: torch.
 
 def _text(name: str, before: Any, after: Any) -> str:
     path, _, last = name.rpartition(".")
-    if last in KINDS:
-        return _text_of_table(path, KINDS[last], before, after)
+    if last in REGISTERED_TABLES:
+        return _text_of_table(path, REGISTERED_TABLES[last], before, after)
     if last in HOOKS:
         return (
             f"{path or 'the model'} has other forward hooks than {THEN}, and the graph has those "
@@ -86,7 +83,7 @@ def _text(name: str, before: Any, after: Any) -> str:
 def _text_of_table(
     path: str, kind: str, before: Mapping[str, Any], after: Mapping[str, Any]
 ) -> str:
-    """Return which of the modules, parameters or buffers of a module is another one."""
+    """Return which entry of a table of a module, each of which is a `kind`, is another one now."""
     name = next(_changed_names(before, after))
     full, old, new = f"{path}.{name}".lstrip("."), before.get(name), after.get(name)
     if old is None:

@@ -88,8 +88,9 @@ class Program:
         """Raise InputError if the inputs of a microbatch, as the user gave them, are not those that
         the graph is for.
         """
-        for tensors in rows if self.captured.asks_layout else ():
-            self._check_layouts(tensors)
+        if self.captured.asks_layout:
+            for tensors in rows:
+                self._check_layouts(tensors)
         if any(answer.inputs for answer in self.captured.constant_answers):
             self._check_answers(rows)
 
@@ -123,7 +124,7 @@ class Program:
                 )
 
     def remember(self) -> None:
-        """Remember the model as it is now: `check_unchanged` compares it, except for tensors and
+        """Remember the model as it is now, for `check_unchanged`, without the values of tensors and
         what its forward sets.
         """
         model = self.captured.model
@@ -199,7 +200,9 @@ class Program:
         """
         # Most have none, which is found without a loop in Python.
         tables = *map(_hooks_of, self.parameters), *map(_late_hooks_of, self.parameters)
-        for name, parameter in self._named_parameters if any(tables) or self._tied else ():
+        if not (any(tables) or self._tied):
+            return
+        for name, parameter in self._named_parameters:
             if parameter._post_accumulate_grad_hooks:
                 raise InputError(
                     f"{name} has a post-accumulate hook, which would run after each microbatch and "
@@ -262,6 +265,7 @@ class Program:
                 part.training = flag
 
 
+# Getters in C, since each step asks all parameters.
 _trained_as = attrgetter("requires_grad", "dtype")
 _hooks_of = attrgetter("_backward_hooks")
 _late_hooks_of = attrgetter("_post_accumulate_grad_hooks")
@@ -280,8 +284,8 @@ def modes_of(named_modules: Iterable[tuple[str, nn.Module]]) -> frozenset[str]:
 
 
 def _settings(captured: Capture) -> Iterator[tuple[str, Any]]:
-    """Yield the attributes of modules that the graph has in it, by path, without tensors that hooks
-    compute before each forward, as that of weight_norm does.
+    """Yield the attributes of modules that must stay the same, by path; not the tensors that a hook
+    computes before each forward, as that of weight_norm does.
     """
     for path, module, names in _watched(captured):
         computed = Tensor if module._forward_pre_hooks else ()

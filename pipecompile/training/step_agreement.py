@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 from pipecompile.errors import InputError, PipecompileError
 from pipecompile.ir.plan import Plan
 from pipecompile.ir.serialization import fingerprint
-from pipecompile.runtime.agreement import REFUSAL, Agreement, Said
+from pipecompile.runtime.agreement import REFUSAL, Agreement, Statement
 from pipecompile.runtime.place import RankPlace
 from pipecompile.runtime.rank_step import Minibatch
 from pipecompile.runtime.watch import StepWatch
@@ -45,7 +45,7 @@ class StepAgreement:
         self._everyone, self._pipeline = _host_groups(place)
         self._kinds: set[tuple[Any, ...]] = set()
         # What was said of steps that differ only in their number.
-        self._said: dict[tuple[Any, ...], Said] = {}
+        self._said: dict[tuple[Any, ...], Statement] = {}
         self._compared = 0
 
     def of_step(
@@ -84,7 +84,7 @@ class StepAgreement:
         what, flags = "an evaluation", {"a target": with_loss}
         if everyone and len(self._place.pipelines) > 1:
             said = {"what it begins": what, "the plan": self._plan_digest, **_named_flags(flags)}
-            Agreement(Said(said), self._everyone, watch).settle()
+            Agreement(Statement(said), self._everyone, watch).settle()
         return self._begin(what, program, minibatch, watch, self._pipeline, flags)
 
     @contextmanager
@@ -100,7 +100,7 @@ class StepAgreement:
             if has_ended and not watch.deadline.is_over():
                 self.refuse(error, watch, everyone=False)
             raise
-        ended = Said({"what it ends": "an evaluation"})
+        ended = Statement({"what it ends": "an evaluation"})
         Agreement(ended, self._pipeline, watch).settle("end")
 
     def refuse(self, error: Exception, watch: StepWatch, *, everyone: bool) -> None:
@@ -111,7 +111,7 @@ class StepAgreement:
         # Only messages of our own say by themselves what is wrong.
         kind = "" if isinstance(error, PipecompileError) else f"{type(error).__name__}: "
         with suppress(InputError):  # which is what the others raise
-            Agreement(Said({REFUSAL: f"{kind}{error}"}), group, watch).settle()
+            Agreement(Statement({REFUSAL: f"{kind}{error}"}), group, watch).settle()
 
     def _check_data(self, minibatch: Minibatch, watch: StepWatch) -> None:
         """Raise InputError, on every rank, if the ranks of the pipeline were given other values.
@@ -165,7 +165,7 @@ class StepAgreement:
                 "the seed": minibatch.seed,
                 **_named_flags(flags),
             }
-            self._said[key] = Said(said)
+            self._said[key] = Statement(said)
         agreement = Agreement(self._said[key], group, watch, minibatch.step, history)
         # A pipeline of one rank has no messages, before which it would be settled.
         if kind not in self._kinds or len(self._place.global_ranks) == 1:

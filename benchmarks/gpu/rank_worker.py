@@ -129,7 +129,7 @@ def _step_of(pipeline: Pipeline, target: Target, schedule: str) -> Callable[[], 
 
 
 def _traced(step: Callable[[], object]) -> Trace:
-    """Profile some steps."""
+    """Return what a profile of some steps saw."""
     torch.cuda.synchronize()
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiled:
         with record_function("steps"):
@@ -146,15 +146,17 @@ def _traced(step: Callable[[], object]) -> Trace:
 def _trace_of(events: list[dict[str, Any]]) -> Trace:
     """Return the trace of the window that is called "steps"."""
     (window,) = [e for e in events if e.get("name") == "steps" and e["cat"] == "user_annotation"]
-    waits, streams = Counter[str](), (set[int](), set[int]())
     start, end = window["ts"], window["ts"] + window["dur"]
+    waits, of_messages, of_computation = Counter[str](), set[int](), set[int]()
     for event in events:
         category, name = event.get("cat"), str(event.get("name"))
         if category == "kernel":
-            streams[0 if "nccl" in name.lower() else 1].add(event["args"]["stream"])
-        if category in ("cuda_runtime", "cuda_driver") and start <= event["ts"] <= end:
-            waits[name] += "Synchronize" in name
-    return Trace({name: count for name, count in waits.items() if count}, *streams)
+            streams = of_messages if "nccl" in name.lower() else of_computation
+            streams.add(event["args"]["stream"])
+        is_call = category in ("cuda_runtime", "cuda_driver") and start <= event["ts"] <= end
+        if is_call and "Synchronize" in name:
+            waits[name] += 1
+    return Trace(dict(waits), of_messages, of_computation)
 
 
 def _target(scale: Scale) -> Target:

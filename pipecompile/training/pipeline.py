@@ -36,16 +36,13 @@ from pipecompile.training.held_model import HeldModel
 from pipecompile.training.materialisation import allocate, check_all_set, initialise, lacks_values
 from pipecompile.training.minibatch_evaluation import MinibatchEvaluation
 from pipecompile.training.minibatch_step import MinibatchStep
-from pipecompile.training.parallel_stages import Parallelize, refuse_parallelize
+from pipecompile.training.parallel_stages import Parallelize
 from pipecompile.training.pipeline_parts import PipelineParts
 from pipecompile.training.programs import DeclaredShape, Programs
 from pipecompile.training.run_conditions import (
-    check_links,
+    check_conditions,
     refuse_shared_memory,
-    refuse_stage_replicas,
     refuse_without_steps,
-    warn_of_averages,
-    warn_of_other_replicas,
     warn_of_other_shards,
 )
 from pipecompile.training.run_recorder import RunRecorder
@@ -90,7 +87,7 @@ class Pipeline(HeldModel):
         share = LocalShare(plan, RankPlace.of(plan.ranks, mesh))
         super().__init__(target.model_with_loss, share, state_names(target.loss_module))
         self._target = target
-        self._check_conditions(parallelize, engine)
+        check_conditions(plan, self._model, self._share, parallelize, engine)
         self._programs = Programs(plan, captured, target, self._share, self_check=self_check)
         if self._share.is_distributed:
             refuse_shared_memory(plan, self._model, self._programs.planned)
@@ -126,11 +123,8 @@ class Pipeline(HeldModel):
             warn_of_other_shards(plan, self.stages, is_sharded=self._runner.is_sharded)
 
     def __repr__(self) -> str:
-        where = (
-            f"stages {self._share.stages} here"
-            if self._share.is_distributed
-            else "all stages in this process"
-        )
+        own = f"stages {self._share.stages} here"
+        where = own if self._share.is_distributed else "all stages in this process"
         return f"Pipeline({self.plan!r}, {where}, {self.steps} steps taken)"
 
     def _repr_html_(self) -> str:
@@ -150,9 +144,7 @@ class Pipeline(HeldModel):
         return self._runner.stages
 
     def simulate(self) -> Timeline:
-        """Return the timeline of one step as the plan predicts it: for batches like
-        `sample_input`.
-        """
+        """Return the timeline that the plan predicts of a step with batches like `sample_input`."""
         return simulate_plan(self.plan)
 
     def checkpoint(
@@ -373,17 +365,6 @@ class Pipeline(HeldModel):
     def eval(self) -> Self:
         """Put all modules into eval mode."""
         return self.train(False)
-
-    # -- what is refused before there is a pipeline
-
-    def _check_conditions(self, parallelize: Parallelize | None, engine: Engine) -> None:
-        """Raise InputError for what these ranks cannot run; warn of what differs from the plan."""
-        plan, place, is_divided = self.plan, self._share.place, parallelize is not None
-        refuse_stage_replicas(plan, place, is_divided=is_divided, engine=engine)
-        refuse_parallelize(parallelize, self._share)
-        check_links(plan, place)
-        warn_of_other_replicas(plan, place)
-        warn_of_averages(plan, self._model, place)
 
     # -- a model that was built on the meta device
 

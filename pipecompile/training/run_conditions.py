@@ -23,28 +23,46 @@ from pipecompile.ir.schedule import Schedule
 from pipecompile.runtime import world
 from pipecompile.runtime.communication_hook import CommunicationHook
 from pipecompile.runtime.distributed_pipeline import Engine
+from pipecompile.runtime.local_share import LocalShare
 from pipecompile.runtime.place import RankPlace
 from pipecompile.runtime.shards import local_part, rows_of
 from pipecompile.runtime.update_rule import UpdateRule
+from pipecompile.training.parallel_stages import Parallelize, refuse_parallelize
 from pipecompile.training.program import Program
 
 __all__ = [
+    "check_conditions",
     "check_links",
     "refuse_frozen",
     "refuse_hook",
     "refuse_hooks_in_flight",
     "refuse_in_flight",
     "refuse_shared_memory",
-    "refuse_stage_replicas",
     "refuse_untrainable",
     "refuse_without_gradients",
     "refuse_without_steps",
-    "warn_of_averages",
-    "warn_of_other_replicas",
     "warn_of_other_shards",
 ]
 
 logger = logging.getLogger("pipecompile.training")
+
+
+def check_conditions(
+    plan: Plan,
+    model: nn.Module,
+    share: LocalShare,
+    parallelize: Parallelize | None,
+    engine: Engine,
+) -> None:
+    """Raise InputError for what these ranks cannot run, and warn of what differs from the plan,
+    before anything is cut.
+    """
+    place, is_divided = share.place, parallelize is not None
+    _refuse_stage_replicas(plan, place, is_divided=is_divided, engine=engine)
+    refuse_parallelize(parallelize, share)
+    check_links(plan, place)
+    _warn_of_other_replicas(plan, place)
+    _warn_of_averages(plan, model, place)
 
 
 def check_links(plan: Plan, place: RankPlace) -> None:
@@ -106,7 +124,7 @@ def _bytes_of(tensor: Tensor) -> tuple[int, int]:
     return int(begin) * tensor.element_size(), int(end) * tensor.element_size()
 
 
-def warn_of_other_replicas(plan: Plan, place: RankPlace) -> None:
+def _warn_of_other_replicas(plan: Plan, place: RankPlace) -> None:
     """Warn if the plan counts another number of replicas than there are."""
     if place.is_distributed and place.replicas != plan.replicas and world.rank() == 0:
         logger.warning(
@@ -141,7 +159,7 @@ def warn_of_other_shards(plan: Plan, stages: Sequence[nn.Module], *, is_sharded:
         )
 
 
-def warn_of_averages(plan: Plan, model: nn.Module, place: RankPlace) -> None:
+def _warn_of_averages(plan: Plan, model: nn.Module, place: RankPlace) -> None:
     """Warn if running averages of replicas will differ."""
     averages = any(
         isinstance(module, nn.modules.batchnorm._BatchNorm)
@@ -158,7 +176,7 @@ def warn_of_averages(plan: Plan, model: nn.Module, place: RankPlace) -> None:
         )
 
 
-def refuse_stage_replicas(
+def _refuse_stage_replicas(
     plan: Plan, place: RankPlace, *, is_divided: bool, engine: Engine
 ) -> None:
     """Raise InputError if stages that have several ranks cannot run so."""

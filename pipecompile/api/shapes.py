@@ -157,21 +157,18 @@ def _memory(
     cut = with_copies(msgspec.structs.replace(graph, copied=names), program.stages)
     ranges = LiveRanges.of(cut.graph, plan.options)
     copies = weight_copies(plan.schedule.name, plan.schedule.placement, plan.microbatches)
-    footprints = [
-        footprint_of(
+    held = []
+    for index, stage in enumerate(plan.stages):
+        runs = program.encoded_runs.get(index, ())
+        footprint = footprint_of(
             ranges.of_stage(index, plan.schedule.placement),
-            [name for name, stage in cut.assignment.items() if stage < index],
-            [name for name, stage in cut.assignment.items() if stage == index],
+            [name for name, other in cut.assignment.items() if other < index],
+            [name for name, other in cut.assignment.items() if other == index],
             [cut.names_in(index, region) for region in program.regions.get(index, ())],
-            [(cut.names_in(index, n), e) for n, e in program.encoded_runs.get(index, ())],
+            [(cut.names_in(index, names), encodings) for names, encodings in runs],
             copies[index],
         )
-        for index in range(plan.k)
-    ]
-    held = [
-        msgspec.structs.replace(stage, footprint=footprint)
-        for stage, footprint in zip(plan.stages, footprints, strict=True)
-    ]
+        held.append(msgspec.structs.replace(stage, footprint=footprint))
     return memory_by_rank(held, plan.schedule, plan.allocator)
 
 

@@ -56,10 +56,11 @@ def _counts(snapshots: Sequence[Snapshot]) -> list[list[int]]:
         for stage, state in snapshot.states.items()
         for handover in state.handovers
     }
-    return [
-        [
-            *chain.from_iterable(state[:-1] for state in snapshot.states.values()),
-            *(snapshot.states[stage].handovers.get(each, 0) for stage, each in handovers),
-        ]
-        for snapshot in snapshots
-    ]
+    rows = []
+    for snapshot in snapshots:
+        states = snapshot.states
+        # The last field of a state are its handovers, which not all snapshots have alike.
+        held = chain.from_iterable(state[:-1] for state in states.values())
+        handed_over = (states[stage].handovers.get(each, 0) for stage, each in handovers)
+        rows.append([*held, *handed_over])
+    return rows

@@ -106,14 +106,9 @@ class _IntegerProgram:
         self._add_units()
         loads = [self._load(stage) for stage in range(self.unit_graph.k)]
         self._add_stage_constraints()
-        rank_loads = [
-            sum(
-                loads[stage]
-                for stage, stage_rank in enumerate(problem.stage_ranks)
-                if stage_rank == rank
-            )
-            for rank in range(problem.ranks)
-        ]
+        rank_loads = [0] * problem.ranks
+        for rank, load in zip(problem.stage_ranks, loads, strict=True):
+            rank_loads[rank] += load
         most = self.model.new_int_var(0, self._largest_load(), "most")
         for load in rank_loads:
             self.model.add(load <= most)

@@ -42,6 +42,7 @@ class Reachability:
         places, count = self.graph.places, len(self.graph.nodes)
         behind = np.eye(count, dtype=np.bool_)
         readers = {tensor.producer: tensor.consumers for tensor in self.graph.tensors}
+        # Backwards, so that the rows of all readers are known.
         for place in reversed(range(count)):
             for name in readers.get(self.graph.nodes[place].name, ()):
                 behind[place] |= behind[places[name]]
@@ -77,17 +78,12 @@ class Reachability:
             milestone = self._milestone(run, before)
             if milestone is None:
                 continue
-            inside = [
-                place
-                for place in run
-                if place < milestone
-                and self.behind[place, milestone]
-                and (before < 0 or self.behind[before, place])
-            ]
+            inside = [place for place in self._between(run, before, milestone) if place < milestone]
             for place in inside:
                 ns[place] = self._forward_ns(place)
             if self.graph.nodes[milestone].saves_at == "after":
                 ns[milestone] = self._forward_ns(milestone)
+            # What a boundary in this block spares at most: one saver, and all that saves nothing.
             savers = [self._forward_ns(place) for place in inside if self._saves(place)]
             others = (self._forward_ns(place) for place in inside if not self._saves(place))
             spared = max(spared, max(savers, default=0) + sum(others))
@@ -108,15 +104,17 @@ class Reachability:
 
     def _milestone(self, run: Sequence[int], before: int) -> int | None:
         """Return the last saver of a run between the milestone `before` and the last of all."""
+        # Where none saves anything there is no milestone, whatever the last one is.
         last = max(filter(self._saves, range(len(self.graph.nodes))), default=-1)
-        between = (
-            place
-            for place in run
-            if self._saves(place)
-            and self.behind[place, last]
-            and (before < 0 or self.behind[before, place])
-        )
-        return max(between, default=None)
+        return max(filter(self._saves, self._between(run, before, last)), default=None)
+
+    def _between(self, run: Sequence[int], before: int, after: int) -> Iterator[int]:
+        """Yield the places of a run that lie behind `before`, unless that is -1, and `after` behind
+        them.
+        """
+        for place in run:
+            if self.behind[place, after] and (before < 0 or self.behind[before, place]):
+                yield place
 
     def _saves(self, place: int) -> bool:
         return self.graph.nodes[place].saves_at != "never"

@@ -121,16 +121,13 @@ class StepBounds:
 
         A copied node is in several stages, and counts in none.
         """
-        copied = self.graph.copied_set
-        return {
-            may_split: self._reachability.sums_behind(
-                [
-                    0 if node.name in copied else _times(node, may_split).load_ns
-                    for node in self.graph.nodes
-                ]
-            )
-            for may_split in (False, True)
-        }
+        nodes, copied = self.graph.nodes, self.graph.copied_set
+
+        def sums(may_split: bool) -> list[int]:
+            loads = [_times(node, may_split).load_ns * (node.name not in copied) for node in nodes]
+            return self._reachability.sums_behind(loads)
+
+        return {may_split: sums(may_split) for may_split in (False, True)}
 
 
 def _times(node: Node, may_split: bool) -> _NodeTimes:

@@ -91,10 +91,12 @@ def _undominated(front: ParetoFront, rows: Numbers) -> Numbers:
     undominated = []
     columns = order.tolist(), front.kept[order].tolist(), front.peak[order].tolist()
     for row, kept, peak in zip(*columns, strict=True):
+        # The last step of the staircase that keeps no more: no earlier one peaks lower.
         step = bisect_left(kepts, kept + 1)
         if step and peaks[step - 1] <= peak:
             continue
         undominated.append(row)
+        # The steps that this row makes superfluous: they keep no less and peak no lower.
         first = last = bisect_left(kepts, kept)
         while last < len(peaks) and peaks[last] >= peak:
             last += 1
@@ -110,6 +112,7 @@ def _spread(front: ParetoFront, rows: Numbers, most: int) -> Numbers:
     """
     cells = max(2, int(most**0.5))
     kept_cell, peak_cell = (_cells(column[rows], cells) for column in (front.kept, front.peak))
+    # By cell, and within a cell by time: the last key of lexsort counts first.
     order = np.lexsort((front.ns[rows], peak_cell, kept_cell))
     cell = kept_cell[order] * cells + peak_cell[order]
     is_first_of_cell = np.concatenate([[True], cell[1:] != cell[:-1]])

@@ -120,16 +120,13 @@ def node_findings(old: Outline, new: Outline, unit: TimeUnit = "ns") -> list[Fin
     """
     changes = [change for change in _changes(old, new) if change.count]
     order = list(dict.fromkeys([*old, *new]))
-    return [
-        Finding(
-            code="nodes",
-            message=f"{_blocks_text([change.block for change in alike], order)}: "
-            f"{_change_text(alike, unit)}",
-            value=sum(change.count for change in alike),
-            limit=0,
-        )
-        for alike in _runs(changes, lambda change: change.shape)
-    ]
+    findings = []
+    for alike in _runs(changes, lambda change: change.shape):
+        blocks = _blocks_text([change.block for change in alike], order)
+        count = sum(change.count for change in alike)
+        message = f"{blocks}: {_change_text(alike, unit)}"
+        findings.append(Finding(code="nodes", message=message, value=count, limit=0))
+    return findings
 
 
 def _changes(old: Outline, new: Outline) -> Iterator[_Change]:
@@ -163,15 +160,8 @@ def _change_text(alike: list[_Change], unit: TimeUnit) -> str:
         return f"came, {each}{nodes}{'' if after is None else f', {time_with_unit(after, unit)}'}"
     if not first.after.nodes:
         return f"went, {each}{nodes}"
-    parts = [
-        f"{len(names)}{said} ({_names_text(names)})"
-        for said, names in (
-            (f" of {nodes} changed", first.changed),
-            (" came", first.came),
-            (" went", first.went),
-        )
-        if names
-    ]
+    said = {f" of {nodes} changed": first.changed, " came": first.came, " went": first.went}
+    parts = [f"{len(names)}{what} ({_names_text(names)})" for what, names in said.items() if names]
     if first.times_differ:
         parts.append(_times_text(before or 0, after or 0, unit))
     return f"{each}{', '.join(parts)}"

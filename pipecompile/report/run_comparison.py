@@ -313,12 +313,12 @@ def _minibatch_lengths(plan: Plan, step: RecordedStep) -> Iterator[int]:
     """Yield the times between the ends of minibatches on the first rank, while the pipeline is
     filled: without the first ones and the last ones, as many as the pipeline holds.
     """
-    ends = [
-        recorded.end_ns
-        for recorded in step.ranks[plan.schedule.placement[0]].actions
-        for action in [Action.parse(recorded.action)]
-        if action.kind is Kind.BACKWARD and ((action.microbatch or 0) + 1) % plan.microbatches == 0
-    ]
+    ends: list[int] = []
+    for recorded in step.ranks[plan.schedule.placement[0]].actions:
+        action = Action.parse(recorded.action)
+        is_last = ((action.microbatch or 0) + 1) % plan.microbatches == 0
+        if action.kind is Kind.BACKWARD and is_last:
+            ends.append(recorded.end_ns)
     held = -(-plan.ranks // plan.microbatches)
     for before, after in pairwise(ends[held:-held]):
         yield after - before

@@ -153,6 +153,7 @@ class ContinuousOrder:
 
     def _forward(self, order: _StageOrder, read: int) -> Iterator[Action]:
         microbatch = order.microbatch(order.forwards)
+        # A deferred step is made now, since this forward reads what it makes.
         for weights in order.weights:
             while self.rule.version(self.size, weights.owner, microbatch) > weights.steps:
                 yield self._step(order, weights)
@@ -161,6 +162,7 @@ class ContinuousOrder:
         order.forwards += 1
         if self.messages and order.stage + 1 < self.size.stages:
             yield Action(order.stage, Kind.SEND_FORWARD, microbatch)
+        # One ahead, so that the next values arrive while this stage computes.
         yield from self._receives(order, min(read, order.microbatch(order.forwards) + 1))
 
     def _receives(self, order: _StageOrder, end: int) -> Iterator[Action]:
@@ -180,6 +182,7 @@ class ContinuousOrder:
         if self.messages and stage:
             yield Action(stage, Kind.SEND_BACKWARD, microbatch)
         if self.rule.update(self.size, order.unfinished) > order.closed:
+            # Sums first and steps then: a rank that holds a copy waits for the sum alone.
             for weights in order.weights:
                 yield Action(weights.owner, Kind.REDUCE, None, order.closed + 1)
             order.closed += 1

@@ -246,17 +246,16 @@ def memory_by_rank(
     in_time = snapshots_by_rank(lasting, schedule.microbatches)
     timed = _memory_of(stages, schedule, in_time, allocator)
     most = most_by_rank(stages, schedule, allocator)
-    return tuple(
-        RankMemory(
-            **{
-                kind: Amount(
-                    expected=getattr(expected, kind).expected, bound=getattr(bound, kind).bound
-                )
-                for kind in RankMemory.__struct_fields__
-            }
-        )
-        for expected, bound in zip(timed, most, strict=True)
-    )
+    return tuple(map(_with_bound, timed, most))
+
+
+def _with_bound(timed: RankMemory, most: RankMemory) -> RankMemory:
+    """Return what is expected of one memory of a rank, with the bounds of another one."""
+    kinds = {}
+    for kind in RankMemory.__struct_fields__:
+        expected, bound = getattr(timed, kind).expected, getattr(most, kind).bound
+        kinds[kind] = Amount(expected=expected, bound=bound)
+    return RankMemory(**kinds)
 
 
 def most_by_rank(

@@ -6,6 +6,7 @@ import random
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -21,11 +22,13 @@ from pipecompile.errors import (
     InfeasibleError,
     InputError,
     PipecompileError,
+    ScheduleError,
     StalePlanError,
 )
 from pipecompile.frontend.signature import arguments_of
 from pipecompile.frontend.target import Target, sum_of_squares
 from pipecompile.ir.plan import Plan
+from pipecompile.ir.serialization import encode
 from tests.sweeps import sweep
 
 X = torch.randn(8, 8, generator=torch.Generator().manual_seed(1))
@@ -358,3 +361,13 @@ def test_an_edited_plan_is_refused() -> None:
     )
     with pytest.raises(StalePlanError, match="the plan was edited"):
         compiled(linears(6), plan=dropped)
+
+
+def test_an_unsound_plan_is_refused_before_the_model_runs(tmp_path: Path) -> None:
+    edited = tmp_path / "plan.json"
+    plan = encode(compiled(linears(6)).plan)
+    edited.write_bytes(plan.replace(b'"0REDUCE_GRAD"', b'"0SEND_B0"'))
+    model = linears(6)
+    model.register_forward_pre_hook(lambda *_: pytest.fail("the model has run"))
+    with pytest.raises(ScheduleError, match="not sound: rank 0: 0REDUCE_GRAD is missing"):
+        compiled(model, plan=edited)

@@ -75,6 +75,9 @@ class Drafter(Protocol):
     def explains(self) -> bool:
         """Whether a refusal may say what would fit."""
 
+    def quick(self) -> Drafter | None:
+        """Return the same with short searches; None if these are short."""
+
     def planned(self, options: Options, *, explained: bool) -> Plan:
         """Return the plan of the best cut; a refusal says what would fit if it is `explained`."""
 
@@ -107,6 +110,9 @@ class OpenChoices:
             own = self.drafter.planned(self.options, explained=False)
         except InfeasibleError as error:
             refusal = error
+            # Where short searches find nothing under any choice, long ones would hardly.
+            if (quick := self.drafter.quick()) is not None:
+                OpenChoices(self.graph, self.options, self.placement, quick).shortest()
         plans = self._ordered(self.options, own)
         for options in policies:
             if not self._is_ruled_out(options, plans):

@@ -21,7 +21,11 @@ def least_ns(problem: RecomputeProblem, in_flight: int, available: int) -> int |
     bytes per microbatch must be freed. To free a tensor its producer runs once more, which takes
     producer's ns / producer's saved bytes for each byte. Freeing the cheapest bytes first, parts of
     a producer included, is the fractional knapsack: no real choice frees as much in less time.
+
+    Whatever is recomputed, a node's backward needs what that node saves, and its gradients.
     """
+    if _backward_bytes(problem) + (in_flight - 1) * problem.sent_bytes > available:
+        return None
     saved_bytes = sum(t.bytes for t in problem.tensors if t.savers and not t.is_sent)
     missing = problem.sent_bytes + saved_bytes - max(0, available) // in_flight
     spent = Fraction(0)
@@ -30,6 +34,16 @@ def least_ns(problem: RecomputeProblem, in_flight: int, available: int) -> int |
         spent += ns_per_byte * freed
         missing -= freed
     return None if missing > 0 else ceil(spent)
+
+
+def _backward_bytes(problem: RecomputeProblem) -> int:
+    """Return what the largest backward of a single node takes, with what is sent."""
+    needed = list(problem.backward_peak)
+    for tensor in problem.tensors:
+        if not tensor.is_sent:
+            for position in tensor.savers:
+                needed[position] += tensor.bytes
+    return problem.sent_bytes + max(needed, default=0)
 
 
 def _rates(problem: RecomputeProblem) -> list[tuple[Fraction, int]]:

@@ -15,6 +15,7 @@ from pipecompile.memory_model.live_ranges import LiveRanges
 from pipecompile.memory_model.recompute_problem import recompute_problem_of
 from pipecompile.memory_model.stage import footprint_of
 from pipecompile.recompute.choice import cheapest, priced
+from pipecompile.recompute.lower_bound import least_ns
 from pipecompile.recompute.nested_regions import nested_regions
 from pipecompile.recompute.region import Region
 from tests.ir.cost_graphs import cost_graphs, stages_of
@@ -97,6 +98,8 @@ def test_on_chains_nothing_that_fits_is_faster(graph: CostGraph, data: st.DataOb
     assert (best.ns, peak <= best.peak <= available) == (ns, True)
     assert ns == min(ns for peak, ns in every.values() if peak <= available)
     assert nested_regions(problem, names, min(peak for peak, _ in every.values()) - 1) is None
+    assert least_ns(problem, 1, available) is not None
+    assert least_ns(problem, 1, max(problem.backward_peak) - 1) is None
 
 
 @settings(max_examples=examples(40), deadline=None)

@@ -32,7 +32,11 @@ from pipecompile.ir.plan import BatchNormUpdate
 from pipecompile.passes.contract import apply_passes
 from pipecompile.passes.device_constants import LeaveMeta
 from pipecompile.runtime.messages import BoundaryShape
-from pipecompile.training.model_changes import changed_parameter, changed_setting
+from pipecompile.training.model_changes import (
+    BACKWARD_HOOKS,
+    changed_parameter,
+    changed_setting,
+)
 
 __all__ = ["Program", "modes_of", "modes_of_both"]
 
@@ -297,9 +301,14 @@ def _items(captured: Capture) -> AttributeItems:
 
 def _watched(captured: Capture) -> Iterator[tuple[str, nn.Module, list[str]]]:
     """Yield each module with its path and the names of its attributes that must stay the same."""
+    nodes = tuple(f"{node.target}." for node in captured.graph.nodes if node.op == "call_module")
     for path, module in captured.model.named_modules():
         names = settings_of(module)
-        yield path, module, [n for n in names if n in TABLES or captured.may_read(path, n)]
+        watched = [n for n in names if n in TABLES or captured.may_read(path, n)]
+        # A module that is one node calls its own hooks, and so do those in it.
+        if not f"{path}.".startswith(nodes):
+            watched += BACKWARD_HOOKS
+        yield path, module, watched
 
 
 def _shape(edge: BoundaryTensor) -> BoundaryShape:

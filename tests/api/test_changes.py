@@ -118,6 +118,24 @@ def grown(model: Scaled) -> None:
     model.added = nn.Linear(8, 8)
 
 
+def grown_by_a_number(model: Scaled) -> None:
+    """As `nn.Sequential.append` does."""
+    model.add_module("1", nn.Sequential(nn.Linear(8, 8)))
+
+
+def shrunk(model: Scaled) -> None:
+    model.last = nn.Identity()
+    del model.drop
+
+
+def hooked_backwards(model: Scaled) -> None:
+    model.register_full_backward_hook(lambda *_: None)
+
+
+def hooked_before_backwards(model: Scaled) -> None:
+    model.register_full_backward_pre_hook(lambda *_: None)
+
+
 @pytest.mark.one_case_in(2)
 @pytest.mark.parametrize(
     ("change", "text"),
@@ -132,6 +150,10 @@ def grown(model: Scaled) -> None:
         (shortened, r"shift is a tensor \(1,\) of .*float32 on cpu, but was a tensor \(8,\)"),
         (patched, "first.forward was not there when"),
         (grown, "added is a module that was not there when"),
+        (grown_by_a_number, "1 is a module that was not there when"),
+        (shrunk, "drop is gone, but was a module when"),
+        (hooked_backwards, "the model has a backward hook that was not there .* taken apart"),
+        (hooked_before_backwards, "the model has a backward hook that was not there .* apart"),
         (converted, r"first.weight is torch.float64, but was torch.float32 .* convert the model"),
         (frozen, "first.bias requires no gradient, but did when the model was compiled"),
         (checkpointed, r"gradient_checkpointing is True, but was False .* \(recompute=\)"),
@@ -330,6 +352,15 @@ def test_a_hook_in_the_place_of_another() -> None:
     model.first.register_forward_hook(lambda module, args, output: output * 3)
     with pytest.raises(InputError, match=r"^first has other forward hooks than when"):
         pipeline.step(X, X)
+
+
+def test_backward_hooks_of_modules_that_are_one_node_may_come_later() -> None:
+    model, seen = Scaled(), []
+    pipeline = compiled(model)
+    model.first.register_full_backward_hook(lambda *_: seen.append("first"))
+    model.last.register_full_backward_pre_hook(lambda *_: seen.append("last"))
+    pipeline.step(X, X)
+    assert sorted(seen) == ["first", "first", "last", "last"]
 
 
 class Merging(Scaled):

@@ -30,7 +30,8 @@ from __future__ import annotations
 
 import os
 import sys
-from collections import ChainMap, UserDict, UserList, deque
+from array import array
+from collections import ChainMap, UserDict, UserList, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from contextvars import ContextVar
@@ -46,10 +47,10 @@ from types import (
     ModuleType,
 )
 from typing import Any
-from weakref import ReferenceType
+from weakref import ProxyTypes, ReferenceType, WeakKeyDictionary, WeakSet, WeakValueDictionary
 
 import numpy
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from pipecompile.frontend.code_names import ANY, OF_TENSORS, names_in, strings_in
 from pipecompile.frontend.packages import is_foreign, is_installed, package_of
@@ -66,8 +67,10 @@ __all__ = ["OutsideValues"]
 MOST_ITEMS = 1024
 """Of a larger container only the identity is compared."""
 MAPPINGS = (MappingProxyType, UserDict, ChainMap)
+BUFFERS = (bytearray, array, memoryview)
 ARRAYS = (numpy.ndarray, numpy.generic)
-COMPARED = (*PLAIN, *CONTAINERS, *MAPPINGS, *ARRAYS, tuple, Tensor)
+NUMBERS = (*ARRAYS, *BUFFERS)
+COMPARED = (*PLAIN, *CONTAINERS, *MAPPINGS, *NUMBERS, tuple, Tensor)
 """Of all else, such as functions and objects, only the identity is compared."""
 ENVIRONMENT = frozenset({"environ", "getenv"})
 MAKING = frozenset({"__new__", "__init__", "__post_init__"})
@@ -95,6 +98,10 @@ PARTS: Mapping[type, tuple[str, ...]] = {
     partial: ("func", "args", "keywords"),
     partialmethod: ("func", "args", "keywords"),
     UserList: ("data",),
+    WeakKeyDictionary: ("data",),
+    WeakValueDictionary: ("data",),
+    WeakSet: ("data",),
+    defaultdict: ("default_factory",),
 }
 """Attributes of what leads to a function, which calls it with these, or to items."""
 REGISTRY = "registry"
@@ -129,6 +136,10 @@ def _comparable(value: Any) -> Any:
     """Return what `is_same_value` tells changes of a value by, also those in place."""
     if isinstance(value, (*CONTAINERS, tuple)):
         return deep_copy(value) if len(value) <= MOST_ITEMS else value
+    if isinstance(value, BUFFERS):
+        view = memoryview(value)
+        is_small = view.nbytes <= MOST_ITEMS * view.itemsize
+        return (view.format, view.shape, view.tobytes()) if is_small else value
     if isinstance(value, ARRAYS) and value.size <= MOST_ITEMS:
         return value.dtype.str, value.shape, value.tobytes()
     if isinstance(value, MAPPINGS) and len(value) <= MOST_ITEMS:
@@ -153,7 +164,7 @@ class OutsideValues:
         small = (each for each in self._objects if isinstance(each, (*CONTAINERS, tuple)))
         self._containers = ContainerItems(each for each in small if len(each) <= MOST_ITEMS)
         self._read_each_time = [
-            each for each in search.values if isinstance(each.value, (*ARRAYS, *MAPPINGS))
+            each for each in search.values if isinstance(each.value, (*NUMBERS, *MAPPINGS))
         ]
         self._code_places = [where for where, _, _ in search.code]
         self._code_reads = [read for _, read, _ in search.code]
@@ -227,7 +238,7 @@ class _NameSearch:
                 continue
             where, value = f"{path}.{name}".lstrip("."), attributes[name]
             # The others are compared by the modules' owner.
-            if isinstance(value, (*ARRAYS, *MAPPINGS)):
+            if isinstance(value, (*NUMBERS, *MAPPINGS)):
                 self._look(where, partial(attributes.get, name, GONE))
             self._follow(where, value)
         self._look_in_slots(path, module)
@@ -244,7 +255,7 @@ class _NameSearch:
             self.code.append((where, read, value))
             for key, item in value.items():
                 self.code.append((f"{where}[{key!r}]", partial(dict.get, value, key), item))
-        elif isinstance(value, COMPARED):
+        elif type(value) not in ProxyTypes and isinstance(value, COMPARED):
             self.values.append(_OutsideValue(where, read, value, _comparable(value)))
         else:
             self.code.append((where, read, value))
@@ -271,10 +282,13 @@ class _NameSearch:
 
     def _look_up(self, where: str, value: Any) -> None:
         """Look up in `value`, and in what it consists of, the names that can reach it."""
+        if type(value) in ProxyTypes:  # of what is gone not even the class can be asked
+            self._look(where, partial(_referent, value))
+            return
         if isinstance(value, type):
             self._look_in_class(value)
             self._look_at_making(value)
-        if id(value) in self._seen or isinstance(value, (*PLAIN, *ARRAYS, Tensor, type)):
+        if id(value) in self._seen or isinstance(value, (*PLAIN, *NUMBERS, Tensor, type)):
             return
         self._seen.add(id(value))
         if isinstance(value, FunctionType):
@@ -291,11 +305,16 @@ class _NameSearch:
                     self._look(f"{where}.{part}", partial(getattr, value, part))
         if isinstance(value, (*CONTAINERS, *MAPPINGS, tuple)) and len(value) <= MOST_ITEMS:
             for item in value.values() if isinstance(value, (dict, *MAPPINGS)) else value:
-                if not self._is_of_all_models(item):
+                if isinstance(item, NUMBERS):
+                    self._look(where, partial(_itself, item))
+                elif not self._is_of_all_models(item):
                     self._follow(where, item)
 
     def _look_in_function(self, function: FunctionType) -> None:
-        if self._is_foreign(function.__module__):
+        # It may say the module of a function that it wraps. Code that was made by `exec` has none,
+        # and what generates code (torch.fx) lets it call the functions of the user.
+        module = function.__globals__.get("__name__")
+        if module and self._is_foreign(module) and self._is_foreign(function.__module__):
             return
         code, where = function.__code__, function.__qualname__
         reads = names_in(code)
@@ -305,7 +324,7 @@ class _NameSearch:
         if reads.is_by_text:
             self._add_texts(function.__globals__.get(name) for name in reads.globals)
         # Functions of one module share its globals.
-        module, of_module = function.__module__, function.__globals__
+        module, of_module = str(module or where), function.__globals__
         known = self._known_globals.setdefault(id(of_module), set())
         names = (reads.globals & of_module.keys()) - known
         known |= names
@@ -359,7 +378,9 @@ class _NameSearch:
         if type(kind) is not type:
             self._look_in_class(type(kind))
         for base in kind.__mro__:
-            if id(base) not in self._seen and not self._is_foreign(base.__module__):
+            is_generated = issubclass(base, fx.GraphModule) and base is not fx.GraphModule
+            is_own = is_generated or not self._is_foreign(base.__module__)
+            if is_own and id(base) not in self._seen:
                 self._seen.add(id(base))
                 names = {*self._named(vars(base)), *_operators(base)}
                 self._look_among(base.__qualname__, vars(base), names, base.__module__)
@@ -445,6 +466,17 @@ def _own_class(kind: type) -> type:
 
 def _new_name(where: str, items: Mapping[str, Any], absent: frozenset[str]) -> str:
     return f"{where}.{next(name for name in sorted(absent) if name in items)}"
+
+
+def _itself(value: Any) -> Any:
+    return value
+
+
+def _referent(proxy: Any) -> Any:
+    """Return what a weak proxy stands for."""
+    with suppress(ReferenceError):
+        return proxy.__repr__.__self__
+    return GONE
 
 
 def _content(cell: CellType) -> Any:

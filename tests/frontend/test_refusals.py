@@ -6,6 +6,7 @@ import inspect
 import os
 import secrets
 import time
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -143,6 +144,20 @@ def test_inference_mode() -> None:
         torch.inference_mode(),
         pytest.raises(InputError, match=r"leave torch\.inference_mode first"),
     ):
+        captured(model, torch.randn(4, 4))
+
+
+class Trainer:
+    """Holds no tensor."""
+
+
+def test_a_weak_proxy_of_what_is_gone() -> None:
+    """As Lightning leaves one of its trainer: torch itself cannot ask for its class."""
+    model, trainer = nn.Sequential(nn.Linear(4, 4)), Trainer()
+    model[0].trainer = weakref.proxy(trainer)
+    captured(model, torch.randn(4, 4))
+    del trainer
+    with pytest.raises(InputError, match=r"^0 has an attribute 'trainer', a weak proxy of .* gone"):
         captured(model, torch.randn(4, 4))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import sympy
@@ -17,6 +18,7 @@ from pipecompile.frontend.batch_dims import output_dim
 from pipecompile.frontend.constant_answers import ConstantAnswer
 from pipecompile.frontend.data_probe import probe_data
 from pipecompile.frontend.guards import Guards, ValueRead
+from pipecompile.frontend.outside_values import OutsideValues
 from pipecompile.frontend.recording import SymbolicNumber
 from pipecompile.frontend.refusals import UnsupportedError
 from pipecompile.frontend.signature import Arguments, InputStructure, OutputStructure
@@ -92,6 +94,21 @@ class Capture:
             return False
         read = self.read_attributes
         return read is None or (path, name) in read or (path, ALL) in read
+
+    @cached_property
+    def _run_modules(self) -> frozenset[str]:
+        return frozenset(str(n.target) for n in self.graph.nodes if n.op == "call_module")
+
+    def runs_itself(self, path: str) -> bool:
+        """Return whether the module at `path` is one node, or in one: its own code and hooks run in
+        each step.
+        """
+        parts = path.split(".")
+        return any(".".join(parts[:end]) in self._run_modules for end in range(1, len(parts) + 1))
+
+    def outside_values(self) -> OutsideValues:
+        """Return what the forward may read now, besides what its modules hold themselves."""
+        return OutsideValues(self.model, self.may_read, self.runs_itself)
 
     def with_keys_in_order(self) -> Capture:
         """Return the capture for arguments with their keys in the order of these."""

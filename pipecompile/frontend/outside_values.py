@@ -111,6 +111,7 @@ GONE = object()
 Read = Callable[[], Any]
 """Returns what is in a place now, `GONE` if nothing is."""
 MayRead = Callable[[str, str], bool]
+RunsItself = Callable[[str], bool]
 Place = str | Callable[[], str]
 """The name of a place; where there was nothing, what returns it once there is."""
 
@@ -151,12 +152,18 @@ class OutsideValues:
     """The values that the forward of a model may read now, besides what its modules hold
     themselves.
 
-    `may_read` tells by path and name which attributes of modules lead to such values.
-    `looks_past_classes` is whether some code reads attributes so that no class can tell which.
+    `may_read` tells by path and name which attributes of modules lead to such values, `runs_itself`
+    by path which modules call their hooks in each step. `looks_past_classes` is whether some code
+    reads attributes so that no class can tell which.
     """
 
-    def __init__(self, model: nn.Module, may_read: MayRead = lambda *_: True) -> None:
-        search = _NameSearch(model, may_read)
+    def __init__(
+        self,
+        model: nn.Module,
+        may_read: MayRead = lambda *_: True,
+        runs_itself: RunsItself = lambda _: False,
+    ) -> None:
+        search = _NameSearch(model, may_read, runs_itself)
         self.looks_past_classes = search.looks_past_classes
         self._values = search.values
         self._reads = [each.read for each in search.values]
@@ -203,8 +210,13 @@ class _NameSearch:
     attributes of all objects, classes and Python modules that are found.
     """
 
-    def __init__(self, model: nn.Module, may_read: MayRead = lambda *_: True) -> None:
-        self._may_read = may_read
+    def __init__(
+        self,
+        model: nn.Module,
+        may_read: MayRead = lambda *_: True,
+        runs_itself: RunsItself = lambda _: False,
+    ) -> None:
+        self._may_read, self._runs_itself = may_read, runs_itself
         self._names, self._may_be_absent = frozenset({"forward"}), frozenset[str]()
         self._of_owners = frozenset[tuple[str, str]]()
         named_modules, before = list(model.named_modules()), (frozenset[Any](),) * 3
@@ -242,8 +254,9 @@ class _NameSearch:
                 self._look(where, partial(attributes.get, name, GONE))
             self._follow(where, value)
         self._look_in_slots(path, module)
-        for hook in (*module._forward_pre_hooks.values(), *module._forward_hooks.values()):
-            self._follow("a hook", hook)
+        if not self._runs_itself(path):
+            for hook in (*module._forward_pre_hooks.values(), *module._forward_hooks.values()):
+                self._follow("a hook", hook)
 
     def _look(self, where: str, read: Read, *, is_shared: bool = False) -> None:
         """Note what is in a place that a function reads, and follow it.

@@ -16,7 +16,6 @@ from pipecompile.codegen.stages import BoundaryTensor, StageModule, emit
 from pipecompile.errors import InputError
 from pipecompile.frontend.captured_graph import Capture
 from pipecompile.frontend.microbatch import InputShapes, MicrobatchSizes
-from pipecompile.frontend.outside_values import OutsideValues
 from pipecompile.frontend.signature import OutputStructure
 from pipecompile.graph.attributes import (
     TABLES,
@@ -133,11 +132,11 @@ class Program:
         model = self.captured.model
         # Listed once: a step of a small model takes a millisecond, and so does the list.
         self.named_modules = tuple(model.named_modules())
-        self._outside_values = OutsideValues(model, self.captured.may_read)
+        self._outside_values = self.captured.outside_values()
         if self._outside_values.looks_past_classes:
             # What the forward read of modules was not seen.
             self.captured = replace(self.captured, read_attributes=None)
-            self._outside_values = OutsideValues(model)
+            self._outside_values = self.captured.outside_values()
         self._items = _items(self.captured)
         self._settings = dict(_settings(self.captured))
         # Of the loss only these: it runs as it is, and may change what else it has.
@@ -301,12 +300,10 @@ def _items(captured: Capture) -> AttributeItems:
 
 def _watched(captured: Capture) -> Iterator[tuple[str, nn.Module, list[str]]]:
     """Yield each module with its path and the names of its attributes that must stay the same."""
-    nodes = tuple(f"{node.target}." for node in captured.graph.nodes if node.op == "call_module")
     for path, module in captured.model.named_modules():
         names = settings_of(module)
         watched = [n for n in names if n in TABLES or captured.may_read(path, n)]
-        # A module that is one node calls its own hooks, and so do those in it.
-        if not f"{path}.".startswith(nodes):
+        if not captured.runs_itself(path):
             watched += BACKWARD_HOOKS
         yield path, module, watched
 

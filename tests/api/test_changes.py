@@ -363,6 +363,37 @@ def test_backward_hooks_of_modules_that_are_one_node_may_come_later() -> None:
     assert sorted(seen) == ["first", "first", "last", "last"]
 
 
+SEEN: dict[str, Any] = {}
+
+
+@pytest.mark.parametrize("kept", [SEEN, {}, SimpleNamespace()], ids=["global", "closure", "object"])
+def test_hooks_of_modules_that_are_one_node_may_keep_what_they_see(kept: Any) -> None:
+    def keep(module: nn.Module, args: Any, output: Tensor) -> None:
+        if kept is SEEN:
+            SEEN["output"] = output.detach()
+        elif isinstance(kept, dict):
+            kept["output"] = output.detach()
+        else:
+            kept.output = output.detach()
+
+    model = Scaled()
+    model.first.register_forward_hook(keep)
+    pipeline = compiled(model)
+    for sample in (X, -X):
+        pipeline.step(sample, X)
+        output = kept["output"] if isinstance(kept, dict) else kept.output
+        assert torch.equal(output, model.first.forward(sample[2:]))
+
+
+def test_what_a_hook_reads_that_is_in_the_graph_stays() -> None:
+    model, scales = Scaled(), [2.0]
+    model.register_forward_hook(lambda module, args, output: output * scales[0])
+    pipeline = compiled(model)
+    scales[0] = 3.0
+    with pytest.raises(InputError, match=r"^scales in .* has changed since the model was compiled"):
+        pipeline.step(X, X)
+
+
 class Merging(Scaled):
     """Does more than set flags in `.eval()`."""
 

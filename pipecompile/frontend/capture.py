@@ -137,7 +137,7 @@ def captures(
             continue
         # One probe serves all methods.
         if method.allows_data and answers is None:
-            with read_outside.noted():
+            with read_outside.noted(model):
                 answers = _probe_data(model, call, failures)
         by = partial(_capture_by, model, call, leaves=leaves, recapture=recapture)
         if method is IN_SIGHT and as_outside and any(_masks_nothing(call)):
@@ -237,7 +237,7 @@ def _capture_by(
     record = partial(record_forward, model, call, options, symbolic=method.symbolic)
     before, reads = ModuleAttributes.of(model), AttributeReads()
     try:
-        with reads.noted():
+        with reads.noted(model):
             forward = record()
             changed = changed_attributes(before, ModuleAttributes.of(model))
             if changed:

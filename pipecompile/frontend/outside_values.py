@@ -152,18 +152,20 @@ class OutsideValues:
     """The values that the forward of a model may read now, besides what its modules hold
     themselves.
 
-    `may_read` tells by path and name which attributes of modules lead to such values, `runs_itself`
-    by path which modules call their hooks in each step. `looks_past_classes` is whether some code
-    reads attributes so that no class can tell which.
+    `may_read` tells by path and name which attributes of modules lead to such values, `has_read`
+    which of objects in them were seen to be read, and `runs_itself` by path which modules call
+    their hooks in each step. `looks_past_classes` is whether some code reads attributes so that no
+    class can tell which.
     """
 
     def __init__(
         self,
         model: nn.Module,
         may_read: MayRead = lambda *_: True,
+        has_read: MayRead = lambda *_: False,
         runs_itself: RunsItself = lambda _: False,
     ) -> None:
-        search = _NameSearch(model, may_read, runs_itself)
+        search = _NameSearch(model, may_read, has_read, runs_itself)
         self.looks_past_classes = search.looks_past_classes
         self._values = search.values
         self._reads = [each.read for each in search.values]
@@ -214,9 +216,11 @@ class _NameSearch:
         self,
         model: nn.Module,
         may_read: MayRead = lambda *_: True,
+        has_read: MayRead = lambda *_: False,
         runs_itself: RunsItself = lambda _: False,
     ) -> None:
-        self._may_read, self._runs_itself = may_read, runs_itself
+        self._may_read, self._has_read = may_read, has_read
+        self._runs_itself = runs_itself
         self._names, self._may_be_absent = frozenset({"forward"}), frozenset[str]()
         self._of_owners = frozenset[tuple[str, str]]()
         named_modules, before = list(model.named_modules()), (frozenset[Any](),) * 3
@@ -430,8 +434,12 @@ class _NameSearch:
         owners.update(base.__qualname__ for base in type(value).__mro__)
         return [
             name
-            for name in self._named(attributes)
-            if name not in OF_TENSORS or any((owner, name) in self._of_owners for owner in owners)
+            for name in attributes
+            if self._has_read(where, name)
+            or (
+                name in self._names
+                and (name not in OF_TENSORS or any((o, name) in self._of_owners for o in owners))
+            )
         ]
 
     def _is_of_all_models(self, item: Any) -> bool:

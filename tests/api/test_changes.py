@@ -6,6 +6,8 @@ from __future__ import annotations
 
 import copy
 import inspect
+import operator
+from dataclasses import asdict, astuple, dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -361,6 +363,49 @@ def test_backward_hooks_of_modules_that_are_one_node_may_come_later() -> None:
     model.last.register_full_backward_pre_hook(lambda *_: seen.append("last"))
     pipeline.step(X, X)
     assert sorted(seen) == ["first", "first", "last", "last"]
+
+
+@dataclass
+class Scales:
+    scale_0: float = 1.0
+    scale_1: float = 2.0
+    unread: int = 0
+
+
+class ByComputedName(Scaled):
+    def __init__(self, scale: Any) -> None:
+        super().__init__()
+        self.scales, self.scale_of = Scales(), scale
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.scale_of(self.scales)
+
+
+@pytest.mark.parametrize(
+    "scale",
+    [
+        lambda scales: getattr(scales, f"scale_{1}"),
+        lambda scales: vars(scales)[f"scale_{1}"],
+        lambda scales: asdict(scales)[f"scale_{1}"],
+        lambda scales: (lambda scale_0, scale_1, unread: scale_1)(**vars(scales)),
+        operator.attrgetter(f"scale_{1}"),
+        lambda scales: next(value for value in astuple(scales) if value > 1),
+    ],
+)
+def test_names_that_the_forward_computes(scale: Any) -> None:
+    model = ByComputedName(scale)
+    pipeline = compiled(model)
+    pipeline.step(X, X)
+    model.scales.scale_1 = 3.0
+    with pytest.raises(InputError, match=r"^scales.scale_1 has changed since"):
+        pipeline.step(X, X)
+
+
+def test_names_that_no_forward_computes() -> None:
+    model = ByComputedName(lambda scales: getattr(scales, f"scale_{1}"))
+    pipeline = compiled(model)
+    model.scales.unread, model.scales.scale_0 = 1, 2.0
+    pipeline.step(X, X)
 
 
 SEEN: dict[str, Any] = {}

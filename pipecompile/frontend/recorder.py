@@ -57,6 +57,7 @@ from pipecompile.frontend.torch_patches import (
     notify_autocast_clears,
     redirect_calls,
     refuse_own_saving_hooks,
+    refuse_questions_of_history,
     run_inference_as_no_grad,
     set_export_flags,
 )
@@ -144,6 +145,8 @@ class ForwardRecorder(TorchFunctionMode):
             for module in root.modules()
         }
         self._tracker = SideEffectTracker()
+        # By the id of each tensor that is given to a module which is one node: the path of that.
+        self._given: dict[int, str] = {}
 
     def path_of(self, module: nn.Module) -> str:
         """Return the first path of one of the model's modules."""
@@ -164,6 +167,7 @@ class ForwardRecorder(TorchFunctionMode):
             run_inference_as_no_grad(),
             notify_autocast_clears(self.recording.note_autocast_clear),
             refuse_own_saving_hooks(),
+            refuse_questions_of_history(self._given),
             self.mode,
             swapped_state(self.root, self._state) as lost,
             enable_python_dispatcher(),
@@ -435,9 +439,15 @@ class ForwardRecorder(TorchFunctionMode):
                 )
         state = [*module.parameters(), *module.buffers()]
         call = RecordedCall(self.recording, self._tracker, args, kwargs, state=state)
-        with _pop_mode_temporarily(), replay_answers(self._answers(call_number)):
-            result = call.run(lambda: original(module, *args, **kwargs))
-            self._refuse_data(result, type(module).__name__)
+        for value in tensors_in((args, kwargs)):
+            if value.requires_grad:
+                self._given[id(value)] = self._paths[module]
+        try:
+            with _pop_mode_temporarily(), replay_answers(self._answers(call_number)):
+                result = call.run(lambda: original(module, *args, **kwargs))
+                self._refuse_data(result, type(module).__name__)
+        finally:
+            self._given.clear()
         self._record("call_module", self._paths[module], call, result, call_number=call_number)
         return result
 

@@ -1,10 +1,12 @@
-"""Which attributes of its modules a forward reads: their values are in a graph of it.
+"""Which attributes of its modules, and of objects that they hold, a forward reads: their values are
+in a graph of it.
 
 They are noted while the forward runs, so names that it computes are among them:
 
     getattr(self, f"scale_{i}")     scale_0, scale_1, ...
     hasattr(self, "scale")          scale, though there may be none
     vars(self), copy(self)          all that the module has
+    asdict(self.config)             all fields of the config
 """
 
 from __future__ import annotations
@@ -12,16 +14,22 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from itertools import chain
 from types import FrameType
+from typing import Any
 
 from torch import nn
 
+from pipecompile.frontend.packages import is_foreign, is_installed, package_of
 from pipecompile.frontend.source import HIDDEN
 
 __all__ = ["ALL", "AttributeReads"]
 
+GETTER = "__getattribute__"
+Getter = Callable[[Any, str], Any]
 ALL = "__dict__"
 """Stands for all attributes of a module."""
 COPYING = "__getstate__"
@@ -32,36 +40,69 @@ OF_ONE_NAME = (*HIDDEN, functools.__file__)
 
 @dataclass(frozen=True)
 class AttributeReads:
-    """The attributes that are read in the blocks of `noted`, each with the id of its module."""
+    """What is read in the blocks of `noted`, by the id of the module or object."""
 
     _read: set[tuple[int, str]] = field(default_factory=set)
 
     @contextlib.contextmanager
-    def noted(self) -> Iterator[None]:
-        """Note what is read of modules in the block."""
-
-        def get_attribute(module: nn.Module, name: str) -> object:
-            if name != ALL or _reads_all(sys._getframe(1)):
-                self._read.add((id(module), ALL if name == COPYING else name))
-            return super(nn.Module, module).__getattribute__(name)
-
-        nn.Module.__getattribute__ = get_attribute  # type: ignore[method-assign, assignment]
-        try:
+    def noted(self, model: nn.Module) -> Iterator[None]:
+        """Note what is read in the block of modules, and of objects of the user's own classes that
+        those of `model` hold.
+        """
+        own = {type(value) for _, value in _held(model) if _is_own(type(value))}
+        with contextlib.ExitStack() as patches:
+            self._note(nn.Module, _attribute_of_module, patches)
+            for kind in own:
+                self._note(kind, getattr(kind, GETTER), patches)
             yield
-        finally:
-            del nn.Module.__getattribute__
 
     def of(self, model: nn.Module) -> frozenset[tuple[str, str]]:
-        """Return what was read of the modules of `model`, by path and name. Of a class that looks
-        its attributes up itself all count as read, since nothing is seen of that.
+        """Return what was read of the modules of `model` and of what they hold, by path and name;
+        of a module whose class looks its attributes up itself that may be all of them.
         """
-        paths = {id(module): path for path, module in model.named_modules()}
+        names = defaultdict[int, set[str]](set)
+        for key, name in self._read:
+            names[key].add(name)
+        places = chain(model.named_modules(), _held(model))
+        seen = {(path, name) for path, owner in places for name in names.get(id(owner), ())}
         unseen = {
             (path, ALL)
             for path, module in model.named_modules()
-            if any("__getattribute__" in vars(base) for base in type(module).__mro__[:-1])
+            if any(GETTER in vars(base) for base in type(module).__mro__[:-1])
         }
-        return frozenset({(paths[key], name) for key, name in self._read if key in paths} | unseen)
+        return frozenset(seen | unseen)
+
+    def _note(self, kind: type, getter: Getter, patches: contextlib.ExitStack) -> None:
+        """Note what is read of objects of a class until `patches` are undone."""
+
+        def get_attribute(owner: Any, name: str) -> Any:
+            if name != ALL or _reads_all(sys._getframe(1)):
+                self._read.add((id(owner), ALL if name == COPYING else name))
+            return getter(owner, name)
+
+        before = vars(kind).get(GETTER)
+        with contextlib.suppress(TypeError, AttributeError):  # classes that nobody may change
+            setattr(kind, GETTER, get_attribute)
+            undo = (delattr, kind, GETTER) if before is None else (setattr, kind, GETTER, before)
+            patches.callback(*undo)
+
+
+def _attribute_of_module(module: nn.Module, name: str) -> Any:
+    return super(nn.Module, module).__getattribute__(name)
+
+
+def _held(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Yield the attributes of all modules with their paths."""
+    for path, module in model.named_modules():
+        for name, value in vars(module).items():
+            yield f"{path}.{name}".lstrip("."), value
+
+
+def _is_own(kind: type) -> bool:
+    """Return whether a class, which is none of modules, is the user's."""
+    package = package_of(kind.__module__)
+    is_others = is_foreign(package) or is_installed(package)
+    return not (is_others or issubclass(kind, nn.Module))
 
 
 def _reads_all(reader: FrameType) -> bool:

@@ -19,6 +19,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
+from weakref import ProxyTypes
 
 import torch
 from torch import Tensor, nn
@@ -137,7 +139,7 @@ def captures(
             continue
         # One probe serves all methods.
         if method.allows_data and answers is None:
-            with read_outside.noted():
+            with read_outside.noted(model):
                 answers = _probe_data(model, call, failures)
         by = partial(_capture_by, model, call, leaves=leaves, recapture=recapture)
         if method is IN_SIGHT and as_outside and any(_masks_nothing(call)):
@@ -241,7 +243,7 @@ def _capture_by(
     record = partial(record_forward, model, call, options, symbolic=method.symbolic)
     before, reads = ModuleAttributes.of(model), AttributeReads()
     try:
-        with reads.noted():
+        with reads.noted(model):
             forward = record()
             changed = changed_attributes(before, ModuleAttributes.of(model))
             if changed:
@@ -313,6 +315,13 @@ def _notes(forward: RecordedForward, changed: Sequence[Attribute]) -> Iterator[C
         )
 
 
+def _is_gone(proxy: Any) -> bool:
+    try:
+        return proxy.__class__ is None
+    except ReferenceError:
+        return True
+
+
 def normalises_batches(model: nn.Module) -> bool:
     """Return whether a module of a model trains with the statistics of each microbatch."""
     return any(map(_normalises_a_batch, model.modules()))
@@ -343,6 +352,12 @@ def _refuse_unfit(model: nn.Module) -> None:
             raise InputError(
                 f"{name} is a scripted module; give the Python module that it was made from"
             )
+        for key, value in vars(module).items():
+            if type(value) in ProxyTypes and _is_gone(value):
+                raise InputError(
+                    f"{name} has an attribute {key!r}, a weak proxy of an object that is gone; "
+                    "delete it, or set it to None"
+                )
         for key in (*module._modules, *module._parameters, *module._buffers):
             # torch.fx writes names into code between double quotes, as they are.
             if not key.isprintable() or '"' in key or "\\" in key:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import sympy
@@ -17,6 +18,7 @@ from pipecompile.frontend.batch_dims import output_dim
 from pipecompile.frontend.constant_answers import ConstantAnswer
 from pipecompile.frontend.data_probe import probe_data
 from pipecompile.frontend.guards import Guards, ValueRead
+from pipecompile.frontend.outside_values import OutsideValues
 from pipecompile.frontend.recording import SymbolicNumber
 from pipecompile.frontend.refusals import UnsupportedError
 from pipecompile.frontend.signature import Arguments, InputStructure, OutputStructure
@@ -53,12 +55,12 @@ class Capture:
     model was captured; `notes` tell what is special about it: modules that became one node, and
     attributes that are no longer set. `training` tells, by path, in which mode each module was.
     `assigned_attributes` are the attributes that the forward sets for itself, `read_attributes`
-    those that it reads, by path and name; None if that is not known. `recapture` captures the same
-    model for another call. `asks_layout` is where the forward asks how a tensor lies in memory, ""
-    if it does not: then inputs may lie in any way. `value_reads` are tensors whose values are
-    numbers in the graph, and `constant_answers` what was read out of tensors that are computed from
-    sizes, or from inputs of whole numbers. `masks_nothing` tells of each input whether it may have
-    been a mask that masks nothing.
+    those that it reads, by path and name, and those of objects in attributes; None if that is not
+    known. `recapture` captures the same model for another call. `asks_layout` is where the forward
+    asks how a tensor lies in memory, "" if it does not: then inputs may lie in any way.
+    `value_reads` are tensors whose values are numbers in the graph, and `constant_answers` what was
+    read out of tensors that are computed from sizes, or from inputs of whole numbers.
+    `masks_nothing` tells of each input whether it may have been a mask that masks nothing.
     """
 
     model: nn.Module
@@ -90,8 +92,27 @@ class Capture:
         """
         if (path, name) in self.assigned_attributes:
             return False
-        read = self.read_attributes
-        return read is None or (path, name) in read or (path, ALL) in read
+        return self.read_attributes is None or self._has_read(path, name)
+
+    @cached_property
+    def _run_modules(self) -> frozenset[str]:
+        return frozenset(str(n.target) for n in self.graph.nodes if n.op == "call_module")
+
+    def runs_itself(self, path: str) -> bool:
+        """Return whether the module at `path` is one node, or in one: its own code and hooks run in
+        each step.
+        """
+        parts = path.split(".")
+        return any(".".join(parts[:end]) in self._run_modules for end in range(1, len(parts) + 1))
+
+    def _has_read(self, path: str, name: str) -> bool:
+        """Return whether the forward has read an attribute of the module or object at `path`."""
+        read = self.read_attributes or frozenset()
+        return (path, name) in read or (path, ALL) in read
+
+    def outside_values(self) -> OutsideValues:
+        """Return what the forward may read now, besides what its modules hold themselves."""
+        return OutsideValues(self.model, self.may_read, self._has_read, self.runs_itself)
 
     def with_keys_in_order(self) -> Capture:
         """Return the capture for arguments with their keys in the order of these."""

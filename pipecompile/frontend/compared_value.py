@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections import ChainMap, UserDict
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,11 +15,11 @@ from torch import Tensor
 from pipecompile.graph.attributes import CONTAINERS, PLAIN, deep_copy, is_same_value
 
 __all__ = [
-    "ARRAYS",
     "COMPARED",
     "GONE",
     "MAPPINGS",
     "MOST_ITEMS",
+    "NUMBERS",
     "ComparedValue",
     "Read",
     "comparable",
@@ -27,8 +28,10 @@ __all__ = [
 MOST_ITEMS = 1024
 """Of a larger container only the identity is compared."""
 MAPPINGS = (MappingProxyType, UserDict, ChainMap)
+BUFFERS = (bytearray, array, memoryview)
 ARRAYS = (numpy.ndarray, numpy.generic)
-COMPARED = (*PLAIN, *CONTAINERS, *MAPPINGS, *ARRAYS, tuple, Tensor)
+NUMBERS = (*ARRAYS, *BUFFERS)
+COMPARED = (*PLAIN, *CONTAINERS, *MAPPINGS, *NUMBERS, tuple, Tensor)
 """Of all else, such as functions and objects, only the identity is compared."""
 GONE = object()
 
@@ -58,6 +61,10 @@ def comparable(value: Any) -> Any:
     """Return what `is_same_value` tells changes of a value by, also those in place."""
     if isinstance(value, (*CONTAINERS, tuple)):
         return deep_copy(value) if len(value) <= MOST_ITEMS else value
+    if isinstance(value, BUFFERS):
+        view = memoryview(value)
+        is_small = view.nbytes <= MOST_ITEMS * view.itemsize
+        return (view.format, view.shape, view.tobytes()) if is_small else value
     if isinstance(value, ARRAYS) and value.size <= MOST_ITEMS:
         return value.dtype.str, value.shape, value.tobytes()
     if isinstance(value, MAPPINGS) and len(value) <= MOST_ITEMS:

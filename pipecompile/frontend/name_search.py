@@ -27,24 +27,24 @@ from __future__ import annotations
 
 import os
 import sys
-from collections import UserList, deque
+from collections import UserList, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from contextvars import ContextVar
 from functools import cache, cached_property, partial, partialmethod, singledispatchmethod
 from types import CellType, FunctionType, MemberDescriptorType, MethodType, ModuleType
 from typing import Any
-from weakref import ReferenceType
+from weakref import ProxyTypes, ReferenceType, WeakKeyDictionary, WeakSet, WeakValueDictionary
 
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from pipecompile.frontend.code_names import ANY, OF_TENSORS, names_in, strings_in
 from pipecompile.frontend.compared_value import (
-    ARRAYS,
     COMPARED,
     GONE,
     MAPPINGS,
     MOST_ITEMS,
+    NUMBERS,
     ComparedValue,
     Read,
     comparable,
@@ -52,7 +52,7 @@ from pipecompile.frontend.compared_value import (
 from pipecompile.frontend.packages import is_foreign, is_installed, package_of
 from pipecompile.graph.attributes import CONTAINERS, PLAIN
 
-__all__ = ["MayRead", "NameSearch"]
+__all__ = ["MayRead", "NameSearch", "RunsItself"]
 
 ENVIRONMENT = frozenset({"environ", "getenv"})
 MAKING = frozenset({"__new__", "__init__", "__post_init__"})
@@ -80,12 +80,17 @@ PARTS: Mapping[type, tuple[str, ...]] = {
     partial: ("func", "args", "keywords"),
     partialmethod: ("func", "args", "keywords"),
     UserList: ("data",),
+    WeakKeyDictionary: ("data",),
+    WeakValueDictionary: ("data",),
+    WeakSet: ("data",),
+    defaultdict: ("default_factory",),
 }
 """Attributes of what leads to a function, which calls it with these, or to items."""
 REGISTRY = "registry"
 """The attribute in which a function of functools.singledispatch has those that it calls."""
 
 MayRead = Callable[[str, str], bool]
+RunsItself = Callable[[str], bool]
 Place = str | Callable[[], str]
 """The name of a place; where there was nothing, what returns it once there is."""
 
@@ -97,8 +102,11 @@ class NameSearch:
     attributes of all objects, classes and Python modules that are found.
     """
 
-    def __init__(self, model: nn.Module, may_read: MayRead = lambda *_: True) -> None:
-        self._may_read = may_read
+    def __init__(
+        self, model: nn.Module, may_read: MayRead, has_read: MayRead, runs_itself: RunsItself
+    ) -> None:
+        self._may_read, self._has_read = may_read, has_read
+        self._runs_itself = runs_itself
         self._names, self._may_be_absent = frozenset({"forward"}), frozenset[str]()
         self._qualified = frozenset[tuple[str, str]]()
         named_modules, before = list(model.named_modules()), (frozenset[Any](),) * 3
@@ -132,12 +140,13 @@ class NameSearch:
                 continue
             where, value = f"{path}.{name}".lstrip("."), attributes[name]
             # The others are compared by the modules' owner.
-            if isinstance(value, (*ARRAYS, *MAPPINGS)):
+            if isinstance(value, (*NUMBERS, *MAPPINGS)):
                 self._look(where, partial(attributes.get, name, GONE))
             self._follow(where, value)
         self._look_in_slots(path, module)
-        for hook in (*module._forward_pre_hooks.values(), *module._forward_hooks.values()):
-            self._follow("a hook", hook)
+        if not self._runs_itself(path):
+            for hook in (*module._forward_pre_hooks.values(), *module._forward_hooks.values()):
+                self._follow("a hook", hook)
 
     def _look(self, where: str, read: Read, *, is_shared: bool = False) -> None:
         """Note what is at a place that a function reads, and follow it.
@@ -149,7 +158,7 @@ class NameSearch:
             self.code.append((where, read, value))
             for key, item in value.items():
                 self.code.append((f"{where}[{key!r}]", partial(dict.get, value, key), item))
-        elif isinstance(value, COMPARED):
+        elif type(value) not in ProxyTypes and isinstance(value, COMPARED):
             self.values.append(ComparedValue(where, read, value, comparable(value)))
         else:
             self.code.append((where, read, value))
@@ -176,10 +185,13 @@ class NameSearch:
 
     def _look_up(self, where: str, value: Any) -> None:
         """Look up in `value`, and in what it consists of, the names that can reach it."""
+        if type(value) in ProxyTypes:  # of what is gone not even the class can be asked
+            self._look(where, partial(_referent, value))
+            return
         if isinstance(value, type):
             self._look_in_class(value)
             self._look_at_making(value)
-        if id(value) in self._seen or isinstance(value, (*PLAIN, *ARRAYS, Tensor, type)):
+        if id(value) in self._seen or isinstance(value, (*PLAIN, *NUMBERS, Tensor, type)):
             return
         self._seen.add(id(value))
         if isinstance(value, FunctionType):
@@ -197,11 +209,16 @@ class NameSearch:
         if isinstance(value, (*CONTAINERS, *MAPPINGS, tuple)) and len(value) <= MOST_ITEMS:
             items = value.values() if isinstance(value, (dict, *MAPPINGS)) else value
             for item in items:
-                if not self._is_of_all_models(item):
+                if isinstance(item, NUMBERS):
+                    self._look(where, partial(_itself, item))
+                elif not self._is_of_all_models(item):
                     self._follow(where, item)
 
     def _look_in_function(self, function: FunctionType) -> None:
-        if self._is_foreign(function.__module__):
+        # It may say the module of a function that it wraps. Code that was made by `exec` has none,
+        # and what generates code (torch.fx) lets it call the functions of the user.
+        module = function.__globals__.get("__name__")
+        if module and self._is_foreign(module) and self._is_foreign(function.__module__):
             return
         reads = names_in(function.__code__)
         self._names |= reads.names
@@ -219,7 +236,8 @@ class NameSearch:
 
     def _look_at_globals(self, function: FunctionType, named: frozenset[str]) -> None:
         """Look at the globals that a function names."""
-        module, of_module = function.__module__, function.__globals__
+        of_module = function.__globals__
+        module = str(of_module.get("__name__") or function.__qualname__)
         # Functions of one module share its globals.
         known = self._known_globals.setdefault(id(of_module), set())
         names = (named & of_module.keys()) - known
@@ -275,7 +293,9 @@ class NameSearch:
         if type(kind) is not type:
             self._look_in_class(type(kind))
         for base in kind.__mro__:
-            if id(base) not in self._seen and not self._is_foreign(base.__module__):
+            is_generated = issubclass(base, fx.GraphModule) and base is not fx.GraphModule
+            is_own = is_generated or not self._is_foreign(base.__module__)
+            if is_own and id(base) not in self._seen:
                 self._seen.add(id(base))
                 names = {*self._named(vars(base)), *_operators(base)}
                 self._look_among(base.__qualname__, vars(base), names, base.__module__)
@@ -314,8 +334,12 @@ class NameSearch:
         called.update(base.__qualname__ for base in type(value).__mro__)
         return [
             name
-            for name in self._named(attributes)
-            if name not in OF_TENSORS or any((each, name) in self._qualified for each in called)
+            for name in attributes
+            if self._has_read(where, name)
+            or (
+                name in self._names
+                and (name not in OF_TENSORS or any((c, name) in self._qualified for c in called))
+            )
         ]
 
     def _is_of_all_models(self, item: Any) -> bool:
@@ -356,6 +380,17 @@ def _operators(kind: type) -> Iterator[str]:
 
 def _new_name(where: str, items: Mapping[str, Any], absent: frozenset[str]) -> str:
     return f"{where}.{next(name for name in sorted(absent) if name in items)}"
+
+
+def _itself(value: Any) -> Any:
+    return value
+
+
+def _referent(proxy: Any) -> Any:
+    """Return what a weak proxy stands for."""
+    with suppress(ReferenceError):
+        return proxy.__repr__.__self__
+    return GONE
 
 
 def _content(cell: CellType) -> Any:

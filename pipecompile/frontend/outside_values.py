@@ -11,8 +11,8 @@ from operator import call, is_
 
 from torch import nn
 
-from pipecompile.frontend.compared_value import ARRAYS, MAPPINGS, MOST_ITEMS
-from pipecompile.frontend.name_search import MayRead, NameSearch
+from pipecompile.frontend.compared_value import MAPPINGS, MOST_ITEMS, NUMBERS
+from pipecompile.frontend.name_search import MayRead, NameSearch, RunsItself
 from pipecompile.frontend.packages import is_foreign
 from pipecompile.graph.attributes import CONTAINERS, ContainerItems
 
@@ -23,12 +23,20 @@ class OutsideValues:
     """The values that the forward of a model may read now, besides what its modules hold
     themselves.
 
-    `may_read` tells by path and name which attributes of modules lead to such values.
-    `looks_past_classes` is whether some code reads attributes so that no class can tell which.
+    `may_read` tells by path and name which attributes of modules lead to such values, `has_read`
+    which of objects in them were seen to be read, and `runs_itself` by path which modules call
+    their hooks in each step. `looks_past_classes` is whether some code reads attributes so that no
+    class can tell which.
     """
 
-    def __init__(self, model: nn.Module, may_read: MayRead = lambda *_: True) -> None:
-        search = NameSearch(model, may_read)
+    def __init__(
+        self,
+        model: nn.Module,
+        may_read: MayRead = lambda *_: True,
+        has_read: MayRead = lambda *_: False,
+        runs_itself: RunsItself = lambda _: False,
+    ) -> None:
+        search = NameSearch(model, may_read, has_read, runs_itself)
         self.looks_past_classes = search.looks_past_classes
         self._values = search.values
         self._reads = [each.read for each in search.values]
@@ -36,7 +44,7 @@ class OutsideValues:
         small = (each for each in self._objects if isinstance(each, (*CONTAINERS, tuple)))
         self._containers = ContainerItems(each for each in small if len(each) <= MOST_ITEMS)
         self._read_each_time = [
-            each for each in search.values if isinstance(each.value, (*ARRAYS, *MAPPINGS))
+            each for each in search.values if isinstance(each.value, (*NUMBERS, *MAPPINGS))
         ]
         self._code_places = [where for where, _, _ in search.code]
         self._code_reads = [read for _, read, _ in search.code]

@@ -47,7 +47,7 @@ from pipecompile.frontend.calls import (
 from pipecompile.frontend.constant_answers import ConstantAnswer
 from pipecompile.frontend.guards import ValueRead
 from pipecompile.frontend.leaves import is_torch_leaf
-from pipecompile.frontend.nested_values import contains_tensor
+from pipecompile.frontend.nested_values import contains_tensor, tensors_in
 from pipecompile.frontend.randomness import require_torch_randomness
 from pipecompile.frontend.recording import Recording
 from pipecompile.frontend.recording_options import RecordingOptions
@@ -61,6 +61,7 @@ from pipecompile.frontend.torch_patches import (
     notify_autocast_clears,
     redirect_calls,
     refuse_own_saving_hooks,
+    refuse_questions_of_history,
     run_inference_as_no_grad,
     set_export_flags,
 )
@@ -126,6 +127,8 @@ class ForwardRecorder(TorchFunctionMode):
             module: [state[id(tensor)] for tensor in own_state(module)] for module in root.modules()
         }
         self._tracker = SideEffectTracker()
+        # By the id of each tensor that is given to a module which is one node: the path of that.
+        self._given: dict[int, str] = {}
 
     def path_of(self, module: nn.Module) -> str:
         """Return the first path of one of the model's modules."""
@@ -146,6 +149,7 @@ class ForwardRecorder(TorchFunctionMode):
             run_inference_as_no_grad(),
             notify_autocast_clears(self.recording.note_autocast_clear),
             refuse_own_saving_hooks(),
+            refuse_questions_of_history(self._given),
             self.mode,
             swapped_state(self.root, self._state) as lost,
             enable_python_dispatcher(),
@@ -366,9 +370,15 @@ class ForwardRecorder(TorchFunctionMode):
         refuse_swapped_state(self.recording, module, self._expected_state)
         state = [*module.parameters(), *module.buffers()]
         call = RecordedCall(self.recording, self._tracker, args, kwargs, state=state)
-        with _pop_mode_temporarily(), replay_answers(self._answers(call_number)):
-            result = call.run(lambda: original(module, *args, **kwargs))
-            refuse_data(self.recording, result, type(module).__name__)
+        for value in tensors_in((args, kwargs)):
+            if value.requires_grad:
+                self._given[id(value)] = self._paths[module]
+        try:
+            with _pop_mode_temporarily(), replay_answers(self._answers(call_number)):
+                result = call.run(lambda: original(module, *args, **kwargs))
+                refuse_data(self.recording, result, type(module).__name__)
+        finally:
+            self._given.clear()
         self._record("call_module", self._paths[module], call, result, call_number=call_number)
         return result
 

@@ -11,17 +11,19 @@ import io
 import logging
 import sys
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from pipecompile.errors import CaptureError
+from pipecompile.frontend.source import current_line, is_user_file
 
 NoteAssignment = Callable[[nn.Module, str, Any], None]
+HISTORY = ("is_leaf", "grad_fn")
 FUNCTIONS = vars(torch.autograd.function)  # the globals of the code of `Function.apply`
 
 __all__ = [
@@ -30,10 +32,45 @@ __all__ = [
     "redirect_autograd_functions",
     "redirect_calls",
     "refuse_own_saving_hooks",
+    "refuse_questions_of_history",
     "run_inference_as_no_grad",
     "set_export_flags",
     "silence_torch",
 ]
+
+
+class _HistoryQuestion:
+    """An attribute of tensors that torch's own modes find as they find torch's: by name."""
+
+    def __init__(self, name: str, given: Mapping[int, str]) -> None:
+        self.__name__ = name
+        self._original, self._given = getattr(torch._C.TensorBase, name), given
+
+    def __get__(self, tensor: Tensor | None, kind: type | None = None) -> Any:
+        if tensor is None:
+            return self
+        if id(tensor) in self._given and is_user_file(sys._getframe(1).f_code.co_filename):
+            raise CaptureError(
+                f"{self._given[id(tensor)]} ({current_line()}): the module is one node and asks "
+                f"how its argument was computed ({self.__name__}), which is not known where a "
+                "stage begins with it; ask for requires_grad instead, or ask outside of that module"
+            )
+        return self._original.__get__(tensor)
+
+
+@contextlib.contextmanager
+def refuse_questions_of_history(given: Mapping[int, str]) -> Iterator[None]:
+    """Refuse code of the user that asks in the block how a tensor was computed that is `given`, by
+    id, to the module of that path: at the beginning of a stage a tensor has no history.
+    """
+    # Once for a whole forward: Python stops caching lookups in a class that changes often.
+    for name in HISTORY:
+        setattr(Tensor, name, _HistoryQuestion(name, given))
+    try:
+        yield
+    finally:
+        for name in HISTORY:
+            delattr(Tensor, name)
 
 
 @contextlib.contextmanager

@@ -10,11 +10,12 @@ from torch import Tensor, nn
 
 from pipecompile.graph.attributes import PLAIN, REGISTERED_TABLES, is_same_value
 
-__all__ = ["changed_parameter", "changed_setting"]
+__all__ = ["BACKWARD_HOOKS", "changed_parameter", "changed_setting"]
 
 # A setting that is gone or new; None would be a value that a setting may have.
 ABSENT = object()
 HOOKS = frozenset({"_forward_hooks", "_forward_pre_hooks"})
+BACKWARD_HOOKS = ("_backward_hooks", "_backward_pre_hooks")
 COMPILED = "_compiled_call_impl"
 THEN = "when the model was compiled"
 AGAIN = "compile the model again"
@@ -33,8 +34,14 @@ def changed_setting(before: Mapping[str, Any], after: Mapping[str, Any]) -> str 
     different = [name for name, pair in pairs.items() if not is_same_value(*pair)]
     if not different:
         return None
-    # A switch says most: hooks may have come with it.
-    name = min(different, key=lambda name: (not _is_plain(*pairs[name]), name))
+
+    # A switch says most: it may come with hooks. What a module has that is new or gone says less
+    # than the table of modules that it is new in.
+    def order(name: str) -> tuple[bool, bool, str]:
+        pair = pairs[name]
+        return not _is_plain(*pair), any(value is ABSENT for value in pair), name
+
+    name = min(different, key=order)
     return _text(name, *pairs[name])
 
 
@@ -60,6 +67,12 @@ def _text(name: str, before: Any, after: Any) -> str:
         return (
             f"{path or 'the model'} has other forward hooks than {THEN}, and the graph has those "
             f"that were there; {AGAIN}"
+        )
+    if last in BACKWARD_HOOKS:
+        return (
+            f"{path or 'the model'} has a backward hook that was not there {THEN}, and is taken "
+            "apart, so it would not be called; register it on a module of torch.nn, or make the "
+            f"module one node (leaf), and {AGAIN}"
         )
     if CHECKPOINTING in last and isinstance(after, bool):
         return (

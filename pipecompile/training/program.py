@@ -16,7 +16,6 @@ from pipecompile.codegen.stages import BoundaryTensor, StageModule, emit
 from pipecompile.errors import InputError
 from pipecompile.frontend.captured_graph import Capture
 from pipecompile.frontend.microbatch import InputShapes, MicrobatchSizes
-from pipecompile.frontend.outside_values import OutsideValues
 from pipecompile.frontend.signature import OutputStructure
 from pipecompile.graph.attributes import (
     TABLES,
@@ -32,7 +31,11 @@ from pipecompile.ir.plan import BatchNormUpdate
 from pipecompile.passes.contract import apply_passes
 from pipecompile.passes.device_constants import LeaveMeta
 from pipecompile.runtime.messages import BoundaryShape
-from pipecompile.training.model_changes import changed_parameter, changed_setting
+from pipecompile.training.model_changes import (
+    BACKWARD_HOOKS,
+    changed_parameter,
+    changed_setting,
+)
 
 __all__ = ["Program", "modes_of", "modes_of_both"]
 
@@ -130,11 +133,11 @@ class Program:
         model = self.captured.model
         # Listed once: a step of a small model takes a millisecond, and so does the list.
         self.named_modules = tuple(model.named_modules())
-        self._outside_values = OutsideValues(model, self.captured.may_read)
+        self._outside_values = self.captured.outside_values()
         if self._outside_values.looks_past_classes:
             # What the forward read of modules was not seen.
             self.captured = replace(self.captured, read_attributes=None)
-            self._outside_values = OutsideValues(model)
+            self._outside_values = self.captured.outside_values()
         self._items = _items(self.captured)
         self._settings = dict(_settings(self.captured))
         # Of the loss only these: it runs as it is, and may change what else it has.
@@ -303,7 +306,10 @@ def _watched(captured: Capture) -> Iterator[tuple[str, nn.Module, list[str]]]:
     """Yield each module with its path and the names of its attributes that must stay the same."""
     for path, module in captured.model.named_modules():
         names = settings_of(module)
-        yield path, module, [n for n in names if n in TABLES or captured.may_read(path, n)]
+        watched = [n for n in names if n in TABLES or captured.may_read(path, n)]
+        if not captured.runs_itself(path):
+            watched += BACKWARD_HOOKS
+        yield path, module, watched
 
 
 def _shape(edge: BoundaryTensor) -> BoundaryShape:

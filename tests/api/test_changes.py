@@ -6,6 +6,8 @@ from __future__ import annotations
 
 import copy
 import inspect
+import operator
+from dataclasses import asdict, astuple, dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -118,6 +120,24 @@ def grown(model: Scaled) -> None:
     model.added = nn.Linear(8, 8)
 
 
+def grown_by_a_number(model: Scaled) -> None:
+    """As `nn.Sequential.append` does."""
+    model.add_module("1", nn.Sequential(nn.Linear(8, 8)))
+
+
+def shrunk(model: Scaled) -> None:
+    model.last = nn.Identity()
+    del model.drop
+
+
+def hooked_backwards(model: Scaled) -> None:
+    model.register_full_backward_hook(lambda *_: None)
+
+
+def hooked_before_backwards(model: Scaled) -> None:
+    model.register_full_backward_pre_hook(lambda *_: None)
+
+
 @pytest.mark.one_case_in(2)
 @pytest.mark.parametrize(
     ("change", "text"),
@@ -132,6 +152,10 @@ def grown(model: Scaled) -> None:
         (shortened, r"shift is a tensor \(1,\) of .*float32 on cpu, but was a tensor \(8,\)"),
         (patched, "first.forward was not there when"),
         (grown, "added is a module that was not there when"),
+        (grown_by_a_number, "1 is a module that was not there when"),
+        (shrunk, "drop is gone, but was a module when"),
+        (hooked_backwards, "the model has a backward hook that was not there .* taken apart"),
+        (hooked_before_backwards, "the model has a backward hook that was not there .* apart"),
         (converted, r"first.weight is torch.float64, but was torch.float32 .* convert the model"),
         (frozen, "first.bias requires no gradient, but did when the model was compiled"),
         (checkpointed, r"gradient_checkpointing is True, but was False .* \(recompute=\)"),
@@ -329,6 +353,89 @@ def test_a_hook_in_the_place_of_another() -> None:
     handle.remove()
     model.first.register_forward_hook(lambda module, args, output: output * 3)
     with pytest.raises(InputError, match=r"^first has other forward hooks than when"):
+        pipeline.step(X, X)
+
+
+def test_backward_hooks_of_modules_that_are_one_node_may_come_later() -> None:
+    model, seen = Scaled(), []
+    pipeline = compiled(model)
+    model.first.register_full_backward_hook(lambda *_: seen.append("first"))
+    model.last.register_full_backward_pre_hook(lambda *_: seen.append("last"))
+    pipeline.step(X, X)
+    assert sorted(seen) == ["first", "first", "last", "last"]
+
+
+@dataclass
+class Scales:
+    scale_0: float = 1.0
+    scale_1: float = 2.0
+    unread: int = 0
+
+
+class ByComputedName(Scaled):
+    def __init__(self, scale: Any) -> None:
+        super().__init__()
+        self.scales, self.scale_of = Scales(), scale
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.scale_of(self.scales)
+
+
+@pytest.mark.parametrize(
+    "scale",
+    [
+        lambda scales: getattr(scales, f"scale_{1}"),
+        lambda scales: vars(scales)[f"scale_{1}"],
+        lambda scales: asdict(scales)[f"scale_{1}"],
+        lambda scales: (lambda scale_0, scale_1, unread: scale_1)(**vars(scales)),
+        operator.attrgetter(f"scale_{1}"),
+        lambda scales: next(value for value in astuple(scales) if value > 1),
+    ],
+)
+def test_names_that_the_forward_computes(scale: Any) -> None:
+    model = ByComputedName(scale)
+    pipeline = compiled(model)
+    pipeline.step(X, X)
+    model.scales.scale_1 = 3.0
+    with pytest.raises(InputError, match=r"^scales.scale_1 has changed since"):
+        pipeline.step(X, X)
+
+
+def test_names_that_no_forward_computes() -> None:
+    model = ByComputedName(lambda scales: getattr(scales, f"scale_{1}"))
+    pipeline = compiled(model)
+    model.scales.unread, model.scales.scale_0 = 1, 2.0
+    pipeline.step(X, X)
+
+
+SEEN: dict[str, Any] = {}
+
+
+@pytest.mark.parametrize("kept", [SEEN, {}, SimpleNamespace()], ids=["global", "closure", "object"])
+def test_hooks_of_modules_that_are_one_node_may_keep_what_they_see(kept: Any) -> None:
+    def keep(module: nn.Module, args: Any, output: Tensor) -> None:
+        if kept is SEEN:
+            SEEN["output"] = output.detach()
+        elif isinstance(kept, dict):
+            kept["output"] = output.detach()
+        else:
+            kept.output = output.detach()
+
+    model = Scaled()
+    model.first.register_forward_hook(keep)
+    pipeline = compiled(model)
+    for sample in (X, -X):
+        pipeline.step(sample, X)
+        output = kept["output"] if isinstance(kept, dict) else kept.output
+        assert torch.equal(output, model.first.forward(sample[2:]))
+
+
+def test_what_a_hook_reads_that_is_in_the_graph_stays() -> None:
+    model, scales = Scaled(), [2.0]
+    model.register_forward_hook(lambda module, args, output: output * scales[0])
+    pipeline = compiled(model)
+    scales[0] = 3.0
+    with pytest.raises(InputError, match=r"^scales in .* has changed since the model was compiled"):
         pipeline.step(X, X)
 
 

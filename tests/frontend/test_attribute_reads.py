@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import copy
 import functools
+import operator
+from dataclasses import asdict, astuple, dataclass
+from enum import Enum
 from typing import Any
 
 import pytest
@@ -41,7 +44,7 @@ class Looking(Part):
 
 def reads(read: Any, module: Any) -> set[tuple[str, str]]:
     noted = AttributeReads()
-    with noted.noted():
+    with noted.noted(module):
         read(module)
     return set(noted.of(module))
 
@@ -68,6 +71,65 @@ def test_attributes_that_are_read_by_name(read: Any, names: set[tuple[str, str]]
         assert ("", "scale") not in found
 
 
+@dataclass
+class Config:
+    """Has an item for each field."""
+
+    scale_0: float = 1.0
+    scale_1: float = 2.0
+
+    def __getitem__(self, name: str) -> Any:
+        return getattr(self, name)
+
+
+class OwnLookup(Config):
+    """Looks its attributes up itself."""
+
+    def __getattribute__(self, name: str) -> Any:
+        return super().__getattribute__(name)
+
+
+class Slotted:
+    """Has no dict."""
+
+    __slots__ = ("scale_1",)
+
+    def __init__(self) -> None:
+        self.scale_1 = 2.0
+
+
+class Choice(Enum):
+    """Has values only."""
+
+    scale_1 = 2.0
+
+
+@pytest.mark.parametrize("config", [Config(), OwnLookup(), Slotted(), Choice.scale_1])
+def test_attributes_of_objects_that_are_read_by_computed_names(config: Any) -> None:
+    module, before = nn.Sequential(Part()), dict(vars(type(config)))
+    module[0].config = config
+    found = reads(lambda m: getattr(m[0].config, f"scale_{1}"), module)
+    assert ("0.config", "scale_1") in found
+    assert not found & {("0.config", "scale_0"), ("0.config", ALL)}
+    assert dict(vars(type(config))) == before
+
+
+@pytest.mark.parametrize("read", [lambda c: vars(c)[f"scale_{1}"], copy.copy])
+def test_all_attributes_of_an_object_may_have_been_read(read: Any) -> None:
+    module = Part()
+    module.config = Config()
+    assert ("config", ALL) in reads(lambda m: read(m.config), module)
+
+
+@pytest.mark.parametrize(
+    "read", [asdict, astuple, lambda c: c[f"scale_{1}"], operator.attrgetter(f"scale_{1}")]
+)
+def test_fields_of_a_config_are_read_in_many_ways(read: Any) -> None:
+    module = Part()
+    module.config = Config()
+    assert ("config", "scale_1") in reads(lambda m: read(m.config), module)
+
+
 @pytest.mark.parametrize(
     "read", [vars, dir, copy.copy, copy.deepcopy, lambda m: m.__dict__["scale"]]
 )
@@ -81,7 +143,7 @@ def test_a_class_that_looks_up_attributes_itself_may_have_read_all() -> None:
 
 def test_nothing_is_noted_behind_the_block() -> None:
     module, noted = Part(), AttributeReads()
-    with noted.noted():
+    with noted.noted(module):
         pass
     assert module.scale and not noted.of(module)
     assert "__getattribute__" not in vars(nn.Module)

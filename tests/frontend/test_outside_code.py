@@ -5,7 +5,8 @@ from __future__ import annotations
 import functools
 import operator
 import weakref
-from collections import UserList
+from array import array
+from collections import UserList, defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -14,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from pipecompile.frontend.outside_values import OutsideValues
 
@@ -30,6 +31,7 @@ def tripled(x: Tensor) -> Tensor:
     return 3 * x
 
 
+@fx.wrap
 def scaled(x: Tensor) -> Tensor:
     return x * SCALE
 
@@ -101,6 +103,13 @@ ITEMS = UserList([2.0])
 CONFIG = SimpleNamespace(other=1)
 REFERRED = Scaler()
 REFERENCE = weakref.ref(REFERRED)
+PROXY = weakref.proxy(REFERRED)
+BY_OBJECT = weakref.WeakKeyDictionary({REFERRED: 2.0})
+OF_OBJECTS = weakref.WeakValueDictionary({"referred": REFERRED})
+NESTED = SimpleNamespace(nested=({"numbers": np.ones(2)}, [bytearray(2)]))
+LETTERS, CODES = bytearray(b"ab"), array("d", [2.0])
+VIEW = memoryview(bytearray(b"ab"))
+MAKING = defaultdict(lambda: 2.0)
 SCALER, INHERITING = Scaler(), InheritingScaler()
 OUTSIDE = nn.Linear(2, 2)
 OUTSIDE.config = SimpleNamespace(scale=2.0)  # type: ignore[assignment]
@@ -121,6 +130,23 @@ def listed(x: Tensor) -> Tensor:
     for name in NAMES:
         x = x * getattr(NAMED, name, 1.0)
     return x
+
+
+@functools.wraps(torch.relu)
+def as_relu(x: Tensor) -> Tensor:
+    return x * SCALE
+
+
+NAMESPACE: dict[str, Any] = {"scale": 2.0}
+exec("def without_module(x):\n    return x * scale", NAMESPACE)
+
+
+class Calling(nn.Module):
+    """Calls a function that torch.fx does not look into."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """A value of any shape to the same shape."""
+        return scaled(x)
 
 
 class OwnData:
@@ -276,6 +302,54 @@ CASES: dict[str, tuple[Forward, Change, str]] = {
         put("factor", 3.0, REFERRED),
         "REFERENCE()",
     ),
+    "what a weak proxy stands for": (
+        lambda x: x * PROXY.factor,
+        put("factor", 3.0, REFERRED),
+        "PROXY.factor",
+    ),
+    "what a weak dict has for an object": (
+        lambda x: x * BY_OBJECT[REFERRED],
+        lambda patch: patch.setitem(BY_OBJECT, REFERRED, 3.0),  # type: ignore[arg-type]
+        "BY_OBJECT.data",
+    ),
+    "an object in a weak dict": (
+        lambda x: x * OF_OBJECTS["referred"].factor,
+        put("factor", 3.0, REFERRED),
+        "OF_OBJECTS",
+    ),
+    "a number of an array in a dict in a tuple": (
+        lambda x: x * float(NESTED.nested[0]["numbers"][1]),  # type: ignore[call-overload]
+        lambda _: NESTED.nested[0]["numbers"].__setitem__(1, 3.0),
+        "NESTED.nested",
+    ),
+    "a byte in a list in a tuple": (
+        lambda x: x * NESTED.nested[1][0][1],  # type: ignore[index]
+        lambda _: NESTED.nested[1][0].__setitem__(1, 3),
+        "NESTED.nested",
+    ),
+    "a byte": (lambda x: x * LETTERS[0], lambda _: LETTERS.__setitem__(0, 3), "LETTERS"),
+    "a number of an array of Python": (
+        lambda x: x * CODES[0],
+        lambda _: CODES.__setitem__(0, 3.0),
+        "CODES",
+    ),
+    "a byte behind a view": (lambda x: x * VIEW[0], lambda _: VIEW.__setitem__(0, 3), "VIEW"),
+    "what makes the items of a defaultdict": (
+        lambda x: x * MAKING["absent"],
+        lambda _: setattr(MAKING, "default_factory", float),
+        "MAKING.default_factory",
+    ),
+    "what a wrapper of a function of torch reads": (lambda x: as_relu(x), OF_SCALE, "SCALE"),
+    "what code without a module reads": (
+        NAMESPACE["without_module"],
+        lambda patch: patch.setitem(NAMESPACE, "scale", 3.0),
+        "without_module.scale",
+    ),
+    "what code that torch.fx generated calls": (
+        fx.symbolic_trace(Calling()),
+        OF_SCALE,
+        "SCALE",
+    ),
     "the config of a module outside the model": (
         lambda x: x * OUTSIDE.config.scale,
         put("scale", 3.0, OUTSIDE.config),
@@ -410,9 +484,17 @@ def test_a_container_may_hold_itself(monkeypatch: Patch) -> None:
     assert values.changed() is not None
 
 
-def test_a_function_may_say_anything_of_its_module(monkeypatch: Patch) -> None:
-    monkeypatch.setattr(scaled, "__module__", None)
+@pytest.mark.parametrize("module", [None, 1, "", "torch.nn.functional", "json"])
+def test_a_function_may_say_anything_of_its_module(module: Any, monkeypatch: Patch) -> None:
+    monkeypatch.setattr(scaled, "__module__", module)
     values = OutsideValues(Reading(lambda x: scaled(x)))
-    OF_SCALE(monkeypatch)
-    # Without a module it counts as one of Python's own.
     assert values.changed() is None
+    OF_SCALE(monkeypatch)
+    assert values.changed() == f"{__name__}.SCALE"
+
+
+def test_what_a_weak_proxy_stood_for_may_be_gone(monkeypatch: Patch) -> None:
+    gone = Scaler()
+    monkeypatch.setattr(CONFIG, "gone", weakref.proxy(gone), raising=False)
+    del gone
+    assert OutsideValues(Reading(lambda x: x * CONFIG.gone.factor)).changed() is None

@@ -6,6 +6,7 @@ import inspect
 import os
 import secrets
 import time
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -143,6 +144,94 @@ def test_inference_mode() -> None:
         torch.inference_mode(),
         pytest.raises(InputError, match=r"leave torch\.inference_mode first"),
     ):
+        captured(model, torch.randn(4, 4))
+
+
+def by_leaf(x: Tensor) -> bool:
+    return x.is_leaf
+
+
+def by_grad_fn(x: Tensor) -> bool:
+    return x.grad_fn is None
+
+
+class AsksInLayer(nn.Linear):
+    """A layer, which is one node, that asks something of what it is given."""
+
+    def __init__(self, ask: Callable[[Tensor], bool]) -> None:
+        super().__init__(4, 4)
+        self.ask = ask
+
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input) * (1 + self.ask(input))
+
+
+class AsksBehindData(nn.Module):
+    """One node since it branches on data."""
+
+    def __init__(self, ask: Callable[[Tensor], bool]) -> None:
+        super().__init__()
+        self.ask = ask
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * (1 + self.ask(x)) if x.sum() > -1e9 else x
+
+
+class AsksOutside(AsksBehindData):
+    """Is taken apart, so that its answer is that of the whole model."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * (1 + self.ask(x))
+
+
+def between(module: nn.Module) -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 4), module, nn.Linear(4, 4))
+
+
+def asking_hook(ask: Callable[[Tensor], bool]) -> nn.Module:
+    layer = nn.Linear(4, 4)
+    layer.register_forward_pre_hook(lambda _, args: (args[0] * (1 + ask(args[0])),))
+    return layer
+
+
+@pytest.mark.parametrize("kind", [AsksInLayer, AsksBehindData, asking_hook])
+@pytest.mark.parametrize("ask", [by_leaf, by_grad_fn])
+def test_a_node_that_asks_how_its_argument_was_computed(
+    kind: Callable[..., nn.Module], ask: Callable[[Tensor], bool]
+) -> None:
+    """At the beginning of a stage it has no history."""
+    properties = dict(vars(Tensor))
+    match = r"^1 \(\S*test_refusals.py:\d+\): the module is one node and asks how its argument"
+    with pytest.raises(CaptureError, match=match):
+        proven_capture(between(kind(ask)), Arguments((torch.randn(4, 4),), {}))
+    assert dict(vars(Tensor)) == properties
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        between(AsksOutside(by_leaf)),
+        between(AsksOutside(by_grad_fn)),
+        between(AsksInLayer(lambda x: x.requires_grad)),
+        between(AsksInLayer(lambda x: by_grad_fn(x.detach()))),
+        nn.Sequential(AsksInLayer(by_leaf), nn.Linear(4, 4)),
+    ],
+)
+def test_questions_whose_answer_no_cut_changes(model: nn.Module) -> None:
+    proven_capture(model, Arguments((torch.randn(4, 4),), {}))
+
+
+class Trainer:
+    """Holds no tensor."""
+
+
+def test_a_weak_proxy_of_what_is_gone() -> None:
+    """As Lightning leaves one of its trainer: torch itself cannot ask for its class."""
+    model, trainer = nn.Sequential(nn.Linear(4, 4)), Trainer()
+    model[0].trainer = weakref.proxy(trainer)
+    captured(model, torch.randn(4, 4))
+    del trainer
+    with pytest.raises(InputError, match=r"^0 has an attribute 'trainer', a weak proxy of .* gone"):
         captured(model, torch.randn(4, 4))
 
 

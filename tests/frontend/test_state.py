@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from collections import deque
 from collections.abc import Callable
 from typing import Any
@@ -381,6 +382,87 @@ def test_what_only_the_first_forward_makes_is_refused_with_advice_that_helps(
     assert {*model.state_dict(), *vars(model)} == names
     model(*CALL.args)
     exact(model, X)
+
+
+class Count:
+    """Counts calls; most have the same answer."""
+
+    calls = 0
+
+    def is_late(self) -> bool:
+        self.calls += 1
+        return self.calls > 1000
+
+
+class Warming(nn.Module):
+    """Scales its input once `is_late` says so, which is not while it is compiled."""
+
+    def __init__(self, is_late: Callable[[], bool]) -> None:
+        super().__init__()
+        self.linear, self.is_late = nn.Linear(WIDTH, WIDTH), is_late
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x * 2 if self.is_late() else x)
+
+
+TOTAL, SHAPES, TIMES = 0, deque[int](), {"calls": 0}
+
+
+def counted_in_a_global() -> bool:
+    global TOTAL
+    TOTAL += 1
+    return TOTAL > 1000
+
+
+def counted_in_a_deque() -> bool:
+    SHAPES.append(0)
+    return len(SHAPES) > 1000
+
+
+def counted_in_a_dict() -> bool:
+    TIMES["calls"] += 1
+    return TIMES["calls"] > 1000
+
+
+def counted_in_a_class() -> bool:
+    Count.calls += 1
+    return Count.calls > 1000
+
+
+def counted_in_a_closure() -> Callable[[], bool]:
+    calls = 0
+
+    def is_late() -> bool:
+        nonlocal calls
+        calls += 1
+        return calls > 1000
+
+    return is_late
+
+
+def counted_on_a_function() -> bool:
+    counted_on_a_function.calls = 1 + getattr(counted_on_a_function, "calls", 0)  # type: ignore[attr-defined]
+    return counted_on_a_function.calls > 1000  # type: ignore[attr-defined, no-any-return]
+
+
+@pytest.mark.parametrize(
+    ("is_late", "name"),
+    [
+        (Count().is_late, "is_late.__self__.calls"),
+        (counted_in_a_global, f"{__name__}.TOTAL"),
+        (counted_in_a_deque, f"{__name__}.SHAPES"),
+        (counted_in_a_dict, f"{__name__}.TIMES"),
+        (counted_in_a_class, "Count.calls"),
+        (counted_in_a_closure(), "calls in counted_in_a_closure.<locals>.is_late"),
+        (counted_on_a_function, "counted_on_a_function.calls"),
+    ],
+)
+def test_state_outside_modules_that_the_forward_changes(
+    is_late: Callable[[], bool], name: str
+) -> None:
+    """No step that is compared shows it."""
+    with pytest.raises(CaptureError, match=rf"^{re.escape(name)}: the forward changes it"):
+        proven_capture(Warming(is_late), CALL)
 
 
 def test_a_parameter_that_a_module_writes_to_is_as_before() -> None:

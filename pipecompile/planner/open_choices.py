@@ -75,6 +75,13 @@ class Drafter(Protocol):
     def explains(self) -> bool:
         """Whether a refusal may say what would fit."""
 
+    @property
+    def graph(self) -> CostGraph:
+        """The graph that is cut."""
+
+    def without_copies(self) -> Drafter | None:
+        """Return the same for a graph in which no node is copied; None if none is in this one."""
+
     def quick(self) -> Drafter | None:
         """Return the same with short searches; None if these are short."""
 
@@ -113,17 +120,33 @@ class OpenChoices:
             # Where short searches find nothing under any choice, long ones would hardly.
             if (quick := self.drafter.quick()) is not None:
                 OpenChoices(self.graph, self.options, self.placement, quick).shortest()
-        plans = self._ordered(self.options, own)
+        plans, refused = self._ordered(self.options, own), list[Options]()
         for options in policies:
             if not self._is_ruled_out(options, plans):
-                plans += self._of_policy(options)
+                found = list(self._of_policy(options))
+                plans += found
+                refused += [] if found else [options]
         if not plans:
             if refusal is not None and not self.drafter.explains:
                 raise refusal
             # Planned once more, since only now the reason is worth its time.
             return self.drafter.planned(self.options, explained=True)
         plan = self.drafter.adopted(min(plans, key=_step_ns), self.options, own)
+        plan = min([plan, *self._without_copies(refused, plan)], key=_step_ns)
         return self._with_hint(plan)
+
+    def _without_copies(self, policies: Iterable[Options], plan: Plan) -> Iterator[Plan]:
+        """Yield plans of policies that only fit where no cheap node is copied, as plans of the
+        options; none for those that cannot be shorter than `plan`.
+        """
+        plain = self.drafter.without_copies()
+        if plain is None:
+            return
+        choices = OpenChoices(plain.graph, self.options, self.placement, plain)
+        for options in policies:
+            if not self._is_ruled_out(options, [plan]):
+                for other in choices._of_policy(options):
+                    yield plain.adopted(other, self.options, None)
 
     def _with_hint(self, plan: Plan) -> Plan:
         """Return the plan; if memory may keep its ranks idle, with the step that recompute gives.

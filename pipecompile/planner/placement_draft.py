@@ -63,6 +63,13 @@ class PlacementDrafter:
         """Whether a refusal may say what would fit."""
         return self.effort.is_explained
 
+    def without_copies(self) -> PlacementDrafter | None:
+        """Return the same for a graph in which no node is copied; None if none is in this one."""
+        if not self.graph.copied:
+            return None
+        plain = msgspec.structs.replace(self.graph, copied=())
+        return replace(self, graph=plain, planners=[])
+
     def quick(self) -> PlacementDrafter | None:
         """Return the same with short searches; None if these are short."""
         if self.effort.seconds <= QUICK.seconds:

@@ -5,6 +5,7 @@ be chosen beside them.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import pairwise
 
 import pytest
 from hypothesis import HealthCheck, assume, given, settings
@@ -13,7 +14,7 @@ from msgspec.structs import replace
 
 from pipecompile.api.soundness import findings
 from pipecompile.errors import InfeasibleError
-from pipecompile.ir.graph import CostGraph
+from pipecompile.ir.graph import CostGraph, Tensor
 from pipecompile.ir.plan import Options, Plan, Provenance, Recompute
 from pipecompile.partition.budget import QUICK, THOROUGH
 from pipecompile.partition.problem import PartitionProblem
@@ -21,10 +22,12 @@ from pipecompile.partition.result import Partition
 from pipecompile.planner import partition
 from pipecompile.planner.draft import draft
 from pipecompile.planner.open_choices import named_orders, named_policies
+from pipecompile.planner.placement_draft import PlacementDrafter
 from pipecompile.planner.step_bound import StepBounds
 from pipecompile.schedule import selection
 from pipecompile.schedule.selection import placements
 from tests.cuts import chain
+from tests.cuts import node as node_of
 from tests.ir.cost_graphs import cost_graphs
 from tests.sweeps import examples
 
@@ -199,3 +202,45 @@ def test_what_no_short_search_fits_is_not_searched_for_long(
     assert budgets.count(THOROUGH.seconds) == 1
     assert len(budgets) > 1
     assert set(budgets) == {THOROUGH.seconds, QUICK.seconds}
+
+
+def test_auto_is_never_worse_than_a_policy_that_fits_without_copies_only(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each stage holds its copies, which may take the last bytes of a policy alone."""
+    planned_with, with_stages = PlacementDrafter.planned, PlacementDrafter.with_stages
+
+    def tight_stages(drafter: PlacementDrafter, plan: Plan, options: Options) -> Plan:
+        if drafter.graph.copied:
+            raise InfeasibleError("no room")
+        return with_stages(drafter, plan, options)
+
+    def tight(drafter: PlacementDrafter, options: Options, *, explained: bool) -> Plan:
+        if drafter.graph.copied and options.recompute != "stage":
+            raise InfeasibleError("no room")
+        return planned_with(drafter, options, explained=explained)
+
+    layers = [node_of(f"layer{index}", 600, 1200, saved=8) for index in range(4)]
+    names = [layer.name for layer in layers]
+    cos = replace(node_of("cos", 2), is_copyable=True)
+    read = Tensor(producer="cos", consumers=tuple(names), bytes=4, gradient_bytes=0)
+    sent = (
+        Tensor(producer=a, consumers=(b,), bytes=1, gradient_bytes=1) for a, b in pairwise(names)
+    )
+    graph = CostGraph(nodes=(cos, *layers), tensors=(read, *sent))
+    options = Options(
+        k=2,
+        microbatches=4,
+        schedule="1f1b",
+        objective="max-load",
+        recompute="auto",
+        costs="flops",
+        memory_bytes=1 << 30,
+    )
+    alone = planned(graph, replace(options, recompute="none"))
+    monkeypatch.setattr(PlacementDrafter, "planned", tight)
+    monkeypatch.setattr(PlacementDrafter, "with_stages", tight_stages)
+    best = planned(graph, options)
+    assert alone is not None and best is not None
+    assert best.prediction.step_ns <= alone.prediction.step_ns
+    assert best.options == options

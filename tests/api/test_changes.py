@@ -456,6 +456,32 @@ def test_names_that_no_forward_computes() -> None:
     pipeline.step(X, X)
 
 
+class Defaults:
+    scale_1 = 2.0
+
+
+class ByComputedNameOfAClass(ByComputedName):
+    scale_1 = 2.0
+
+    def __init__(self, *, of_itself: bool) -> None:
+        super().__init__(lambda scales: getattr(self if of_itself else scales, f"scale_{1}"))
+        self.scales = Defaults()
+
+
+@pytest.mark.parametrize("of_itself", [False, True])
+@pytest.mark.parametrize("in_class", [False, True])
+def test_names_of_classes_that_the_forward_computes(
+    of_itself: bool, in_class: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = ByComputedNameOfAClass(of_itself=of_itself)
+    pipeline = compiled(model)
+    pipeline.step(X, X)
+    owner: Any = model if of_itself else model.scales
+    monkeypatch.setattr(type(owner) if in_class else owner, "scale_1", 3.0)
+    with pytest.raises(InputError, match=r"scale_1 (has changed since|was not there when)"):
+        pipeline.step(X, X)
+
+
 SEEN: dict[str, Any] = {}
 
 

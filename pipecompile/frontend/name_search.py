@@ -38,6 +38,7 @@ from weakref import ProxyTypes, ReferenceType, WeakKeyDictionary, WeakSet, WeakV
 
 from torch import Tensor, fx, nn
 
+from pipecompile.frontend.attribute_reads import ALL
 from pipecompile.frontend.code_names import ANY, OF_TENSORS, names_in, strings_in
 from pipecompile.frontend.compared_value import (
     COMPARED,
@@ -312,7 +313,8 @@ class NameSearch:
         code computes; return those that the object may get itself.
         """
         hidden = set[str]()
-        for base in kind.__mro__:
+        # All that was read is its dict, which has nothing of its class.
+        for base in () if self._has_read(where, ALL) else kind.__mro__:
             if not self._is_foreign(base.__module__):
                 read = [name for name in vars(base) if self._has_read(where, name)]
                 self._look_among(base.__qualname__, vars(base), read, base.__module__)

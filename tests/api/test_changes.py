@@ -482,6 +482,24 @@ def test_names_of_classes_that_the_forward_computes(
         pipeline.step(X, X)
 
 
+TRAINER = SimpleNamespace(step=0)
+
+
+class InTraining(Scaled):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * vars(self)["scale"]
+
+    def training_step(self) -> int:
+        return TRAINER.step
+
+
+def test_methods_that_no_forward_calls_may_name_what_changes() -> None:
+    model = InTraining()
+    pipeline = compiled(model)
+    TRAINER.step += 1
+    pipeline.step(X, X)
+
+
 SEEN: dict[str, Any] = {}
 
 

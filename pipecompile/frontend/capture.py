@@ -268,6 +268,7 @@ def _capture_by(
         ),
         # On a path of its own for fakes a forward may leave out what it reads outside of a capture.
         read_attributes=read if method.hides_fakes or read_outside is not None else None,
+        taken_apart=frozenset(forward.recorder.recording.taken_apart),
         training={path: module.training for path, module in model.named_modules()},
         # A graph that keeps its masks is for batches with and without padding: so is a further one.
         recapture=partial(recapture, as_outside=method.reads_inputs),

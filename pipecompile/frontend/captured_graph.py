@@ -5,7 +5,6 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import Any
 
 import sympy
@@ -56,11 +55,12 @@ class Capture:
     attributes that are no longer set. `training` tells, by path, in which mode each module was.
     `assigned_attributes` are the attributes that the forward sets for itself, `read_attributes`
     those that it reads, by path and name, and those of objects in attributes; None if that is not
-    known. `recapture` captures the same model for another call. `asks_layout` is where the forward
-    asks how a tensor lies in memory, "" if it does not: then inputs may lie in any way.
-    `value_reads` are tensors whose values are numbers in the graph, and `constant_answers` what was
-    read out of tensors that are computed from sizes, or from inputs of whole numbers.
-    `masks_nothing` tells of each input whether it may have been a mask that masks nothing.
+    known. `taken_apart` are the paths of the modules that it was recorded inside. `recapture`
+    captures the same model for another call. `asks_layout` is where the forward asks how a tensor
+    lies in memory, "" if it does not: then inputs may lie in any way. `value_reads` are tensors
+    whose values are numbers in the graph, and `constant_answers` what was read out of tensors that
+    are computed from sizes, or from inputs of whole numbers. `masks_nothing` tells of each input
+    whether it may have been a mask that masks nothing.
     """
 
     model: nn.Module
@@ -75,6 +75,7 @@ class Capture:
     training: dict[str, bool]
     assigned_attributes: frozenset[tuple[str, str]]
     read_attributes: frozenset[tuple[str, str]] | None
+    taken_apart: frozenset[str]
     recapture: Callable[[Arguments], Capture]
     asks_layout: str = ""
     value_reads: tuple[ValueRead, ...] = ()
@@ -94,16 +95,11 @@ class Capture:
             return False
         return self.read_attributes is None or self._has_read(path, name)
 
-    @cached_property
-    def _run_modules(self) -> frozenset[str]:
-        return frozenset(str(n.target) for n in self.graph.nodes if n.op == "call_module")
-
     def runs_itself(self, path: str) -> bool:
-        """Return whether the module at `path` is one node, or in one: its own code and hooks run in
-        each step.
+        """Return whether the module at `path` is never taken apart: as one node, or in one, it runs
+        in each step, with its hooks.
         """
-        parts = path.split(".")
-        return any(".".join(parts[:end]) in self._run_modules for end in range(1, len(parts) + 1))
+        return path not in self.taken_apart
 
     def _has_read(self, path: str, name: str) -> bool:
         """Return whether the forward has read an attribute of the module or object at `path`."""

@@ -38,6 +38,7 @@ from weakref import ProxyTypes, ReferenceType, WeakKeyDictionary, WeakSet, WeakV
 
 from torch import Tensor, fx, nn
 
+from pipecompile.frontend.attribute_reads import ALL
 from pipecompile.frontend.code_names import ANY, OF_TENSORS, names_in, strings_in
 from pipecompile.frontend.compared_value import (
     COMPARED,
@@ -138,6 +139,7 @@ class NameSearch:
 
     def _look_in_module(self, path: str, module: nn.Module) -> None:
         self._look_in_class(type(module))
+        self._look_at_read(path, type(module))
         attributes = vars(module)
         for name in self._named(attributes):
             if not self._may_read(path, name):
@@ -282,8 +284,8 @@ class NameSearch:
         if isinstance(value, ModuleType):
             return
         self._look_in_class(type(value))
-        inherited = self._inherited(type(value).__mro__)
-        self._note_absent(where, attributes, self._may_be_absent.union(inherited))
+        inherited = {*self._inherited(type(value).__mro__), *self._look_at_read(where, type(value))}
+        self._note_absent(where, attributes, self._may_be_absent | inherited)
         self._look_in_slots(where, value)
 
     def _look_in_slots(self, where: str, value: Any) -> None:
@@ -306,6 +308,19 @@ class NameSearch:
                 inherited = self._inherited(base.__mro__[1:])
                 self._note_absent(base.__qualname__, vars(base), inherited)
 
+    def _look_at_read(self, where: str, kind: type) -> set[str]:
+        """Look at the attributes of a class that were read of its object at `where` by a name that
+        code computes; return those that the object may get itself.
+        """
+        hidden = set[str]()
+        # All that was read is its dict, which has nothing of its class.
+        for base in () if self._has_read(where, ALL) else kind.__mro__:
+            if not self._is_foreign(base.__module__):
+                read = [name for name in vars(base) if self._has_read(where, name)]
+                self._look_among(base.__qualname__, vars(base), read, base.__module__)
+                hidden.update(filter(partial(_may_be_hidden, base), read))
+        return hidden
+
     def _look_at_making(self, kind: type) -> None:
         """Note what makes objects of a class that code names. No forward makes modules."""
         if not self._is_of_all_models(kind) and kind not in self._made:
@@ -319,11 +334,8 @@ class NameSearch:
         that gets one of that name has it in their place.
         """
         for base in bases:
-            for name in () if self._is_foreign(base.__module__) else self._named(vars(base)):
-                value = vars(base)[name]
-                # Not those of properties, which come first; cached ones put values into objects.
-                if isinstance(value, FunctionType) or not hasattr(type(value), "__get__"):
-                    yield name
+            if not self._is_foreign(base.__module__):
+                yield from filter(partial(_may_be_hidden, base), self._named(vars(base)))
 
     def _named(self, attributes: Iterable[str]) -> list[str]:
         """Return those of the attributes that a function names."""
@@ -372,6 +384,13 @@ def _attributes_of(value: Any) -> Mapping[str, Any]:
     with suppress(Exception):
         attributes = vars(value)
     return attributes if isinstance(attributes, Mapping) else {}
+
+
+def _may_be_hidden(kind: type, name: str) -> bool:
+    """Return whether an object of a class may have another value of this name in its place."""
+    value = vars(kind)[name]
+    # Not those of properties, which come first; cached ones put values into objects.
+    return isinstance(value, FunctionType) or not hasattr(type(value), "__get__")
 
 
 def _operators(kind: type) -> Iterator[str]:

@@ -89,8 +89,10 @@ def _refuse_changes(outside: OutsideValues) -> None:
     """Raise CaptureError if the model's steps have changed what its forward may read `outside`."""
     if changed := outside.changed():
         raise CaptureError(
-            f"{changed}: the forward changes it, which the graph would not; count and keep such "
-            "state in a buffer that is written to in place, or outside of the forward"
+            f"{changed}: the forward changes it, and no graph keeps such state; make what each "
+            "forward sets anew an attribute of a module, count in a buffer that is written to in "
+            "place, and note what you only look at in a hook of a module that is one node (leaf), "
+            "or outside of the forward"
         )
 
 

@@ -329,6 +329,7 @@ class ForwardRecorder(TorchFunctionMode):
             if self._is_leaf(module, path):
                 return self._call_leaf(original, module, args, kwargs)
             self._note_hooks(module, path)
+            self.recording.taken_apart.append(path)
             return original(module, *args, **kwargs)
         except Exception as error:
             # Unwinding, the error meets the innermost module first: the smallest one that can be a

@@ -49,19 +49,22 @@ class RecordingMark:
     reads: int
     constants: int
     calls: int
+    taken_apart: int
 
 
 class Recording:
     """The nodes, the tensors that they returned, and the modules that are being called.
 
     Tensors are known by their id. Parameters and buffers are read by `get_attr` nodes, one for
-    each; `constants` are tensors that the model owns in no table.
+    each; `constants` are tensors that the model owns in no table. `taken_apart` are the
+    paths of the modules that were recorded inside.
     """
 
     def __init__(self, root: nn.Module, state: dict[int, Tensor]) -> None:
         self.graph = fx.Graph()
         self.constants: dict[str, Tensor] = {}
         self.call_counts: Counter[str] = Counter()  # by path of a module
+        self.taken_apart: list[str] = []
         self._root = root
         self._state = state
         self._names = self._name_state()
@@ -259,9 +262,8 @@ class Recording:
     def mark(self) -> RecordingMark:
         """Return the current moment, for `undo`."""
         last = next(iter(reversed(self.graph.nodes)), None)
-        return RecordingMark(
-            last, len(self._bindings), len(self._reads), len(self.constants), len(self._called)
-        )
+        tables = self._bindings, self._reads, self.constants, self._called, self.taken_apart
+        return RecordingMark(last, *map(len, tables))
 
     def undo(self, mark: RecordingMark) -> None:
         """Undo what was recorded since `mark`: nodes, bindings, reads, constants and calls."""
@@ -275,6 +277,7 @@ class Recording:
         # The module is called once more, as one node, and the calls inside it are counted then.
         self.call_counts.subtract(self._called[mark.calls :])
         del self._called[mark.calls :]
+        del self.taken_apart[mark.taken_apart :]
         while len(self._reads) > mark.reads:
             self._reads.popitem()
         while len(self.constants) > mark.constants:

@@ -365,6 +365,54 @@ def test_backward_hooks_of_modules_that_are_one_node_may_come_later() -> None:
     assert sorted(seen) == ["first", "first", "last", "last"]
 
 
+class Gate(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x)
+
+
+class Gated(nn.Module):
+    """One node since it branches on data, with its gate in it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = Gate()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.gate(x) if x.sum() > -1e9 else x
+
+
+class GatedTwice(Scaled):
+    """Calls a gate within a node, and also itself, where it is taken apart."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gated = Gated()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = super().forward(x)
+        return self.gated(x) + self.gated.gate(x)
+
+
+def test_hooks_of_a_module_that_is_within_a_node_and_also_taken_apart() -> None:
+    """What the graph has of them is that of the capture."""
+    model, scales = GatedTwice(), [2.0]
+    pipeline = compiled(model)
+    handle = model.gated.gate.register_full_backward_hook(lambda *_: None)
+    with pytest.raises(InputError, match=r"^gated.gate has a backward hook that was not there"):
+        pipeline.step(X, X)
+    handle.remove()
+    model.gated.gate.register_forward_hook(lambda module, args, output: output * scales[0])
+    pipeline = compiled(model)
+    pipeline.step(X, X)
+    scales[0] = 3.0
+    with pytest.raises(InputError, match=r"^scales in .* has changed since the model was compiled"):
+        pipeline.step(X, X)
+
+
 @dataclass
 class Scales:
     scale_0: float = 1.0
@@ -405,6 +453,50 @@ def test_names_that_no_forward_computes() -> None:
     model = ByComputedName(lambda scales: getattr(scales, f"scale_{1}"))
     pipeline = compiled(model)
     model.scales.unread, model.scales.scale_0 = 1, 2.0
+    pipeline.step(X, X)
+
+
+class Defaults:
+    scale_1 = 2.0
+
+
+class ByComputedNameOfAClass(ByComputedName):
+    scale_1 = 2.0
+
+    def __init__(self, *, of_itself: bool) -> None:
+        super().__init__(lambda scales: getattr(self if of_itself else scales, f"scale_{1}"))
+        self.scales = Defaults()
+
+
+@pytest.mark.parametrize("of_itself", [False, True])
+@pytest.mark.parametrize("in_class", [False, True])
+def test_names_of_classes_that_the_forward_computes(
+    of_itself: bool, in_class: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = ByComputedNameOfAClass(of_itself=of_itself)
+    pipeline = compiled(model)
+    pipeline.step(X, X)
+    owner: Any = model if of_itself else model.scales
+    monkeypatch.setattr(type(owner) if in_class else owner, "scale_1", 3.0)
+    with pytest.raises(InputError, match=r"scale_1 (has changed since|was not there when)"):
+        pipeline.step(X, X)
+
+
+TRAINER = SimpleNamespace(step=0)
+
+
+class InTraining(Scaled):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * vars(self)["scale"]
+
+    def training_step(self) -> int:
+        return TRAINER.step
+
+
+def test_methods_that_no_forward_calls_may_name_what_changes() -> None:
+    model = InTraining()
+    pipeline = compiled(model)
+    TRAINER.step += 1
     pipeline.step(X, X)
 
 

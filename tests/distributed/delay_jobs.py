@@ -16,6 +16,7 @@ from pipecompile.frontend.signature import arguments_of
 from pipecompile.frontend.target import Target
 from pipecompile.ir.schedule import Action
 from pipecompile.runtime.rank_step import RankStep
+from pipecompile.schedule.named_orders import required_placement
 from tests.delayed_gradients import OPTIMIZERS
 from tests.device import DEVICE
 from tests.distributed.training_jobs import MICROBATCH, run_of
@@ -28,7 +29,9 @@ def delayed_steps(ranks: int, schedule: str, steps: int) -> float:
     """How far gradients are from the unsplit model's in the worst of so many steps, in which each
     action of a rank, be it a computation or a message, begins late by a random time.
     """
-    run = run_of(ranks, 1, schedule=schedule)
+    shape, number = required_placement(schedule)
+    on_each = number or (2 if shape == "loop" else 1)
+    run = run_of(ranks, 1, schedule=schedule, stages_per_rank=on_each)
     random = Random(dist.get_rank())
     worst = 0.0
     with patch.object(RankStep, "_perform", _late(RankStep._perform, random)):

@@ -12,12 +12,24 @@ from tests.sweeps import sweep
 
 
 @pytest.mark.parametrize(
-    ("schedule", "count"), [("1f1b", 60), sweep("1f1b", 200), sweep("zb-h1", 200)]
+    ("ranks", "schedule", "count"),
+    [
+        (3, "1f1b", 60),
+        (2, "interleaved-1f1b", 20),
+        (2, "zb-v", 20),
+        sweep(3, "1f1b", 200),
+        sweep(3, "zb-h1", 200),
+        sweep(2, "interleaved-1f1b", 200),
+        sweep(2, "looped-bfs", 200),
+        sweep(2, "zb-v", 200),
+        sweep(2, "dualpipe-v", 200),
+    ],
 )
 def test_steps_under_random_delays(
-    workers: Workers, tmp_path: Path, schedule: str, count: int
+    workers: Workers, tmp_path: Path, ranks: int, schedule: str, count: int
 ) -> None:
-    for worst in workers.run(3, jobs.delayed_steps, 3, schedule, count, folder=str(tmp_path)):
+    args = ranks, schedule, count
+    for worst in workers.run(ranks, jobs.delayed_steps, *args, folder=str(tmp_path)):
         assert worst <= 1e-12
 
 

@@ -76,8 +76,8 @@ def test_every_rule_is_its_recurrence(schedule: str, k: int) -> None:
         wanted, state = oracle.train(pipeline.plan, batches, optimizer)
         assert losses == pytest.approx(wanted, rel=EXACT), name
         assert distance(pipeline, state) <= EXACT, name
-    _, synchronous = oracle.train(pipeline.plan, batches, optimizer, schedule="1f1b")
-    assert distance(pipeline, synchronous) > 1e-3
+        _, synchronous = oracle.train(pipeline.plan, batches, optimizer, schedule="1f1b")
+        assert distance(pipeline, synchronous) > 1e-3, name
 
 
 @pytest.mark.parametrize("schedule", RULES)

@@ -18,7 +18,7 @@ from pipecompile.ir.serialization import fingerprint
 from pipecompile.ir.unequal_costs import UnequalCosts
 from pipecompile.layouts.assignment import assignment_of
 from pipecompile.layouts.reading import read_layout
-from pipecompile.partition.budget import QUICK, THOROUGH, CutEffort
+from pipecompile.partition.budget import THOROUGH, CutEffort
 from pipecompile.partition.cheap_nodes import with_cheap_nodes_copied
 from pipecompile.planner.placement_draft import Origin, PlacementDrafter, plans_on_placement
 from pipecompile.schedule.selection import placements
@@ -58,12 +58,8 @@ def draft(
     except InfeasibleError:
         if not graph.copied:
             raise
-        # Copies may take the last bytes of a rank that would only pass their values on. Where a
-        # short search finds nothing without them either, a long one would hardly.
+        # Copies may take the last bytes of a rank that would only pass their values on.
         plain = msgspec.structs.replace(graph, copied=())
-        if effort.seconds > QUICK.seconds:
-            short = effort._replace(seconds=QUICK.seconds)
-            _shortest(plain, options, links, origin, assignment, short)
         best = _shortest(plain, options, links, origin, assignment, effort)
     # It was asked for by a layout, and not by the stage of each node.
     return msgspec.structs.replace(best, options=options)

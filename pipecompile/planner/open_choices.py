@@ -82,9 +82,6 @@ class Drafter(Protocol):
     def without_copies(self) -> Drafter | None:
         """Return the same for a graph in which no node is copied; None if none is in this one."""
 
-    def quick(self) -> Drafter | None:
-        """Return the same with short searches; None if these are short."""
-
     def planned(self, options: Options, *, explained: bool) -> Plan:
         """Return the plan of the best cut; a refusal says what would fit if it is `explained`."""
 
@@ -117,9 +114,6 @@ class OpenChoices:
             own = self.drafter.planned(self.options, explained=False)
         except InfeasibleError as error:
             refusal = error
-            # Where short searches find nothing under any choice, long ones would hardly.
-            if (quick := self.drafter.quick()) is not None:
-                OpenChoices(self.graph, self.options, self.placement, quick).shortest()
         plans, refused = self._ordered(self.options, own), list[Options]()
         for options in policies:
             if not self._is_ruled_out(options, plans):

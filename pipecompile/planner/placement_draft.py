@@ -16,7 +16,7 @@ from pipecompile.errors import InfeasibleError
 from pipecompile.ir.graph import CostGraph
 from pipecompile.ir.links import Links
 from pipecompile.ir.plan import Fingerprint, Options, Plan, Provenance, Search
-from pipecompile.partition.budget import QUICK, THOROUGH, CutEffort
+from pipecompile.partition.budget import THOROUGH, CutEffort
 from pipecompile.planner.open_choices import OpenChoices
 from pipecompile.planner.recompute import recompute_planner
 from pipecompile.planner.scheduled_stages import (
@@ -69,13 +69,6 @@ class PlacementDrafter:
             return None
         plain = msgspec.structs.replace(self.graph, copied=())
         return replace(self, graph=plain, planners=[])
-
-    def quick(self) -> PlacementDrafter | None:
-        """Return the same with short searches; None if these are short."""
-        if self.effort.seconds <= QUICK.seconds:
-            return None
-        short = self.effort._replace(seconds=QUICK.seconds)
-        return replace(self, effort=short, planners=[])
 
     def planned(self, options: Options, *, explained: bool) -> Plan:
         """Return the plan of the best cut, or of the given one."""

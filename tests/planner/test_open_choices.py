@@ -16,17 +16,12 @@ from pipecompile.api.soundness import findings
 from pipecompile.errors import InfeasibleError
 from pipecompile.ir.graph import CostGraph, Tensor
 from pipecompile.ir.plan import Options, Plan, Provenance, Recompute
-from pipecompile.partition.budget import QUICK, THOROUGH
-from pipecompile.partition.problem import PartitionProblem
-from pipecompile.partition.result import Partition
-from pipecompile.planner import partition
 from pipecompile.planner.draft import draft
 from pipecompile.planner.open_choices import named_orders, named_policies
 from pipecompile.planner.placement_draft import PlacementDrafter
 from pipecompile.planner.step_bound import StepBounds
 from pipecompile.schedule import selection
 from pipecompile.schedule.selection import placements
-from tests.cuts import chain
 from tests.cuts import node as node_of
 from tests.ir.cost_graphs import cost_graphs
 from tests.sweeps import examples
@@ -174,34 +169,6 @@ def test_what_is_ruled_out_is_no_shorter(
     assert plan is not None
     bounds = StepBounds(graph, plan.schedule.placement)
     assert not bounds.rule_out(options, plan.prediction.step_ns + 1)
-
-
-def test_what_no_short_search_fits_is_not_searched_for_long(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """It took the time of a plan for each order and policy, to find nothing."""
-    budgets: list[float] = []
-    solve = partition.solve
-
-    def counted(problem: PartitionProblem, *, seconds: float, explained: bool) -> Partition:
-        budgets.append(seconds)
-        return solve(problem, seconds=seconds, explained=explained)
-
-    monkeypatch.setattr(partition, "solve", counted)
-    graph = chain([1] * 6, held=[100 << 20] * 6)
-    options = Options(
-        k=2,
-        microbatches=4,
-        schedule="1f1b",
-        objective="max-load",
-        recompute="auto",
-        costs="flops",
-        memory_bytes=450 << 20,
-    )
-    assert planned(graph, options) is None
-    assert budgets.count(THOROUGH.seconds) == 1
-    assert len(budgets) > 1
-    assert set(budgets) == {THOROUGH.seconds, QUICK.seconds}
 
 
 def test_auto_is_never_worse_than_a_policy_that_fits_without_copies_only(

@@ -17,6 +17,7 @@ from pipecompile.frontend.batch_dims import output_dim
 from pipecompile.frontend.constant_answers import ConstantAnswer
 from pipecompile.frontend.data_probe import probe_data
 from pipecompile.frontend.guards import Guards, ValueRead
+from pipecompile.frontend.known_reads import KnownReads
 from pipecompile.frontend.outside_values import OutsideValues
 from pipecompile.frontend.recording import SymbolicNumber
 from pipecompile.frontend.refusals import UnsupportedError
@@ -108,7 +109,8 @@ class Capture:
 
     def outside_values(self) -> OutsideValues:
         """Return what the forward may read now, besides what its modules hold themselves."""
-        return OutsideValues(self.model, self.may_read, self._has_read, self.runs_itself)
+        known = KnownReads(self.may_read, self._has_read, self.runs_itself)
+        return OutsideValues(self.model, known)
 
     def with_keys_in_order(self) -> Capture:
         """Return the capture for arguments with their keys in the order of these."""

@@ -5,8 +5,9 @@ from __future__ import annotations
 from array import array
 from collections import ChainMap, UserDict
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
-from types import MappingProxyType
+from types import CellType, MappingProxyType
 from typing import Any
 
 import numpy
@@ -23,6 +24,9 @@ __all__ = [
     "ComparedValue",
     "Read",
     "comparable",
+    "content",
+    "itself",
+    "referent",
 ]
 
 MOST_ITEMS = 1024
@@ -70,3 +74,22 @@ def comparable(value: Any) -> Any:
     if isinstance(value, MAPPINGS) and len(value) <= MOST_ITEMS:
         return deep_copy(dict(value))
     return value
+
+
+def itself(value: Any) -> Any:
+    """Return the value: what reads an item that a container keeps."""
+    return value
+
+
+def referent(proxy: Any) -> Any:
+    """Return what a weak proxy stands for, `GONE` if that is gone."""
+    with suppress(ReferenceError):
+        return proxy.__repr__.__self__
+    return GONE
+
+
+def content(cell: CellType) -> Any:
+    """Return what a function encloses in `cell`, `GONE` if nothing has been assigned yet."""
+    with suppress(ValueError):
+        return cell.cell_contents
+    return GONE

@@ -32,7 +32,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from contextvars import ContextVar
 from functools import cache, cached_property, partial, partialmethod, singledispatchmethod
-from types import CellType, FunctionType, MemberDescriptorType, MethodType, ModuleType
+from types import FunctionType, MemberDescriptorType, MethodType, ModuleType
 from typing import Any
 from weakref import ProxyTypes, ReferenceType, WeakKeyDictionary, WeakSet, WeakValueDictionary
 
@@ -49,11 +49,15 @@ from pipecompile.frontend.compared_value import (
     ComparedValue,
     Read,
     comparable,
+    content,
+    itself,
+    referent,
 )
+from pipecompile.frontend.known_reads import NOTHING_KNOWN, KnownReads
 from pipecompile.frontend.packages import is_foreign, is_installed, package_of
 from pipecompile.graph.attributes import CONTAINERS, PLAIN
 
-__all__ = ["MayRead", "NameSearch", "RunsItself"]
+__all__ = ["NameSearch"]
 
 ENVIRONMENT = frozenset({"environ", "getenv"})
 MAKING = frozenset({"__new__", "__init__", "__post_init__"})
@@ -90,8 +94,6 @@ PARTS: Mapping[type, tuple[str, ...]] = {
 REGISTRY = "registry"
 """The attribute in which a function of functools.singledispatch has those that it calls."""
 
-MayRead = Callable[[str, str], bool]
-RunsItself = Callable[[str], bool]
 Place = str | Callable[[], str]
 """The name of a place; where there was nothing, what returns it once there is."""
 
@@ -103,15 +105,8 @@ class NameSearch:
     attributes of all objects, classes and Python modules that are found.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        may_read: MayRead = lambda *_: True,
-        has_read: MayRead = lambda *_: False,
-        runs_itself: RunsItself = lambda _: False,
-    ) -> None:
-        self._may_read, self._has_read = may_read, has_read
-        self._runs_itself = runs_itself
+    def __init__(self, model: nn.Module, known: KnownReads = NOTHING_KNOWN) -> None:
+        self._known = known
         self._names, self._may_be_absent = frozenset({"forward"}), frozenset[str]()
         self._qualified = frozenset[tuple[str, str]]()
         named_modules, before = list(model.named_modules()), (frozenset[Any](),) * 3
@@ -142,7 +137,7 @@ class NameSearch:
         self._look_at_read(path, type(module))
         attributes = vars(module)
         for name in self._named(attributes):
-            if not self._may_read(path, name):
+            if not self._known.may_read(path, name):
                 continue
             where, value = f"{path}.{name}".lstrip("."), attributes[name]
             # The others are compared by the modules' owner.
@@ -150,7 +145,7 @@ class NameSearch:
                 self._look(where, partial(attributes.get, name, GONE))
             self._follow(where, value)
         self._look_in_slots(path, module)
-        if not self._runs_itself(path):
+        if not self._known.runs_itself(path):
             for hook in (*module._forward_pre_hooks.values(), *module._forward_hooks.values()):
                 self._follow("a hook", hook)
 
@@ -192,7 +187,7 @@ class NameSearch:
     def _look_up(self, where: str, value: Any) -> None:
         """Look up in `value`, and in what it consists of, the names that can reach it."""
         if type(value) in ProxyTypes:  # of what is gone not even the class can be asked
-            self._look(where, partial(_referent, value))
+            self._look(where, partial(referent, value))
             return
         if isinstance(value, type):
             self._look_in_class(value)
@@ -216,7 +211,7 @@ class NameSearch:
             items = value.values() if isinstance(value, (dict, *MAPPINGS)) else value
             for item in items:
                 if isinstance(item, NUMBERS):
-                    self._look(where, partial(_itself, item))
+                    self._look(where, partial(itself, item))
                 elif not self._is_of_all_models(item):
                     self._follow(where, item)
 
@@ -262,7 +257,7 @@ class NameSearch:
             self._look(f"{where}.{REGISTRY}", partial(attributes.get, REGISTRY))
         self.code.append((where, partial(getattr, function, "__code__"), code))
         for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
-            self._look(f"{name} in {where}", partial(_content, cell))
+            self._look(f"{name} in {where}", partial(content, cell))
         # Who calls a function without defaults gives all arguments, whatever it has later.
         for part in ("__defaults__", "__kwdefaults__"):
             read = partial(getattr, function, part)
@@ -314,9 +309,9 @@ class NameSearch:
         """
         hidden = set[str]()
         # All that was read is its dict, which has nothing of its class.
-        for base in () if self._has_read(where, ALL) else kind.__mro__:
+        for base in () if self._known.has_read(where, ALL) else kind.__mro__:
             if not self._is_foreign(base.__module__):
-                read = [name for name in vars(base) if self._has_read(where, name)]
+                read = [name for name in vars(base) if self._known.has_read(where, name)]
                 self._look_among(base.__qualname__, vars(base), read, base.__module__)
                 hidden.update(filter(partial(_may_be_hidden, base), read))
         return hidden
@@ -351,7 +346,7 @@ class NameSearch:
         return [
             name
             for name in attributes
-            if self._has_read(where, name)
+            if self._known.has_read(where, name)
             or (
                 name in self._names
                 and (name not in OF_TENSORS or any((c, name) in self._qualified for c in called))
@@ -403,21 +398,3 @@ def _operators(kind: type) -> Iterator[str]:
 
 def _new_name(where: str, items: Mapping[str, Any], absent: frozenset[str]) -> str:
     return f"{where}.{next(name for name in sorted(absent) if name in items)}"
-
-
-def _itself(value: Any) -> Any:
-    return value
-
-
-def _referent(proxy: Any) -> Any:
-    """Return what a weak proxy stands for."""
-    with suppress(ReferenceError):
-        return proxy.__repr__.__self__
-    return GONE
-
-
-def _content(cell: CellType) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:  # nothing has been assigned yet
-        return GONE

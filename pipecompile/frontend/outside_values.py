@@ -12,7 +12,8 @@ from operator import call, is_
 from torch import nn
 
 from pipecompile.frontend.compared_value import MAPPINGS, MOST_ITEMS, NUMBERS
-from pipecompile.frontend.name_search import MayRead, NameSearch, RunsItself
+from pipecompile.frontend.known_reads import NOTHING_KNOWN, KnownReads
+from pipecompile.frontend.name_search import NameSearch
 from pipecompile.frontend.packages import is_foreign
 from pipecompile.graph.attributes import CONTAINERS, ContainerItems
 
@@ -23,20 +24,11 @@ class OutsideValues:
     """The values that the forward of a model may read now, besides what its modules hold
     themselves.
 
-    `may_read` tells by path and name which attributes of modules lead to such values, `has_read`
-    which of objects in them were seen to be read, and `runs_itself` by path which modules call
-    their hooks in each step. `looks_past_classes` is whether some code reads attributes so that no
-    class can tell which.
+    `looks_past_classes` is whether some code reads attributes so that no class can tell which.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        may_read: MayRead = lambda *_: True,
-        has_read: MayRead = lambda *_: False,
-        runs_itself: RunsItself = lambda _: False,
-    ) -> None:
-        search = NameSearch(model, may_read, has_read, runs_itself)
+    def __init__(self, model: nn.Module, known: KnownReads = NOTHING_KNOWN) -> None:
+        search = NameSearch(model, known)
         self.looks_past_classes = search.looks_past_classes
         self._values = search.values
         self._reads = [each.read for each in search.values]

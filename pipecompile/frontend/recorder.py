@@ -51,10 +51,7 @@ from pipecompile.frontend.nested_values import contains_tensor, tensors_in
 from pipecompile.frontend.randomness import require_torch_randomness
 from pipecompile.frontend.recording import Recording
 from pipecompile.frontend.recording_options import RecordingOptions
-from pipecompile.frontend.refusals import (
-    UnsupportedError,
-    is_data_dependence_error,
-)
+from pipecompile.frontend.refusals import UnsupportedError, is_data_dependence_error
 from pipecompile.frontend.source import current_line, error_line
 from pipecompile.frontend.torch_patches import (
     hide_fake_tensors,

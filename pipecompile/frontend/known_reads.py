@@ -1,0 +1,24 @@
+"""What is known of the values that a forward reads, for the search for more of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+__all__ = ["NOTHING_KNOWN", "KnownReads"]
+
+
+class KnownReads(NamedTuple):
+    """What a forward reads of modules, and of objects that they hold, by path and name.
+
+    `may_read` tells which attributes of modules lead to values that it may read, `has_read` which
+    ones of objects it was seen to read, and `runs_itself` by path which modules call their hooks in
+    each step.
+    """
+
+    may_read: Callable[[str, str], bool] = lambda *_: True
+    has_read: Callable[[str, str], bool] = lambda *_: False
+    runs_itself: Callable[[str], bool] = lambda _: False
+
+
+NOTHING_KNOWN = KnownReads()

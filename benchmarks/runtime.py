@@ -58,6 +58,7 @@ SIZES = (
     Size("tiny", 64, 4, 8),
     Size("little", 128, 8, 64),
     Size("small", 256, 8, 64),
+    Size("middle", 384, 8, 64),
     Size("medium", 512, 8, 64),
 )
 OF_ENGINES = SIZES[2]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -10,6 +10,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from pipecompile.errors import InputError
+from pipecompile.ir.schedule import Schedule
 from pipecompile.runtime.update_rule import UpdateRule
 from pipecompile.training.continuous_training import ContinuousTraining
 from pipecompile.training.early_training import EarlyTraining
@@ -40,20 +41,17 @@ class BegunTraining:
 
     def begin(
         self,
-        batches: Iterable[Any],
+        batches: Iterable[Any] | None,
         optimizer: OptimizerFactory,
         scheduler: SchedulerFactory | None,
         rule: UpdateRule,
         steps: PipelineSteps,
     ) -> Iterator[Any]:
         """Return the losses of minibatches as they are trained on: without emptying the pipeline
-        under an asynchronous schedule, and else by `steps`. Updates follow the `rule`.
+        under an asynchronous schedule, and else by `steps`. Updates follow the `rule`. Without
+        `batches` they come by `step`.
         """
-        if not isinstance(batches, Iterable):
-            raise InputError(
-                f"batches is a {type(batches).__name__}; give pairs (input, target), such as a "
-                "DataLoader yields"
-            )
+        _check_batches(batches, self._parts.plan.schedule)
         if self._continuous is not None:
             self._continuous.end()
         self.validate()
@@ -67,12 +65,36 @@ class BegunTraining:
         if schedule.weight_versions != "synchronous":
             self._continuous = ContinuousTraining(parts, self._run, batches, made, rule.max_norm)
             return self._continuous
+        assert batches is not None, "synchronous schedules have no run of steps"
         if not parts.plan.options.post_validation or parts.runner.watch is None:
             # One process knows the norm at once.
             return train_by_steps(batches, made, steps, rule)
         parts.runner.refuse_early_updates()
         self._early = EarlyTraining(made, steps, rule)
         return self._early.losses(batches)
+
+    def step(self, batch: Any, target: Any, flags: Mapping[str, bool]) -> Any:
+        """Train on one more minibatch of a run that has begun without batches; return the loss of
+        one that was given before, as `ContinuousTraining.step` does. InputError for any of `flags`,
+        which are for steps that leave gradients.
+        """
+        name = self._parts.plan.schedule.name
+        refused = [flag for flag, is_set in flags.items() if is_set]
+        if self._continuous is None:
+            raise InputError(
+                f"schedule {name!r} updates weights while microbatches are in flight, so a step "
+                "leaves no gradients, and the run must know its optimizer before; call "
+                "pipeline.train(optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1)) "
+                "first, or write `for loss in pipeline.train(batches, factory)`, or plan with a "
+                "synchronous schedule such as '1f1b'"
+            )
+        if refused:
+            raise InputError(
+                f"step() is given {' and '.join(refused)}, but under schedule {name!r} it leaves "
+                "no gradients, and minibatches share the pipeline; leave it out, or plan with a "
+                "synchronous schedule such as '1f1b'"
+            )
+        return self._continuous.step(batch, target)
 
     def drain(self) -> None:
         """Let the minibatches in flight go back, and validate the last update."""
@@ -100,3 +122,19 @@ class BegunTraining:
         one version at a time.
         """
         return None if self._continuous is None else SavedVersions(self._continuous, named)
+
+
+def _check_batches(batches: object, schedule: Schedule) -> None:
+    """Raise InputError unless a run can begin with `batches`, or without any if they are None."""
+    if batches is None:
+        if schedule.weight_versions == "synchronous":
+            raise InputError(
+                f"train(optimizer=…) has no batches, but under schedule {schedule.name!r} a step "
+                "leaves gradients for an optimizer of yours; call step(batch, target) and step it, "
+                "or give batches"
+            )
+    elif not isinstance(batches, Iterable):
+        raise InputError(
+            f"batches is a {type(batches).__name__}; give pairs (input, target), such as a "
+            "DataLoader yields"
+        )

@@ -45,17 +45,18 @@ __all__ = ["ContinuousTraining"]
 class ContinuousTraining(Iterator[Any]):
     """The losses of `batches`, pairs of an input and a target, as a pipeline trains on them.
 
-    `optimizers` step the weights of each stage. With `max_norm` all gradients of an update are
-    scaled to a norm of at most that. `run` counts the minibatches that have been trained on. A
-    training that `has_failed` cannot go on, since what was in flight is lost; one that `is_over`
-    has no batches left, and keeps the newest weights only.
+    Without `batches` they come one by one, by `step`. `optimizers` step the weights of each stage.
+    With `max_norm` all gradients of an update are scaled to a norm of at most that. `run` counts
+    the minibatches that have been trained on. A training that `has_failed` cannot go on, since what
+    was in flight is lost; one that `is_over` has no batches left, and keeps the newest weights
+    only.
     """
 
     def __init__(
         self,
         parts: PipelineParts,
         run: TrainingRun,
-        batches: Iterable[Any],
+        batches: Iterable[Any] | None,
         optimizers: StageOptimizers,
         max_norm: float | None = None,
     ) -> None:
@@ -64,7 +65,7 @@ class ContinuousTraining(Iterator[Any]):
         self.optimizers = optimizers
         self._parts = parts
         self._run = run
-        self._batches = iter(batches)
+        self._batches = _GivenMinibatches() if batches is None else iter(batches)
         self._rule = rule
         self._size = PipelineSize.of(parts.plan.schedule.placement, parts.plan.microbatches)
         self._program = parts.programs.current(0)
@@ -92,6 +93,22 @@ class ContinuousTraining(Iterator[Any]):
         if not self._losses:
             raise StopIteration
         return self._losses.popleft()
+
+    def step(self, batch: Any, target: Any) -> Any:
+        """Train on one more minibatch; return the loss of the one that was given `read_ahead` steps
+        before, or None while the pipeline fills. InputError if `batches` were given, or it is over.
+        """
+        if not isinstance(self._batches, _GivenMinibatches) or self.is_over:
+            raise InputError(
+                "the run that train(batches, factory) has begun reads its own batches, and one "
+                "that is over takes no more; call train(optimizer=factory), and step() after it"
+            )
+        with self._watched(f"minibatch {self._run.steps}"):
+            self._batches.waiting.append((batch, target))
+            self._read_ahead()
+            if self._read == self._done + 1 + self._size.read_ahead:
+                self._finish_minibatch()
+        return self._losses.popleft() if self._losses else None
 
     def drain(self) -> None:
         """Let all minibatches that have been read go back, and begin no other ones meanwhile.
@@ -350,6 +367,18 @@ class ContinuousTraining(Iterator[Any]):
             UpdatedWeights(owner, deferred=owner != stage or self._max_norm is not None)
             for owner in owners
         ]
+
+
+class _GivenMinibatches(Iterator[Any]):
+    """Minibatches that are given one by one: after the last of those `waiting` more may come."""
+
+    def __init__(self) -> None:
+        self.waiting: deque[Any] = deque()
+
+    def __next__(self) -> Any:
+        if not self.waiting:
+            raise StopIteration
+        return self.waiting.popleft()
 
 
 @dataclass

@@ -17,7 +17,7 @@ from pipecompile.runtime.rank_step import Minibatch, StepResult
 from pipecompile.runtime.update_rule import UpdateRule
 from pipecompile.training.pipeline_parts import PipelineParts
 from pipecompile.training.program import Program, modes_of_both
-from pipecompile.training.run_conditions import refuse_frozen, refuse_untrainable
+from pipecompile.training.run_conditions import refuse_frozen, refuse_without_gradients
 from pipecompile.training.training_run import TrainingRun
 
 __all__ = ["MinibatchStep"]
@@ -83,7 +83,7 @@ class MinibatchStep:
     def _ready(self, batch: Any, target: Any, scaler: GradScaler | None) -> _Ready:
         """Return what the ranks need for a step; InputError where the step cannot be right."""
         parts = self._parts
-        refuse_untrainable(parts.plan.schedule)
+        refuse_without_gradients(parts.plan.schedule)
         refuse_frozen(parts.programs.planned.parameters)
         for recorder in parts.recorders:
             recorder.begin_step()

@@ -211,7 +211,18 @@ class Pipeline(HeldModel):
         are in the mode that `.train()` and `.eval()` have put them in, the same on every rank. For
         modes other than the planned ones the model is captured once more and cut like the plan,
         whose figures do not hold for them.
+
+        Under an asynchronous schedule, after `train(optimizer=factory)`, weights are updated
+        instead, and minibatches follow each other without emptying the pipeline: the loss is that
+        of a minibatch given before, and None while the pipeline fills.
         """
+        if self.plan.schedule.weight_versions != "synchronous":
+            flags = {
+                "accumulate=True": accumulate,
+                "a scaler": scaler is not None,
+                "everywhere=True": everywhere,
+            }
+            return self._training.step(batch, target, flags)
         self._training.validate()
         return self._step.take(
             batch, target, accumulate=accumulate, scaler=scaler, everywhere=everywhere
@@ -295,6 +306,16 @@ class Pipeline(HeldModel):
     @overload
     def train(
         self,
+        *,
+        optimizer: OptimizerFactory,
+        scheduler: SchedulerFactory | None = None,
+        max_norm: float | None = None,
+        skip_nonfinite: bool = False,
+    ) -> Iterator[Any]: ...
+
+    @overload
+    def train(
+        self,
         batches: Iterable[Any],
         /,
         optimizer: OptimizerFactory,
@@ -327,8 +348,9 @@ class Pipeline(HeldModel):
 
         Returns an iterator of what `step` returns. Under an asynchronous schedule minibatches
         follow each other without emptying the pipeline, and weights are updated meanwhile; one call
-        is one run, which begins with the weights that there are. Under others it steps; a plan with
-        `post_validation` lets ranks begin the next step meanwhile. Modules stay in their modes.
+        is one run, which begins with the weights that there are; without `batches`, `step` gives it
+        minibatches. Under others it steps; a plan with `post_validation` lets ranks begin the next
+        step meanwhile. Modules stay in their modes.
         """
         if optimizer is None:
             if not isinstance(mode, bool):
@@ -351,7 +373,8 @@ class Pipeline(HeldModel):
             lambda: self._runner.watched(f"the update after {self.steps} steps"),
         )
         rule = UpdateRule(max_norm, skip_nonfinite)
-        return self._training.begin(mode, optimizer, scheduler, rule, steps)
+        batches = None if mode is True else mode
+        return self._training.begin(batches, optimizer, scheduler, rule, steps)
 
     def drain(self) -> None:
         """Let the minibatches in flight go back, of a run that `train` has begun, and validate its

@@ -38,7 +38,6 @@ __all__ = [
     "refuse_hooks_in_flight",
     "refuse_in_flight",
     "refuse_shared_memory",
-    "refuse_untrainable",
     "refuse_without_gradients",
     "refuse_without_steps",
     "warn_of_other_shards",
@@ -221,18 +220,6 @@ def refuse_frozen(parameters: Iterable[Tensor]) -> None:
         raise InputError(
             "a step trains, but no parameter of the model requires a gradient; set requires_grad "
             "of some and compile again, or call evaluate"
-        )
-
-
-def refuse_untrainable(schedule: Schedule) -> None:
-    """Raise InputError unless a step under this schedule leaves gradients of one set of weights."""
-    refuse_without_gradients(schedule)
-    if schedule.weight_versions != "synchronous":
-        raise InputError(
-            f"schedule {schedule.name!r} updates weights while microbatches are in flight, so no "
-            "step leaves gradients for an optimizer of yours; write `for loss in pipeline.train("
-            "batches, lambda parameters: torch.optim.SGD(parameters, lr=0.1))`, or plan with a "
-            "synchronous schedule such as '1f1b'"
         )
 
 

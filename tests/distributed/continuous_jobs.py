@@ -10,7 +10,7 @@ import torch
 from pipecompile.training.pipeline import Pipeline
 from tests.delayed_gradients import OPTIMIZERS, DelayedGradients
 from tests.distributed.training_jobs import MICROBATCH, mixture, run_of
-from tests.training.test_continuous_training import batches_of, distance
+from tests.training.test_continuous_training import batches_of, distance, halving
 
 
 def from_the_beginning(pipeline: Pipeline, samples: int) -> Iterator[tuple[str, Any]]:
@@ -23,22 +23,58 @@ def from_the_beginning(pipeline: Pipeline, samples: int) -> Iterator[tuple[str, 
 
 
 def trained(
-    ranks: int, replicas: int, schedule: str, microbatches: int, **options: Any
-) -> dict[str, tuple[float, float]]:
-    """How far losses and weights are from those of the recurrence, by optimizer."""
+    ranks: int,
+    replicas: int,
+    schedule: str,
+    microbatches: int,
+    *,
+    max_norm: float | None = None,
+    halves: bool = False,
+) -> dict[str, tuple[float, float, float]]:
+    """How far losses and weights are from those of the recurrence, by optimizer, and how far the
+    weights are from those of a plain one. With `halves` every third update halves the rate.
+    """
     run = run_of(ranks, replicas, schedule=schedule, microbatches=microbatches)
     samples = MICROBATCH * microbatches * replicas
-    batches = batches_of(samples, 20)
-    oracle = DelayedGradients(mixture(samples), run.pipeline.plan)
+    batches, plan = batches_of(samples, 20), run.pipeline.plan
+    oracle = DelayedGradients(mixture(samples), plan)
+    scheduler, rate = (halving, _halved) if halves else (None, _kept)
     found = {}
     for name, optimizer in from_the_beginning(run.pipeline, samples):
         own = ((run.part(x), run.part(y)) for x, y in batches)
-        losses = list(run.pipeline.train(own, optimizer, **options))
+        losses = list(run.pipeline.train(own, optimizer, scheduler, max_norm=max_norm))
         wanted, state = oracle.train(
-            run.pipeline.plan, batches, optimizer, replicas=replicas, **options
+            plan, batches, optimizer, replicas=replicas, max_norm=max_norm, rate=rate
         )
-        found[name] = (_loss_distance(losses, wanted), _own_distance(run.pipeline, state))
+        _, plain = oracle.train(plan, batches, optimizer, replicas=replicas)
+        found[name] = (
+            _loss_distance(losses, wanted),
+            _own_distance(run.pipeline, state),
+            _own_distance(run.pipeline, plain),
+        )
     return found
+
+
+def stepped(ranks: int, replicas: int, schedule: str, microbatches: int) -> tuple[bool, bool]:
+    """Whether losses and weights of minibatches that are given one by one, with a drain on the
+    way, are those of all that are given at once.
+    """
+    options: Any = {"schedule": schedule, "microbatches": microbatches}
+    run, other = (run_of(ranks, replicas, **options) for _ in range(2))
+    samples = MICROBATCH * microbatches * replicas
+    batches = [(run.part(x), run.part(y)) for x, y in batches_of(samples, 8)]
+    optimizer = OPTIMIZERS["momentum"]
+    wanted = list(run.pipeline.train(batches, optimizer))
+    rest = other.pipeline.train(optimizer=optimizer)
+    losses = []
+    for number, batch in enumerate(batches):
+        losses.append(other.pipeline.step(*batch))
+        if number == 4:
+            other.pipeline.drain()
+    there = [loss for loss in [*losses, *rest] if loss is not None]
+    expected = [loss for loss in wanted if loss is not None]
+    pairs = zip(there, expected, strict=True)
+    return all(torch.equal(*pair) for pair in pairs), _is_same(run.pipeline, other.pipeline)
 
 
 def resumed(
@@ -71,6 +107,14 @@ def resumed(
         next(rest)
     list(losses)
     return done, _is_same(disturbed, through), _is_same(again, through)
+
+
+def _halved(update: int) -> float:
+    return 0.5 ** (update // 3)
+
+
+def _kept(_: int) -> float:
+    return 1.0
 
 
 def _is_same(one: Pipeline, other: Pipeline) -> bool:

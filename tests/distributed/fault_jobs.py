@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from pipecompile.api.compilation import pipecompile
 from pipecompile.graph.batch_statistics import StepStatistics
 from pipecompile.ir.schedule import Action
+from pipecompile.runtime.in_flight import MinibatchesInFlight
 from pipecompile.runtime.rank_step import RankStep
 from pipecompile.training.pipeline import Pipeline
 from tests.device import DEVICE
@@ -79,6 +80,31 @@ def drill(
         dist.destroy_process_group()
         return Seen(type(error).__name__, "; ".join([str(error), *notes]), seconds)
     return Seen("", "", time.monotonic() - start)
+
+
+def drill_in_flight(schedule: str, action: str, fault: str) -> Seen:
+    """A training of which one minibatch goes well, and a `fault` happens in `action`, whose
+    microbatch is numbered through all minibatches.
+    """
+    ranks = dist.get_world_size()
+    pipeline, batch = small_pipeline(schedule, ranks, step_timeout=TIMEOUT)
+    run = pipeline.train(
+        [(batch, None)] * 12, lambda parameters: torch.optim.SGD(parameters, lr=0.1)
+    )
+    next(run)
+    perform = MinibatchesInFlight.perform
+
+    def planted(minibatches: MinibatchesInFlight, current: Action) -> None:
+        if str(current).partition("@")[0] == action:
+            _happen(fault)
+        perform(minibatches, current)
+
+    with patch.object(MinibatchesInFlight, "perform", planted):
+        seen = _seen_of(lambda: next(run))
+        if not seen.error:  # a rank that needs nothing more of the culprit notices later
+            seen = _seen_of(lambda: list(run))
+    dist.destroy_process_group()
+    return seen
 
 
 def gathered_by_one() -> str:

@@ -21,7 +21,8 @@ def trained(
     replicas: tuple[int, ...], schedule: str, microbatches: int, **options: Any
 ) -> dict[str, tuple[float, float, float, int]]:
     """How far losses and weights are from those of the recurrence, by optimizer, how far the
-    weights are from those of synchronous steps, and how many copies of them the rank had at most.
+    weights are from those of plain synchronous steps, and how many copies of them the rank had at
+    most.
     """
     run = replicated(replicas, microbatches, schedule=schedule)
     samples = MICROBATCH * microbatches
@@ -36,7 +37,7 @@ def trained(
             copies = max(copies, len(own.versions.live))
         plan = run.pipeline.plan
         wanted, state = oracle.train(plan, batches, optimizer, **options)
-        _, steps = oracle.train(plan, batches, optimizer, schedule="1f1b", **options)
+        _, steps = oracle.train(plan, batches, optimizer, schedule="1f1b")
         found[name] = (
             _loss_distance(losses, wanted),
             _own_distance(run.pipeline, state),

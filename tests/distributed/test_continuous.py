@@ -36,6 +36,41 @@ def test_ranks_follow_the_recurrence(
 
 
 @pytest.mark.one_case_in(2)
+@pytest.mark.parametrize(
+    ("ranks", "replicas", "schedule"),
+    [
+        (2, 1, "pipedream"),
+        (2, 2, "pipedream-2bw"),
+        (3, 1, "pipedream-2bw"),
+        (3, 1, "pipedream-vertical-sync"),
+    ],
+)
+def test_rates_follow_the_versions_on_each_rank(
+    workers: Workers, tmp_path: Path, ranks: int, replicas: int, schedule: str
+) -> None:
+    args = ranks, replicas, schedule, RULES[schedule]
+    for found in workers.run(
+        ranks * replicas, jobs.trained, *args, halves=True, folder=str(tmp_path)
+    ):
+        for losses, weights, from_constant_rates in found.values():
+            assert max(losses, weights) <= EXACT, found
+            assert from_constant_rates > 1e-3
+
+
+@pytest.mark.one_case_in(2)
+@pytest.mark.parametrize(
+    ("ranks", "replicas", "schedule"),
+    [(2, 1, "pipedream"), (3, 1, "pipedream-2bw"), (2, 2, "pipedream-vertical-sync")],
+)
+def test_minibatches_that_are_given_one_by_one_are_trained_as_all_of_them_are(
+    workers: Workers, tmp_path: Path, ranks: int, replicas: int, schedule: str
+) -> None:
+    args = ranks, replicas, schedule, RULES[schedule]
+    found = workers.run(ranks * replicas, jobs.stepped, *args, folder=str(tmp_path))
+    assert all(all(are_same) for are_same in found)
+
+
+@pytest.mark.one_case_in(2)
 @pytest.mark.parametrize(("ranks", "replicas"), [(2, 1), (2, 2)])
 def test_the_norm_is_that_of_all_ranks(
     workers: Workers, tmp_path: Path, ranks: int, replicas: int
@@ -45,7 +80,9 @@ def test_the_norm_is_that_of_all_ranks(
     for found in workers.run(
         ranks * replicas, jobs.trained, *args, max_norm=0.1, folder=str(tmp_path)
     ):
-        assert all(max(distances) <= EXACT for distances in found.values()), found
+        for losses, weights, from_unclipped in found.values():
+            assert max(losses, weights) <= EXACT, found
+            assert from_unclipped > 1e-3
 
 
 @pytest.mark.one_case_in(3)

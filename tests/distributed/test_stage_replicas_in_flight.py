@@ -52,8 +52,9 @@ def test_replicas_follow_the_recurrence(
 def test_the_norm_counts_the_gradients_of_replicas_once(workers: Workers, tmp_path: Path) -> None:
     args = (2, 1), "pipedream-2bw", 2
     for found in workers.run(3, jobs.trained, *args, max_norm=0.1, folder=str(tmp_path)):
-        for losses, weights, *_ in found.values():
+        for losses, weights, from_unclipped, _ in found.values():
             assert max(losses, weights) <= EXACT, found
+            assert from_unclipped > 1e-2
 
 
 @pytest.mark.one_case_in(2)

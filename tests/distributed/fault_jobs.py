@@ -7,8 +7,8 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext, suppress
-from typing import NamedTuple
+from contextlib import ExitStack, nullcontext, suppress
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import torch
@@ -83,8 +83,8 @@ def drill(
 
 
 def drill_in_flight(schedule: str, action: str, fault: str) -> Seen:
-    """A training of which one minibatch goes well, and a `fault` happens in `action`, whose
-    microbatch is numbered through all minibatches.
+    """A training of which one minibatch goes well, and in the next but one that begins a `fault`
+    happens in `action`, while others are in flight.
     """
     ranks = dist.get_world_size()
     pipeline, batch = small_pipeline(schedule, ranks, step_timeout=TIMEOUT)
@@ -92,19 +92,27 @@ def drill_in_flight(schedule: str, action: str, fault: str) -> Seen:
         [(batch, None)] * 12, lambda parameters: torch.optim.SGD(parameters, lr=0.1)
     )
     next(run)
-    perform = MinibatchesInFlight.perform
+    seen = 0
 
-    def planted(minibatches: MinibatchesInFlight, current: Action) -> None:
-        if str(current).partition("@")[0] == action:
-            _happen(fault)
-        perform(minibatches, current)
+    def planted(perform: Callable[[Any, Action], None]) -> Callable[[Any, Action], None]:
+        def performed(of: Any, current: Action) -> None:
+            nonlocal seen
+            if str(current).startswith(action):
+                seen += 1
+                if seen == 2:
+                    _happen(fault)
+            perform(of, current)
 
-    with patch.object(MinibatchesInFlight, "perform", planted):
-        seen = _seen_of(lambda: next(run))
-        if not seen.error:  # a rank that needs nothing more of the culprit notices later
-            seen = _seen_of(lambda: list(run))
+        return performed
+
+    with ExitStack() as patches:
+        for of, name in ((RankStep, "_perform"), (MinibatchesInFlight, "_update_weights")):
+            patches.enter_context(patch.object(of, name, planted(getattr(of, name))))
+        found = _seen_of(lambda: next(run))
+        if not found.error:  # a rank that needs nothing more of the culprit notices later
+            found = _seen_of(lambda: list(run))
     dist.destroy_process_group()
-    return seen
+    return found
 
 
 def gathered_by_one() -> str:
@@ -234,7 +242,8 @@ def _seen_of(act: Callable[[], object]) -> Seen:
     except Exception as raised:
         error = raised
     seconds = time.monotonic() - start
-    return Seen("" if error is None else type(error).__name__, str(error), seconds)
+    text = "; ".join([str(error), *getattr(error, "__notes__", [])])
+    return Seen("" if error is None else type(error).__name__, text, seconds)
 
 
 def begins_alone() -> Seen:

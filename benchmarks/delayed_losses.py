@@ -3,7 +3,8 @@
     python -m benchmarks.delayed_losses [SCHEDULE …]
 
 Four gloo ranks train it on the project's own pages (examples/corpus.py) under 1F1B, PipeDream-2BW
-and PipeDream: the same weights to begin with, the same minibatches, AdamW. PipeDream updates after
+and PipeDream: the same weights to begin with, the same minibatches, AdamW. They do so three times,
+with other weights and other minibatches, and what is compared is the mean. PipeDream updates after
 each of the four microbatches, by a quarter of the data: its rate is half, by the rule of the square
 root. Losses are compared at equal data, and at equal time: minibatches are as long as
 `python -m benchmarks.asynchronous` has measured them on four ranks, since four ranks that compute
@@ -18,6 +19,7 @@ from __future__ import annotations
 import json
 import tempfile
 from pathlib import Path
+from statistics import mean
 from typing import Any, NamedTuple
 
 import torch
@@ -34,6 +36,7 @@ from tests.distributed.workers import Workers
 RESULT = Path(__file__).parent / "results" / "delayed_losses.json"
 RANKS, MICROBATCHES, MINIBATCHES = 4, 4, 300
 BATCH, LENGTH, WIDTH = 16, 32, 64
+SEEDS = 3
 AVERAGED = 20  # the last minibatches, over which a loss in the table is the mean
 
 
@@ -54,12 +57,13 @@ TRAININGS = {
 }
 
 
-def losses_of(training: Training) -> list[float]:
+def losses_of(training: Training, seed: int) -> list[float]:
     """Train on this rank; return the losses on that of the last stage, [] on others."""
-    tokens = corpus()
-    batches = [minibatch(tokens, n, size=BATCH, length=LENGTH) for n in range(MINIBATCHES)]
+    tokens, first = corpus(), seed * MINIBATCHES
+    positions = range(first, first + MINIBATCHES)
+    batches = [minibatch(tokens, n, size=BATCH, length=LENGTH) for n in positions]
     pipeline = pipecompile(
-        gpt2(length=LENGTH, width=WIDTH),
+        gpt2(length=LENGTH, width=WIDTH, seed=seed),
         batches[0][0],
         ranks=dist.get_world_size(),
         microbatches=MICROBATCHES,
@@ -90,14 +94,17 @@ def main() -> None:
     """Train under all schedules, and write the result."""
     chosen = chosen_names(__doc__, "schedule", TRAININGS) or list(TRAININGS)
     torch.set_num_threads(1)
-    found: dict[str, list[float]] = {}
+    found: dict[str, list[list[float]]] = {}  # of each schedule the losses by seed
     if RESULT.exists():
         found = json.loads(RESULT.read_text())["losses"]
     workers = Workers(RANKS)
     with tempfile.TemporaryDirectory() as folder:
         for schedule in chosen:
-            results = workers.run(RANKS, losses_of, TRAININGS[schedule], folder=folder)
-            found[schedule] = results[-1]
+            training = TRAININGS[schedule]
+            found[schedule] = [
+                workers.run(RANKS, losses_of, training, seed, folder=folder)[-1]
+                for seed in range(SEEDS)
+            ]
     workers.close()
     rows = [_row(training, found[name]) for name, training in TRAININGS.items() if name in found]
     for row in rows:
@@ -106,8 +113,10 @@ def main() -> None:
     RESULT.write_text(json.dumps(result, indent=1) + "\n")
 
 
-def _row(training: Training, losses: list[float]) -> dict[str, Any]:
-    """Return the losses at the end of all data, and at the end of the shortest training."""
+def _row(training: Training, losses: list[list[float]]) -> dict[str, Any]:
+    """Return the losses at the end of all data, and at the end of the shortest training: the means
+    over seeds, and what each seed came to.
+    """
     length = lengths()
     shortest = min(length[schedule] for schedule in TRAININGS) * MINIBATCHES
     done = min(MINIBATCHES, int(shortest / length[training.schedule]))
@@ -115,14 +124,16 @@ def _row(training: Training, losses: list[float]) -> dict[str, Any]:
         "schedule": training.schedule,
         "rate": training.rate,
         "minibatch": round(length[training.schedule], 3),
-        "loss_at_equal_data": round(_last(losses), 3),
+        "loss_at_equal_data": round(mean(map(_last, losses)), 3),
+        "by_seed": [round(_last(each), 3) for each in losses],
         "minibatches_at_equal_time": done,
-        "loss_at_equal_time": round(_last(losses[:done]), 3),
+        "loss_at_equal_time": round(mean(_last(each[:done]) for each in losses), 3),
+        "by_seed_at_equal_time": [round(_last(each[:done]), 3) for each in losses],
     }
 
 
 def _last(losses: list[float]) -> float:
-    return sum(losses[-AVERAGED:]) / AVERAGED
+    return mean(losses[-AVERAGED:])
 
 
 if __name__ == "__main__":

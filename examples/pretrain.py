@@ -55,12 +55,12 @@ class Run(NamedTuple):
 # -- what both kinds of training have in common
 
 
-def gpt2(*, length: int = LENGTH, width: int = WIDTH) -> nn.Module:
-    """Return a GPT-2 with random weights, the same in every process.
+def gpt2(*, length: int = LENGTH, width: int = WIDTH, seed: int = 0) -> nn.Module:
+    """Return a GPT-2 with random weights, the same in every process with the same seed.
 
     Without dropout, for which the plain loop would draw other numbers.
     """
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     config = transformers.GPT2Config(
         vocab_size=VOCABULARY,
         n_positions=length,

@@ -12,6 +12,7 @@ import json
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from pathlib import Path
+from statistics import mean
 
 RESULT = Path(__file__).parents[2] / "benchmarks" / "results" / "delayed_losses.json"
 PICTURE = Path(__file__).with_name("delayed-losses.svg")
@@ -30,7 +31,10 @@ def main() -> None:
     """Draw both panels to one scale of losses."""
     found = json.loads(RESULT.read_text())
     lengths = {row["schedule"]: row["minibatch"] for row in found["rows"]}
-    losses = {name: averaged(values) for name, values in found["losses"].items()}
+    losses = {
+        name: averaged(list(map(mean, zip(*by_seed, strict=True))))
+        for name, by_seed in found["losses"].items()
+    }
     by_data = {name: list(enumerate(values, AVERAGED)) for name, values in losses.items()}
     by_time = {
         name: [(number * lengths[name], loss) for number, loss in points]

@@ -27,7 +27,7 @@ import torch
 from msgspec.structs import replace
 from torch import nn
 
-from benchmarks.command_line import parser_of
+from benchmarks.command_line import checked_names, parser_of
 from benchmarks.published_models import Decoder, token_loss
 from pipecompile.api.cluster import caps_of, cluster_of
 from pipecompile.api.model_costs import ModelCosts
@@ -330,8 +330,9 @@ def main(names: list[str], effort: int, *, has_grid: bool) -> None:
 
 if __name__ == "__main__":
     parser = parser_of(__doc__)
-    parser.add_argument("cases", nargs="*", choices=list(CASES), metavar="CASE")
+    parser.add_argument("cases", nargs="*", metavar="CASE")
     parser.add_argument("--effort", type=int, default=DEFAULT_EFFORT)
     parser.add_argument("--no-grid", action="store_true")
     arguments = parser.parse_args()
-    main(arguments.cases, arguments.effort, has_grid=not arguments.no_grid)
+    cases = checked_names(parser, arguments.cases, "case", CASES)
+    main(cases, arguments.effort, has_grid=not arguments.no_grid)

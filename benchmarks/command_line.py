@@ -13,7 +13,7 @@ from pathlib import Path
 
 from pipecompile.errors import unknown
 
-__all__ = ["chosen_names", "no_arguments", "parser_of"]
+__all__ = ["checked_names", "chosen_names", "no_arguments", "parser_of"]
 
 
 def parser_of(documentation: str | None) -> ArgumentParser:
@@ -39,7 +39,16 @@ def chosen_names(documentation: str | None, what: str, known: Iterable[str]) -> 
     """
     parser = parser_of(documentation)
     parser.add_argument("names", nargs="*", metavar=what.upper())
-    names: list[str] = parser.parse_args().names
+    return checked_names(parser, parser.parse_args().names, what, known)
+
+
+def checked_names(
+    parser: ArgumentParser, names: list[str], what: str, known: Iterable[str]
+) -> list[str]:
+    """Return `names` of the command line; the process ends unless each is a `what` among `known`.
+
+    Not by argparse's `choices`, which refuse an empty list too.
+    """
     known_names = list(known)
     for name in names:
         if name not in known_names:

@@ -11,7 +11,8 @@ model lies on the meta device, and is captured once for each size of a microbatc
 kept in FOLDER.
 
 Prints the step and the CPU seconds of each, then each open choice that is worse than a named one,
-and writes results/contradictions.json after each setting. Exits with status 1 if there is any.
+and writes results/contradictions.json after each setting, in which settings that are not planned
+again stay. Exits with status 1 if there is any.
 """
 
 from __future__ import annotations
@@ -182,7 +183,12 @@ def _is_named_by(row: dict[str, Any], other: dict[str, Any]) -> bool:
     """Return whether the other row names what one leaves open, and is equal in the rest."""
     return all(
         row[key] in (value, other[key])
-        for key, value in (("schedule", "search"), ("recompute", "auto"), ("stages_per_rank", None))
+        for key, value in (
+            ("setting", None),
+            ("schedule", "search"),
+            ("recompute", "auto"),
+            ("stages_per_rank", None),
+        )
     )
 
 
@@ -205,20 +211,25 @@ def main() -> int:
     parser.add_argument("--graphs", type=Path, default=GRAPHS)
     arguments = parser.parse_args()
     effort = THOROUGH._replace(is_explained=False) if arguments.thorough else QUICK
-    all_rows: list[dict[str, Any]] = []
-    all_found: list[str] = []
+    rows = known_rows(thorough=arguments.thorough)
     for setting in arguments.settings:
-        rows = []
+        planned_rows = []
         for row in rows_of(setting, arguments.graphs, effort):
             print(*row.values(), sep="  ", flush=True)
-            rows.append(row)
-        all_rows += rows
+            planned_rows.append(row)
+        rows = [row for row in rows if row["setting"] != str(setting)] + planned_rows
+        print(*contradictions(planned_rows), sep="\n", flush=True)
         found = list(contradictions(rows))
-        print(*found, sep="\n", flush=True)
-        all_found += found
-        result = {"thorough": arguments.thorough, "rows": all_rows, "contradictions": all_found}
+        result = {"thorough": arguments.thorough, "rows": rows, "contradictions": found}
         RESULT.write_text(json.dumps(result, indent=1) + "\n")
-    return 1 if all_found else 0
+    return 1 if any(contradictions(rows)) else 0
+
+
+def known_rows(*, thorough: bool) -> list[dict[str, Any]]:
+    """Return the rows that the file has, if its searches were as thorough."""
+    known = json.loads(RESULT.read_text()) if RESULT.exists() else {"thorough": None}
+    rows: list[dict[str, Any]] = known["rows"] if known["thorough"] == thorough else []
+    return rows
 
 
 if __name__ == "__main__":

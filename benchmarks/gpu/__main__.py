@@ -35,8 +35,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.command_line import parser_of
-from pipecompile.errors import unknown
+from benchmarks.command_line import checked_names, parser_of
 
 RESULT = Path(__file__).parents[1] / "results" / "gpu.json"
 NOTHING = "no GPU here: nothing is measured"
@@ -90,12 +89,7 @@ def chosen_parts(words: list[str]) -> list[str]:
     parser = parser_of(__doc__)
     parser.prog = "python -m benchmarks.gpu"
     parser.add_argument("names", nargs="*", metavar="PART")
-    names: list[str] = parser.parse_args(words).names
-    known = part_names()
-    for name in names:
-        if name not in known:
-            parser.error(str(unknown("part", name, known)))
-    return names
+    return checked_names(parser, parser.parse_args(words).names, "part", part_names())
 
 
 def part_names() -> list[str]:

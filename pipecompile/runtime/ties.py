@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -47,21 +48,41 @@ def tie_groups(
 def sum_tied_gradients(ties: Ties, deadline: Deadline) -> None:
     """Sum the gradient of each tied parameter over the ranks that hold it, or the same part of it.
 
-    Where no rank has one it stays None. All ranks list their `ties` in the same order.
+    Where no rank has one it stays None. All ranks list their `ties` in the same order. All sums
+    begin before the first one is waited for.
     """
-    for parameter, group in ties:
-        is_missing = parameter.grad is None
-        if is_missing:
+    begun = [_Sum.begun(parameter, group, deadline) for parameter, group in ties]
+    for each in begun:
+        each.finish(deadline)
+
+
+class _Sum(NamedTuple):
+    """The sum of a gradient on its way, and that of how many ranks have none."""
+
+    parameter: Tensor
+    group: dist.ProcessGroup
+    was_missing: bool
+    missing: Tensor
+    works: list[dist.Work]
+
+    @staticmethod
+    def begun(parameter: Tensor, group: dist.ProcessGroup, deadline: Deadline) -> _Sum:
+        """Begin to sum the gradient of a parameter."""
+        was_missing = parameter.grad is None
+        if was_missing:
             # The loss may need it on another rank, which waits in the sum all the same.
             parameter.grad = torch.zeros_like(parameter)
         assert parameter.grad is not None
         # Filled on the device: a copy would wait for it.
-        missing = torch.full((), float(is_missing), device=parameter.device)
-        works = [
-            deadline.start_all_reduce(each, group) for each in (local_part(parameter.grad), missing)
-        ]
-        for work in works:
+        missing = torch.full((), float(was_missing), device=parameter.device)
+        summed = local_part(parameter.grad), missing
+        works = [deadline.start_all_reduce(each, group) for each in summed]
+        return _Sum(parameter, group, was_missing, missing, works)
+
+    def finish(self, deadline: Deadline) -> None:
+        """Wait for the sum; drop it if no rank had a gradient."""
+        for work in self.works:
             deadline.wait(work)
         # Read only here, since a GPU must wait for it.
-        if is_missing and missing.item() == dist.get_world_size(group):
-            parameter.grad = None
+        if self.was_missing and self.missing.item() == dist.get_world_size(self.group):
+            self.parameter.grad = None

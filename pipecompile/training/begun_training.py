@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -41,17 +41,19 @@ class BegunTraining:
 
     def begin(
         self,
-        batches: Iterable[Any] | None,
+        batches: Iterable[Any] | Literal[True],
         optimizer: OptimizerFactory,
         scheduler: SchedulerFactory | None,
         rule: UpdateRule,
         steps: PipelineSteps,
     ) -> Iterator[Any]:
         """Return the losses of minibatches as they are trained on: without emptying the pipeline
-        under an asynchronous schedule, and else by `steps`. Updates follow the `rule`. Without
-        `batches` they come by `step`.
+        under an asynchronous schedule, and else by `steps`. Updates follow the `rule`. With True
+        for `batches`, which is what `train` is given for none, they come by `step`.
         """
         _check_batches(batches, self._parts.plan.schedule)
+        if self._parts.runner.watch is not None:
+            self._parts.runner.watch.refuse_after_loss()
         if self._continuous is not None:
             self._continuous.end()
         self.validate()
@@ -63,9 +65,10 @@ class BegunTraining:
         owned = owned_parameters(parts.programs.planned, parts.target.model_with_loss, parts.share)
         made = self._optimizers = StageOptimizers.made_by(optimizer, scheduler, owned)
         if schedule.weight_versions != "synchronous":
-            self._continuous = ContinuousTraining(parts, self._run, batches, made, rule.max_norm)
+            given = None if batches is True else batches
+            self._continuous = ContinuousTraining(parts, self._run, given, made, rule.max_norm)
             return self._continuous
-        assert batches is not None, "synchronous schedules have no run of steps"
+        assert batches is not True, "synchronous schedules have no run of steps"
         if not parts.plan.options.post_validation or parts.runner.watch is None:
             # One process knows the norm at once.
             return train_by_steps(batches, made, steps, rule)
@@ -125,8 +128,8 @@ class BegunTraining:
 
 
 def _check_batches(batches: object, schedule: Schedule) -> None:
-    """Raise InputError unless a run can begin with `batches`, or without any if they are None."""
-    if batches is None:
+    """Raise InputError unless a run can begin with `batches`, or without any if that is True."""
+    if batches is True:
         if schedule.weight_versions == "synchronous":
             raise InputError(
                 f"train(optimizer=…) has no batches, but under schedule {schedule.name!r} a step "

@@ -48,8 +48,8 @@ class ContinuousTraining(Iterator[Any]):
     Without `batches` they come one by one, by `step`. `optimizers` step the weights of each stage.
     With `max_norm` all gradients of an update are scaled to a norm of at most that. `run` counts
     the minibatches that have been trained on. A training that `has_failed` cannot go on, since what
-    was in flight is lost; one that `is_over` has no batches left, and keeps the newest weights
-    only.
+    was in flight is lost: over ranks also after a batch that was refused, which others may have
+    begun. One that `is_over` has no batches left, and keeps the newest weights only.
     """
 
     def __init__(
@@ -76,6 +76,7 @@ class ContinuousTraining(Iterator[Any]):
         self._done = self._read = 0  # minibatches since training began
         self._filled = 0  # and those that had gone back when the pipeline was last empty
         self._losses: deque[Any] = deque()
+        self._is_reading = False
         self.has_failed = self.is_over = False
 
     def __iter__(self) -> Self:
@@ -185,14 +186,19 @@ class ContinuousTraining(Iterator[Any]):
     def _read_ahead(self) -> None:
         """Read as many minibatches as the first stage begins before the next one has gone back."""
         while self._read < self._done + 1 + self._size.read_ahead:
+            number = self._run.steps - self._done + self._read
+            self._is_reading = True
             try:
                 batch, target = input_and_target(next(self._batches))
             except StopIteration:
+                self._is_reading = False
                 return
-            number = self._run.steps - self._done + self._read
             minibatch, sizes = self._minibatch(batch, target, number)
+            self._is_reading = False
             if self._flow is None:
                 self._flow = self._begun(minibatch)
+            else:
+                self._parts.runner.compare_in_flight(minibatch)
             if self._done == self._read:
                 self._begin_recording(self._flow.minibatches)
             self._flow.minibatches.begin(self._read, minibatch)
@@ -215,8 +221,8 @@ class ContinuousTraining(Iterator[Any]):
         with parts.target.precision():
             if parts.programs.current(0) is not self._program:
                 raise InputError(
-                    "modules were put into other modes while minibatches are in flight; call "
-                    "train(batches, factory) once more after that"
+                    "modules are in other modes than when the run began; put them back, or call "
+                    "train(batches, factory) once more to train in these"
                 )
             self._program.check_unchanged()
         refuse_hooks_in_flight(parts.target.model_with_loss, parts.plan.schedule.name)
@@ -269,25 +275,28 @@ class ContinuousTraining(Iterator[Any]):
 
     @contextmanager
     def _watched(self, name: str) -> Iterator[None]:
-        """Trace a failure in the block to the rank at fault. After one the training is over.
+        """Trace a failure in the block to the rank at fault. After one the training is over, unless
+        a batch was refused in one process: then what is in flight is as it was.
 
         An evaluation under torch.inference_mode drains too, by backwards, which it would forbid.
         """
+        watch = self._parts.runner.watch
+        if watch is not None:
+            watch.refuse_after_loss()
         if self.has_failed:
             raise InputError(
-                "a minibatch in flight has failed, and the others with it; call train(batches, "
-                "factory) once more, and load the last checkpoint before the first loss"
+                "a minibatch of this run has failed, and those in flight with it; begin a run once "
+                "more with train(), and load the last checkpoint before its first loss"
             )
-        watch = self._parts.runner.watch
-        self.has_failed = True
+        self._is_reading = False
         with nullcontext() if watch is None else watch.watched(name), torch.inference_mode(False):
             try:
                 yield
             except BaseException:  # also Ctrl+C
+                self.has_failed = watch is not None or not self._is_reading
                 if watch is not None and self._flow is not None:
                     watch.lose_messages()
                 raise
-        self.has_failed = False
 
     # -- the flow through the stages
 

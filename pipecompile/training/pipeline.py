@@ -353,11 +353,11 @@ class Pipeline(HeldModel):
         step meanwhile. Modules stay in their modes.
         """
         if optimizer is None:
-            if not isinstance(mode, bool):
+            if not isinstance(mode, bool) or scheduler or max_norm is not None or skip_nonfinite:
                 raise InputError(
-                    f"train({type(mode).__name__}) has no function that makes optimizers; write "
+                    "train() has no function that makes optimizers, which a run needs; write "
                     "train(batches, lambda parameters: torch.optim.SGD(parameters, lr=0.1)), or "
-                    "train(True) and train(False) for modes"
+                    "train(True) and train(False) alone for modes"
                 )
             self.drain()
             self._target.model.train(mode)
@@ -373,8 +373,7 @@ class Pipeline(HeldModel):
             lambda: self._runner.watched(f"the update after {self.steps} steps"),
         )
         rule = UpdateRule(max_norm, skip_nonfinite)
-        batches = None if mode is True else mode
-        return self._training.begin(batches, optimizer, scheduler, rule, steps)
+        return self._training.begin(mode, optimizer, scheduler, rule, steps)
 
     def drain(self) -> None:
         """Let the minibatches in flight go back, of a run that `train` has begun, and validate its

@@ -306,6 +306,13 @@ class Runner:
         unread = size.unread_gradients(stage)
         return pipeline.begin(schedule, agreement, self.watch, lambda _: unread)
 
+    def compare_in_flight(self, batch: Minibatch) -> None:
+        """Compare now and then what ranks were given, of a minibatch that begins amid others; an
+        InputError, on every rank, if it has other values.
+        """
+        if self.watch is not None:
+            self._agreement.compare_data(batch, self.watch)
+
     def exchange(self) -> GradientExchange:
         """Return with whom this process sums gradients."""
         place = self._share.place

@@ -62,11 +62,10 @@ class StepAgreement:
         """
         everyone = self._everyone
         agreement = self._begin("a step", program, minibatch, watch, everyone, flags, history)
-        if self._compared < FIRST_STEPS or minibatch.step % STEPS_BETWEEN == 0:
+        if self._compares(minibatch):
             # Settled first: a rank that refuses the step does not come to this exchange.
             agreement.settle()
-            self._check_data(minibatch, watch)
-            self._compared += 1
+            self.compare_data(minibatch, watch)
         return agreement
 
     def of_evaluation(
@@ -113,12 +112,18 @@ class StepAgreement:
         with suppress(InputError):  # which is what the others raise
             Agreement(Statement({REFUSAL: f"{kind}{error}"}), group, watch).settle()
 
-    def _check_data(self, minibatch: Minibatch, watch: StepWatch) -> None:
+    def _compares(self, minibatch: Minibatch) -> bool:
+        return self._compared < FIRST_STEPS or minibatch.step % STEPS_BETWEEN == 0
+
+    def compare_data(self, minibatch: Minibatch, watch: StepWatch) -> None:
         """Raise InputError, on every rank, if the ranks of the pipeline were given other values.
 
         A loader that shuffles by itself on each rank gives inputs in one order and targets in
         another. That shows in the first steps; later ones are compared now and then.
         """
+        if not self._compares(minibatch):
+            return
+        self._compared += 1
         own = {
             f"{what} of microbatch {number}": _digest_of(value)
             for what, values in (("input", minibatch.inputs), ("target", minibatch.targets))

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
+from pipecompile.errors import InputError
 from pipecompile.training.pipeline import Pipeline
 from tests.delayed_gradients import OPTIMIZERS, DelayedGradients
 from tests.distributed.training_jobs import MICROBATCH, mixture, run_of
@@ -75,6 +77,31 @@ def stepped(ranks: int, replicas: int, schedule: str, microbatches: int) -> tupl
     expected = [loss for loss in wanted if loss is not None]
     pairs = zip(there, expected, strict=True)
     return all(torch.equal(*pair) for pair in pairs), _is_same(run.pipeline, other.pipeline)
+
+
+def given_other_data(schedule: str, minibatch: int) -> list[str]:
+    """What a rank says if the last one is given other targets from `minibatch` on: at once, and of
+    what follows.
+    """
+    microbatches = 2
+    pipeline = run_of(2, 1, schedule=schedule, microbatches=microbatches).pipeline
+    batches = batches_of(MICROBATCH * microbatches, 3)
+    if dist.get_rank():
+        batches = [(x, y + (number >= minibatch)) for number, (x, y) in enumerate(batches)]
+    acts: list[Callable[[], object]] = [
+        lambda: list(pipeline.train(batches, OPTIMIZERS["sgd"])),
+        lambda: pipeline.evaluate(batches[0][0]),
+        lambda: list(pipeline.train(batches, OPTIMIZERS["sgd"])),
+    ]
+    said = []
+    for act in acts:
+        try:
+            act()
+            said.append("")
+        except InputError as error:
+            said.append(str(error))
+    dist.destroy_process_group()
+    return said
 
 
 def resumed(

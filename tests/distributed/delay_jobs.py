@@ -15,6 +15,7 @@ import torch.distributed as dist
 from pipecompile.frontend.signature import arguments_of
 from pipecompile.frontend.target import Target
 from pipecompile.ir.schedule import Action
+from pipecompile.runtime.in_flight import MinibatchesInFlight
 from pipecompile.runtime.rank_step import RankStep
 from pipecompile.schedule.named_orders import required_placement
 from tests.delayed_gradients import OPTIMIZERS
@@ -25,13 +26,13 @@ from tests.training.test_continuous_training import batches_of
 LONGEST = 0.002  # seconds that an action is late
 
 
-def delayed_steps(ranks: int, schedule: str, steps: int) -> float:
+def delayed_steps(ranks: int, schedule: str, steps: int, replicas: int) -> float:
     """How far gradients are from the unsplit model's in the worst of so many steps, in which each
-    action of a rank, be it a computation or a message, begins late by a random time.
+    action of a rank, be it a computation, a message or a sum, begins late by a random time.
     """
     shape, number = required_placement(schedule)
     on_each = number or (2 if shape == "loop" else 1)
-    run = run_of(ranks, 1, schedule=schedule, stages_per_rank=on_each)
+    run = run_of(ranks, replicas, schedule=schedule, stages_per_rank=on_each)
     random = Random(dist.get_rank())
     worst = 0.0
     with patch.object(RankStep, "_perform", _late(RankStep._perform, random)):
@@ -45,29 +46,38 @@ def delayed_steps(ranks: int, schedule: str, steps: int) -> float:
     return worst
 
 
-def delayed_minibatches(on: tuple[int, ...], schedule: str, microbatches: int, count: int) -> bool:
+def delayed_minibatches(
+    on: tuple[int, ...], schedule: str, microbatches: int, count: int, replicas: int
+) -> bool:
     """Whether a run without end leaves the same weights, bit for bit, if every action is late; the
-    stages are `on` so many ranks each.
+    stages are `on` so many ranks each, in so many replicas of the pipeline.
     """
-    batches = batches_of(MICROBATCH * microbatches, count)
     options: Any = {"schedule": schedule, "microbatches": microbatches}
     if max(on) > 1:
         options["stage_replicas"] = on
-    punctual, late = (run_of(sum(on), 1, **options).pipeline for _ in range(2))
+    runs = [run_of(sum(on), replicas, **options) for _ in range(2)]
+    punctual, late = (run.pipeline for run in runs)
+    whole = batches_of(MICROBATCH * microbatches * replicas, count)
+    batches = [(runs[0].part(x), runs[0].part(y)) for x, y in whole]
     random = Random(dist.get_rank())
     losses = list(punctual.train(batches, OPTIMIZERS["momentum"]))
-    with patch.object(RankStep, "_perform", _late(RankStep._perform, random)):
+    with (
+        patch.object(RankStep, "_perform", _late(RankStep._perform, random)),
+        patch.object(
+            MinibatchesInFlight,
+            "_update_weights",
+            _late(MinibatchesInFlight._update_weights, random),
+        ),
+    ):
         assert list(late.train(batches, OPTIMIZERS["momentum"])) == losses
     pairs = zip(punctual.parameters(), late.parameters(), strict=True)
     return all(torch.equal(one, other) for one, other in pairs)
 
 
-def _late(
-    perform: Callable[[RankStep, Action], None], random: Random
-) -> Callable[[RankStep, Action], None]:
-    def late(rank_step: RankStep, action: Action) -> None:
+def _late(perform: Callable[[Any, Action], None], random: Random) -> Callable[[Any, Action], None]:
+    def late(performer: Any, action: Action) -> None:
         time.sleep(random.uniform(0, LONGEST))
-        perform(rank_step, action)
+        perform(performer, action)
 
     return late
 

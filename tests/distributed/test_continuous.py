@@ -70,6 +70,13 @@ def test_minibatches_that_are_given_one_by_one_are_trained_as_all_of_them_are(
     assert all(all(are_same) for are_same in found)
 
 
+@pytest.mark.parametrize("schedule", ["pipedream", "pipedream-2bw"])
+def test_data_is_compared_in_flight_too(workers: Workers, tmp_path: Path, schedule: str) -> None:
+    for said in workers.run(2, jobs.given_other_data, schedule, 1, folder=str(tmp_path)):
+        assert "target of microbatch 0 has other values on some ranks" in said[0]
+        assert all("its messages are lost" in later for later in said[1:])
+
+
 @pytest.mark.one_case_in(2)
 @pytest.mark.parametrize(("ranks", "replicas"), [(2, 1), (2, 2)])
 def test_the_norm_is_that_of_all_ranks(

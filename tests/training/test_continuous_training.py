@@ -307,8 +307,42 @@ def test_steps_in_flight_say_what_they_need() -> None:
         pipeline.step(*batches[0], accumulate=True, everywhere=True)
     with pytest.raises(InputError, match="drop the last batch if it is smaller"):
         pipeline.step(*(each[:4] for each in batches[0]))
+    for given in ({"scheduler": halving}, {"max_norm": 1.0}, {"skip_nonfinite": True}):
+        with pytest.raises(InputError, match="has no function that makes optimizers"):
+            pipeline.train(**given)
+    with pytest.raises(InputError, match="batches is a NoneType"):
+        pipeline.train(None, sgd)
     with pytest.raises(InputError, match="a step leaves gradients for an optimizer of yours"):
         chain_of("1f1b").train(optimizer=sgd)
+
+
+@pytest.mark.parametrize("schedule", RULES)
+def test_a_batch_that_is_refused_leaves_what_is_in_flight(schedule: str) -> None:
+    batches = chain_batches(6)
+    wanted, pipeline = chain_of(schedule), chain_of(schedule)
+    expected = list(wanted.train(batches, sgd))
+    short = [each[:4] for each in batches[0]]
+    run = pipeline.train(iter([*batches[:3], short, *batches[3:]]), sgd)
+    losses = [next(run)]
+    with pytest.raises(InputError, match="drop the last batch if it is smaller"):
+        list(map(losses.append, run))
+    pipeline.evaluate(batches[0][0])
+    losses += run
+    assert torch.equal(torch.stack(losses), torch.stack(expected))
+    assert_same(state_of(pipeline), state_of(wanted))
+
+
+def test_a_batch_in_other_modes_is_refused() -> None:
+    target, _ = oracle_of(1)
+    pipeline = pipeline_of(target, 2, "pipedream", 1)
+    run = pipeline.train(batches_of(2, 6), OPTIMIZERS["sgd"])
+    losses = [next(run)]
+    pipeline.eval()
+    with pytest.raises(InputError, match="in other modes than when the run began"):
+        list(map(losses.append, run))
+    pipeline.train()
+    losses += run
+    assert len(losses) == pipeline.steps == 5  # but for the batch that was refused
 
 
 def test_rates_follow_the_versions_and_the_norm_is_that_of_all_stages() -> None:

@@ -55,7 +55,7 @@ from pipecompile.frontend.compared_value import (
 )
 from pipecompile.frontend.known_reads import NOTHING_KNOWN, KnownReads
 from pipecompile.frontend.packages import is_foreign, is_installed, package_of
-from pipecompile.graph.attributes import CONTAINERS, PLAIN
+from pipecompile.graph.attributes import CONTAINERS, PLAIN, plain_container
 
 __all__ = ["NameSearch"]
 
@@ -208,8 +208,8 @@ class NameSearch:
                 for part in parts:
                     self._look(f"{where}.{part}", partial(getattr, value, part))
         if isinstance(value, (*CONTAINERS, *MAPPINGS, tuple)) and len(value) <= MOST_ITEMS:
-            items = value.values() if isinstance(value, (dict, *MAPPINGS)) else value
-            for item in items:
+            items = plain_container(value)
+            for item in items.values() if isinstance(items, (dict, *MAPPINGS)) else items:
                 if isinstance(item, NUMBERS):
                     self._look(where, partial(itself, item))
                 elif not self._is_of_all_models(item):

@@ -128,6 +128,11 @@ class NameSearch:
                 self._look_up(*self._found.popleft())
 
     @property
+    def names(self) -> frozenset[str]:
+        """All names in the code that was found."""
+        return self._names
+
+    @property
     def looks_past_classes(self) -> bool:
         """Whether code names what reads an attribute without asking the class of its object."""
         return PAST_CLASSES in self._qualified or STATICALLY in self._names

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from pipecompile.errors import CaptureError
 from pipecompile.frontend.recorded_forward import RecordedForward
-from pipecompile.frontend.refusals import UnsupportedError
+from pipecompile.frontend.refusals import COMPUTED_WITH, LOOKED_AT, UnsupportedError
 from pipecompile.graph.attributes import REGISTERED_TABLES, ModuleAttributes
 
 __all__ = ["Attribute", "changed_attributes", "refuse_lasting_state"]
@@ -69,8 +69,9 @@ def refuse_lasting_state(
         left, left_again = after_first.described(*attribute), after_second.described(*attribute)
         if left != left_again:
             raise CaptureError(
-                f"{where}: the forward sets it to {left}, and a second forward to {left_again}; a "
-                "graph cannot keep such state, so make it a buffer and write to it in place"
+                f"{where}: the forward sets it to {left}, and a second forward to "
+                f"{left_again}; a graph keeps no such state: what the forward computes "
+                f"with, {COMPUTED_WITH}; {LOOKED_AT}"
             )
         _refuse_unused_gradient(where, attribute, second)
     if first.text != second.text:
@@ -81,8 +82,8 @@ def _other_forward(first: RecordedForward, attribute: Attribute) -> CaptureError
     """Return the refusal of a model whose second forward is another one."""
     return CaptureError(
         f"{_attribute_text(first, attribute)}: the forward sets it, and a second forward, which "
-        f"begins with that value, computes something else; if it is made once and kept, {ONCE}; if "
-        "each forward sets it to something else, make it a buffer and write to it in place"
+        f"begins with that value, computes something else; if it is made once and kept, {ONCE}; "
+        f"what each forward sets to something else, {COMPUTED_WITH}"
     )
 
 

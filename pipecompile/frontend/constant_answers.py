@@ -11,10 +11,16 @@ booleans may lead there as well, such as a mask of padding, and each step runs t
 
     if attention_mask.all():                                  True on the sample; a batch with
         attention_mask = None                                 padding is then refused
+
+A branch on chance may be certain too, such as that of a layer drop which is switched off:
+
+    if torch.rand([]) < self.layerdrop:                       False for 0.0: draws are in [0, 1)
 """
 
 from __future__ import annotations
 
+import math
+import operator
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -28,9 +34,19 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from pipecompile.frontend.recording import SymbolicNumber
 
-__all__ = ["ConstantAnswer", "has_gradient_type"]
+__all__ = ["ConstantAnswer", "certain_outcome", "has_gradient_type"]
 
 CPU = torch.device("cpu")
+COMPARISONS = {
+    "lt": operator.lt,
+    "less": operator.lt,
+    "le": operator.le,
+    "less_equal": operator.le,
+    "gt": operator.gt,
+    "greater": operator.gt,
+    "ge": operator.ge,
+    "greater_equal": operator.ge,
+}
 Sizes = Mapping[sympy.Symbol, sympy.Integer]
 
 
@@ -70,6 +86,21 @@ class ConstantAnswer:
     def holds(self, sizes: Sizes, inputs: Mapping[str, Tensor]) -> bool:
         """Return whether the answer is the same for other sizes and inputs."""
         return bool(_answer(self.graph, self.read, sizes, inputs) == self.answer)
+
+
+def certain_outcome(node: fx.Node) -> bool | None:
+    """Return what `node` compares a draw from [0, 1) with a number to, whatever is drawn; None if
+    it is another node, or if that depends on the draw.
+    """
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    match node.args:
+        # In the type of the draw, a bound just below 0 may be -0.0.
+        case (fx.Node(target=torch.rand) as draw, int() | float() as bound) if bound >= 0:
+            compare = COMPARISONS.get(name)
+            if compare is not None and not _is_written(draw):
+                outcomes = {compare(each, bound) for each in (0.0, math.nextafter(1.0, 0.0))}
+                return outcomes.pop() if len(outcomes) == 1 else None
+    return None
 
 
 def has_gradient_type(tensor: Tensor) -> bool:

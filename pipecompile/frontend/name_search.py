@@ -55,7 +55,7 @@ from pipecompile.frontend.compared_value import (
 )
 from pipecompile.frontend.known_reads import NOTHING_KNOWN, KnownReads
 from pipecompile.frontend.packages import is_foreign, is_installed, package_of
-from pipecompile.graph.attributes import CONTAINERS, PLAIN
+from pipecompile.graph.attributes import CONTAINERS, PLAIN, plain_container
 
 __all__ = ["NameSearch"]
 
@@ -126,6 +126,11 @@ class NameSearch:
                 self._look_in_module(path, module)
             while self._found:
                 self._look_up(*self._found.popleft())
+
+    @property
+    def names(self) -> frozenset[str]:
+        """All names in the code that was found."""
+        return self._names
 
     @property
     def looks_past_classes(self) -> bool:
@@ -208,8 +213,8 @@ class NameSearch:
                 for part in parts:
                     self._look(f"{where}.{part}", partial(getattr, value, part))
         if isinstance(value, (*CONTAINERS, *MAPPINGS, tuple)) and len(value) <= MOST_ITEMS:
-            items = value.values() if isinstance(value, (dict, *MAPPINGS)) else value
-            for item in items:
+            items = plain_container(value)
+            for item in items.values() if isinstance(items, (dict, *MAPPINGS)) else items:
                 if isinstance(item, NUMBERS):
                     self._look(where, partial(itself, item))
                 elif not self._is_of_all_models(item):

@@ -1,5 +1,5 @@
 """What a forward reads and calls besides what its modules hold: globals, attributes of classes and
-of objects, functions and methods, the classes of modules.
+of objects, functions and methods, the classes of modules, torch's global flags.
 
 A graph has these in it as they were at the capture.
 """
@@ -12,6 +12,7 @@ from operator import call, is_
 from torch import nn
 
 from pipecompile.frontend.compared_value import MAPPINGS, MOST_ITEMS, NUMBERS
+from pipecompile.frontend.global_flags import asked_flags
 from pipecompile.frontend.known_reads import NOTHING_KNOWN, KnownReads
 from pipecompile.frontend.name_search import NameSearch
 from pipecompile.frontend.packages import is_foreign
@@ -38,9 +39,11 @@ class OutsideValues:
         self._read_each_time = [
             each for each in search.values if isinstance(each.value, (*NUMBERS, *MAPPINGS))
         ]
-        self._code_places = [where for where, _, _ in search.code]
-        self._code_reads = [read for _, read, _ in search.code]
-        self._code = [value for _, _, value in search.code]
+        flags = [(where, read, read()) for where, read in asked_flags(search.names)]
+        code = [*search.code, *flags]
+        self._code_places = [where for where, _, _ in code]
+        self._code_reads = [read for _, read, _ in code]
+        self._code = [value for _, _, value in code]
         self._named_modules = list(model.named_modules())
         self._modules = [module for _, module in self._named_modules]
         self._kinds = list(map(type, self._modules))

@@ -18,7 +18,6 @@ from pipecompile.errors import CaptureError, InputError
 from pipecompile.frontend.capture import captures
 from pipecompile.frontend.captured_graph import Capture
 from pipecompile.frontend.digest import digest
-from pipecompile.frontend.outside_values import OutsideValues
 from pipecompile.frontend.refusals import UnsupportedError
 from pipecompile.frontend.self_check import (
     DifferenceError,
@@ -63,8 +62,7 @@ def proven_capture(
                 continue
             seen.add(digest(module))
             start, outside = time.perf_counter(), candidate.outside_values()
-            step = check_capture(candidate, module, call)
-            _refuse_changes(outside)
+            step = check_capture(candidate, module, call, outside)
             batches = (_batch_of(candidate, call), *_check_another_batch(candidate, call))
             if step.writes_in_backward or any(
                 may_disturb(module, each) for each in module.graph.nodes
@@ -83,17 +81,6 @@ def proven_capture(
             if failures and isinstance(failures[0], DifferenceError):
                 raise failures[0] from error
             raise
-
-
-def _refuse_changes(outside: OutsideValues) -> None:
-    """Raise CaptureError if the model's steps have changed what its forward may read `outside`."""
-    if changed := outside.changed():
-        raise CaptureError(
-            f"{changed}: the forward changes it, and no graph keeps such state; make what each "
-            "forward sets anew an attribute of a module, count in a buffer that is written to in "
-            "place, and note what you only look at in a hook of a module that is one node (leaf), "
-            "or outside of the forward"
-        )
 
 
 def _batch_of(capture: Capture, call: Arguments) -> int:

@@ -44,7 +44,7 @@ from pipecompile.frontend.calls import (
     hook_target,
     with_objects,
 )
-from pipecompile.frontend.constant_answers import ConstantAnswer
+from pipecompile.frontend.constant_answers import ConstantAnswer, certain_outcome
 from pipecompile.frontend.guards import ValueRead
 from pipecompile.frontend.leaves import is_torch_leaf
 from pipecompile.frontend.nested_values import contains_tensor, tensors_in
@@ -54,7 +54,6 @@ from pipecompile.frontend.recording_options import RecordingOptions
 from pipecompile.frontend.refusals import UnsupportedError, is_data_dependence_error
 from pipecompile.frontend.source import current_line, error_line
 from pipecompile.frontend.torch_patches import (
-    hide_fake_tensors,
     notify_autocast_clears,
     redirect_calls,
     refuse_own_saving_hooks,
@@ -63,7 +62,8 @@ from pipecompile.frontend.torch_patches import (
     set_export_flags,
 )
 from pipecompile.graph.attributes import is_same_value
-from pipecompile.graph.data_answers import DataAnswer, replay_answers
+from pipecompile.graph.data_answers import DataAnswer, OtherPathError, replay_answers
+from pipecompile.graph.hidden_fakes import hide_fake_tensors
 from pipecompile.graph.model_state import swapped_state
 from pipecompile.graph.side_effects import SideEffectTracker
 
@@ -208,10 +208,9 @@ class ForwardRecorder(TorchFunctionMode):
         if name in VALUE_READS and not isinstance(args[0], FakeTensor):
             return self._read_values(func, args[0])
         if name in VALUE_READS:
-            constant = self._constant_answer(func, args[0])
-            if constant is not None:
-                self.constant_answers.setdefault((str(constant.graph), func), constant)
-                return constant.answer
+            answer = self._known_answer(func, args[0])
+            if answer is not None:
+                return answer
         if name in PLACE_QUESTIONS:
             refuse_place(self.recording, name, args[0])
         if func is Tensor.requires_grad_:
@@ -239,15 +238,23 @@ class ForwardRecorder(TorchFunctionMode):
             )
             return func(tensor)
 
-    def _constant_answer(self, func: Any, tensor: Tensor) -> ConstantAnswer | None:
-        """Return what a call reads out of a tensor that was computed from sizes alone, or where the
-        options allow it from inputs; None for other tensors.
+    def _known_answer(self, func: Any, tensor: Tensor) -> Any:
+        """Return what a call reads out of a tensor that was computed from sizes alone, where the
+        options allow it from inputs, or that is the same for every draw; None for other tensors.
         """
         node = self.recording.node_of(tensor)
         if node is None:
             return None
+        if func in (Tensor.__bool__, Tensor.item):
+            outcome = certain_outcome(node)
+            if outcome is not None:
+                return outcome
         inputs = self.inputs if self.options.reads_inputs else {}
-        return ConstantAnswer.of(node, func, self.sizes, self.recording.where(), inputs)
+        constant = ConstantAnswer.of(node, func, self.sizes, self.recording.where(), inputs)
+        if constant is None:
+            return None
+        self.constant_answers.setdefault((str(constant.graph), func), constant)
+        return constant.answer
 
     def _read_attribute(self, func: Any, args: Any) -> Any:
         """Run a getter of a tensor; record it if its value is a tensor of the forward, as `x.T`."""
@@ -375,6 +382,8 @@ class ForwardRecorder(TorchFunctionMode):
             with _pop_mode_temporarily(), replay_answers(self._answers(call_number)):
                 result = call.run(lambda: original(module, *args, **kwargs))
                 refuse_data(self.recording, result, type(module).__name__)
+        except OtherPathError as error:
+            raise UnsupportedError(f"{self.recording.where()}: {error}") from error
         finally:
             self._given.clear()
         self._record("call_module", self._paths[module], call, result, call_number=call_number)

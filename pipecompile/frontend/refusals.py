@@ -8,7 +8,9 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from pipecompile.errors import CaptureError
 
 __all__ = [
+    "COMPUTED_WITH",
     "INTO_A_SUBMODULE",
+    "LOOKED_AT",
     "DataDependentError",
     "UnsupportedError",
     "is_data_dependence_error",
@@ -19,6 +21,11 @@ __all__ = [
 INTO_A_SUBMODULE = (
     "put all that depends on it into a submodule whose results have fixed shapes: that is one node "
     "then, where the model has weights"
+)
+COMPUTED_WITH = "keep as a tensor in a buffer that is written to in place"
+LOOKED_AT = (
+    "a count, a time or a log that nothing is computed with, keep in a forward hook of a module of "
+    "torch.nn, in a list or dict that is no attribute of a module, or outside of the forward"
 )
 PAD = (
     "give the RNN the padded tensor and mask what it returns behind the end of each sequence: one "

@@ -21,6 +21,8 @@ from pipecompile.errors import CaptureError, PipecompileError
 from pipecompile.frontend.captured_graph import Capture
 from pipecompile.frontend.data_probe import cuda_devices
 from pipecompile.frontend.deviation import difference_text, first_deviating_call, first_reader
+from pipecompile.frontend.outside_values import OutsideValues
+from pipecompile.frontend.refusals import COMPUTED_WITH, LOOKED_AT
 from pipecompile.frontend.signature import Arguments
 from pipecompile.graph.attributes import attributes_restored
 from pipecompile.graph.pytrees import tensor_leaves
@@ -68,9 +70,14 @@ class TrainingStep:
     writes: bool
 
 
-def check_capture(capture: Capture, module: fx.GraphModule, call: Arguments) -> TrainingStep:
-    """Raise CaptureError, with what differs, unless `module` does exactly what the model does.
-    Return the model's step.
+def check_capture(
+    capture: Capture,
+    module: fx.GraphModule,
+    call: Arguments,
+    outside: OutsideValues | None = None,
+) -> TrainingStep:
+    """Raise CaptureError, with what differs, unless `module` does exactly what the model does, and
+    the model's step leaves the values `outside` as they were. Return that step.
 
     The loss of the step is the sum of squares of all outputs that have gradients. Parameters,
     buffers, gradients and the random state are restored.
@@ -78,6 +85,9 @@ def check_capture(capture: Capture, module: fx.GraphModule, call: Arguments) -> 
     model, runnable = capture.model, with_autograd_contexts(module)
     # The model's own step comes first: if it fails, the graph is not to blame.
     original = _original_step(model, call)
+    # At once: after another step, what takes turns would be as it was.
+    if outside is not None:
+        _refuse_changes(outside)
     _refuse_sparse(original.gradients)
     captured = _captured_step(model, runnable, capture.inputs.flatten(call))
     for kind in KINDS:
@@ -91,6 +101,16 @@ def check_capture(capture: Capture, module: fx.GraphModule, call: Arguments) -> 
                 f"seed ({size}){where}; {_likely_cause(model, call, original)}"
             )
     return original
+
+
+def _refuse_changes(outside: OutsideValues) -> None:
+    """Raise CaptureError if a step of the model has changed what its forward may read `outside`."""
+    if changed := outside.changed():
+        raise CaptureError(
+            f"{changed}: the forward changes it, and no graph keeps such state; what each forward "
+            "sets anew, set back at its end (to None, for example) or make an attribute of a "
+            f"module; what the forward computes with, {COMPUTED_WITH}; {LOOKED_AT}"
+        )
 
 
 def check_in_flight(capture: Capture, module: fx.GraphModule, call: Arguments) -> None:
@@ -201,13 +221,15 @@ def _original_step(model: nn.Module, call: Arguments) -> TrainingStep:
 
 def _likely_cause(model: nn.Module, call: Arguments, first: TrainingStep) -> str:
     """Return what may have made a graph differ from the model whose own first step was `first`."""
-    again = _original_step(model, call)
-    if any(_first_difference(getattr(first, kind), getattr(again, kind)) for kind in KINDS):
-        return (
-            "two steps of the model itself differ for the same seed, so it draws from what torch "
-            "does not seed (secrets, os.urandom, the time), or keeps state outside its buffers: "
-            "draw with torch, and keep state in buffers"
-        )
+    # Two more: of what takes turns, one of them is like the first.
+    for again in (_original_step(model, call), _original_step(model, call)):
+        if any(_first_difference(getattr(first, kind), getattr(again, kind)) for kind in KINDS):
+            return (
+                "two steps of the model itself differ for the same seed, so it draws from what "
+                "torch does not seed (secrets, os.urandom, the time), or keeps state outside its "
+                "buffers, such as a place in an iterator: draw with torch, and what the forward "
+                f"computes with, {COMPUTED_WITH}"
+            )
     return (
         "the model may change a buffer through .data after it was used, ask for the exact type of "
         "a tensor, which is another one while it is recorded (use isinstance(x, torch.Tensor)), or "

@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from pipecompile.errors import CaptureError
@@ -27,7 +26,6 @@ HISTORY = ("is_leaf", "grad_fn")
 FUNCTIONS = vars(torch.autograd.function)  # the globals of the code of `Function.apply`
 
 __all__ = [
-    "hide_fake_tensors",
     "notify_autocast_clears",
     "redirect_autograd_functions",
     "redirect_calls",
@@ -218,32 +216,6 @@ def set_export_flags(on: bool) -> Iterator[None]:
         yield
     finally:
         compiler._is_exporting_flag, compiler._is_compiling_flag = flags
-
-
-class _OnlyForTorch(type):
-    """The type of a class that stands for `FakeTensor`: only torch itself finds instances of it."""
-
-    def __instancecheck__(cls, value: Any) -> bool:
-        caller = sys._getframe(1).f_globals.get("__name__", "")
-        return caller.partition(".")[0] == "torch" and isinstance(value, FakeTensor)
-
-
-class _HiddenFakeTensor(metaclass=_OnlyForTorch):
-    pass
-
-
-@contextlib.contextmanager
-def hide_fake_tensors(on: bool) -> Iterator[None]:
-    """Let models, if `on`, not learn that tensors are fake, for which they may take another path.
-
-    Libraries look the class up where torch documents it, as `torch._subclasses.FakeTensor`.
-    """
-    names = vars(torch._subclasses)
-    names["FakeTensor"] = _HiddenFakeTensor if on else FakeTensor
-    try:
-        yield
-    finally:
-        names["FakeTensor"] = FakeTensor
 
 
 @contextlib.contextmanager

@@ -7,7 +7,7 @@ leaves state that a graph cannot keep. Fake and probing runs restore the attribu
 from __future__ import annotations
 
 import contextlib
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -29,6 +29,7 @@ __all__ = [
     "deep_copy",
     "is_same_constant",
     "is_same_value",
+    "plain_container",
     "settings_of",
 ]
 
@@ -200,19 +201,35 @@ def deep_copy(value: Any, around: tuple[int, ...] = ()) -> Any:
     if id(value) in around:
         return ITSELF
     around = (*around, id(value))
+    value = plain_container(value)
     if isinstance(value, dict):
         return {key: deep_copy(item, around) for key, item in value.items()}
     # A list stands for every sequence: it is only compared with another copy.
-    return set(value) if isinstance(value, set) else [deep_copy(item, around) for item in value]
+    return value if isinstance(value, set) else [deep_copy(item, around) for item in value]
+
+
+def plain_container(value: Any) -> Any:
+    """Return a copy of a container that is one of Python's own; a tuple is returned as it is.
+
+    It is made by the methods of Python's own class. One below it may need more to be made, or have
+    items that are loaded when somebody asks for them.
+    """
+    if isinstance(value, dict):
+        kind = OrderedDict if isinstance(value, OrderedDict) else dict
+        return dict(kind.items(value))
+    own = next((kind for kind in CONTAINERS if isinstance(value, kind)), None)
+    return value if own is None else own(own.__iter__(value))
 
 
 def _collect_containers(value: Any, contents: dict[int, tuple[Any, Any]]) -> None:
     """Add every container in `value`, by its id, with a copy of its own items."""
+    items = value
     if isinstance(value, CONTAINERS) and id(value) not in contents:
-        contents[id(value)] = (value, value.copy())
+        items = plain_container(value)
+        contents[id(value)] = (value, items)
     elif not isinstance(value, tuple):
         return
-    for item in value.values() if isinstance(value, dict) else value:
+    for item in items.values() if isinstance(items, dict) else items:
         if isinstance(item, (*CONTAINERS, tuple)):
             _collect_containers(item, contents)
 
@@ -254,9 +271,10 @@ def is_same_constant(left: Any, right: Any) -> bool:
 
 def _restore_items(container: Any, items: Any) -> None:
     """Make `container` hold `items` again; a container that still holds them is not written to."""
-    current, before = list(container), list(items)
-    if isinstance(container, dict):
-        current, before = [*current, *container.values()], [*before, *items.values()]
+    now = plain_container(container)
+    current, before = list(now), list(items)
+    if isinstance(now, dict):
+        current, before = [*current, *now.values()], [*before, *items.values()]
     if len(current) == len(before) and all(
         left is right for left, right in zip(current, before, strict=True)
     ):

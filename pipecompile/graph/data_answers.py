@@ -28,15 +28,22 @@ from torch.utils._pytree import tree_leaves
 
 from pipecompile.errors import CaptureError
 from pipecompile.graph.autograd_context import run_under
+from pipecompile.graph.hidden_fakes import hide_fake_tensors
 from pipecompile.graph.pytrees import map_tensors, tensor_leaves
 
 __all__ = [
     "DataAnswer",
+    "OtherPathError",
     "RecordAnswers",
     "is_data_dependent",
     "node_conditions",
     "replay_answers",
 ]
+
+
+class OtherPathError(CaptureError):
+    """A run on fake tensors does not take the path of the run on the sample."""
+
 
 DATA_TAGS = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
 
@@ -117,7 +124,7 @@ class _ReplayAnswers(TorchDispatchMode):
         if fake is None or not is_data_dependent(func):
             return func(*args, **kwargs)
         if not self._remaining or self._remaining[-1].operator != str(func):
-            raise CaptureError(
+            raise OtherPathError(
                 f"{func} is called on fake tensors, but was not called when the module ran on "
                 "the sample"
             )
@@ -183,12 +190,13 @@ def _set_symbol(environment: ShapeEnv, symbolic: Any, value: Any) -> None:
 def replay_answers(answers: Sequence[DataAnswer] | None) -> Iterator[None]:
     """Give `answers` to operators on fake tensors in the block; None changes nothing.
 
-    CaptureError if the operators are not those of the run in which the answers were recorded.
+    OtherPathError if the operators are not those of the run in which the answers were recorded. So
+    the code in the block does not see that tensors are fake.
     """
     if answers is None:
         yield
         return
-    with _ReplayAnswers(answers):
+    with _ReplayAnswers(answers), hide_fake_tensors(True):
         yield
 
 

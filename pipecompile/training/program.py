@@ -59,7 +59,7 @@ class Program:
     ) -> None:
         self.captured = captured
         self._loss = held_loss(module)
-        self._autocast = current_autocast()
+        self._autocast, self._default_dtype = current_autocast(), torch.get_default_dtype()
         self.remember()
         self.modes = modes_of(self.named_modules)
         # Before it is cut: all stages of the graph then make their tensors where they run.
@@ -147,13 +147,19 @@ class Program:
         self._trained_as = list(map(_trained_as, self.parameters))
 
     def check_unchanged(self) -> None:
-        """Raise InputError if the model, or the autocast around it, is not as it was when the graph
-        was captured.
+        """Raise InputError if the model, or the autocast or default dtype around it, is not as it
+        was when the graph was captured.
         """
         if current_autocast() != self._autocast:
             raise InputError(
                 "autocast is not as it was when the model was compiled; compile and step under "
                 "the same autocast, or put it into the model's forward"
+            )
+        if torch.get_default_dtype() is not self._default_dtype:
+            raise InputError(
+                f"torch's default dtype is {torch.get_default_dtype()}, but was "
+                f"{self._default_dtype} when the model was compiled: tensors that its forward "
+                "makes would have another type; set it back, or compile the model again"
             )
         stale = [read.where for read in self.captured.value_reads if not read.holds]
         if stale:

@@ -53,11 +53,21 @@ ANSWERS: dict[str, tuple[Callable[[Tensor], Any], bool]] = {
         True,
     ),
     "of zeros": (lambda value: torch.zeros(3, dtype=torch.bool).any(), False),
+    "a draw below 0": (lambda value: torch.rand([]) < 0.0, False),
+    "a draw below 1": (lambda value: torch.rand(1, 1) < 1, True),
+    "a draw, not below 0": (lambda value: not torch.rand(1) >= 0, False),
+    "a draw, by a function": (lambda value: torch.gt(torch.rand([]), 1.5), False),
+    "a draw, as a number": (lambda value: (torch.rand([]).ge(1.0)).item(), False),
 }
 REFUSED: dict[str, Callable[[Tensor], Any]] = {
     "an input": lambda value: (value > 0).all(),
     "a shape of an input, filled": lambda value: torch.zeros_like(value).add_(value).any(),
     "chance": lambda value: torch.rand(3).sum() > 1,
+    "chance in between": lambda value: torch.rand([]) < 0.5,
+    "chance at the edge": lambda value: torch.rand([]) <= 0,
+    "chance of another kind": lambda value: torch.randn([]) < 1,
+    "chance, written by a view": lambda value: with_first(torch.rand(1), 2) < 1,
+    "chance and an input": lambda value: torch.rand([]) < value[0, 0],
     "written": lambda value: positions(value).add_(1).any(),
     "written by a view": lambda value: with_first(positions(value), 9).max() > 8,
 }
@@ -82,6 +92,36 @@ def test_what_depends_on_more_than_sizes_is_no_constant(name: str) -> None:
     model = Branching(REFUSED[name])
     with pytest.raises(CaptureError, match=r"values of a tensor|reads a number"):
         capture(model, arguments_of(model, torch.randn(4, WIDTH)))
+
+
+class LayerDrop(nn.Module):
+    """Layers that are left out by chance."""
+
+    def __init__(self, rate: float) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.rate = rate
+
+    def forward(self, value: Tensor) -> Tensor:
+        """A value of shape (N, WIDTH) to the same shape."""
+        for layer in self.layers:
+            if self.training and torch.rand([]) < self.rate:
+                continue
+            value = layer(value).tanh()
+        return value
+
+
+def test_a_layer_drop_that_is_switched_off() -> None:
+    torch.manual_seed(0)
+    model, batch = LayerDrop(0.0), torch.randn(8, WIDTH)
+    steps_alike(model, [batch, batch * 2])
+    options: dict[str, Any] = {"k": 2, "microbatches": 2, "costs": "flops", "loss_fn": mean_square}
+    pipeline = pipecompile(model, batch, **options)
+    model.rate = 0.5
+    with pytest.raises(InputError, match="rate"):
+        pipeline.step(batch)
+    with pytest.raises(CaptureError, match="branches on the values of a tensor"):
+        pipecompile(model, batch, **options)
 
 
 def test_an_answer_that_depends_on_the_batch_is_asked_again() -> None:

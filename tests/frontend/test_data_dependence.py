@@ -68,6 +68,15 @@ class Unique(Part):
         return self.linear(x) / x.sign().unique().numel()
 
 
+class Looking(Part):
+    """Takes another path if it finds its tensors to be fakes, as models of transformers do."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if isinstance(x, torch._subclasses.FakeTensor):
+            x = x[x > 0]
+        return self.linear(x) if x.mean() > 0 else -x
+
+
 class Around(nn.Module):
     """Two layers around `part`."""
 
@@ -79,7 +88,7 @@ class Around(nn.Module):
         return self.head(self.part(self.stem(x).sin()))
 
 
-KINDS = (Branch, Item, Listed, Nonzero, Masked, Unique)
+KINDS = (Branch, Item, Listed, Nonzero, Masked, Unique, Looking)
 
 
 @pytest.mark.one_case_in(4)
@@ -168,6 +177,17 @@ def test_the_model_itself_cannot_be_one_node(kind: type[Part]) -> None:
     assert kind.__name__ in message
     assert "\n" not in message
     assert line is None or start <= line < start + len(lines)
+
+
+def test_another_path_on_fakes_is_told_as_the_branch_on_data_that_it_is() -> None:
+    class LookingAtNames(Part):
+        def forward(self, x: Tensor) -> Tensor:
+            if type(x).__name__ == "FakeTensor":
+                x = x[x > 0]
+            return self.linear(x) if x.mean() > 0 else -x
+
+    message = refusal(Around(LookingAtNames()))
+    assert message.startswith("part (") and "so stages could not know" in message
 
 
 def test_calls_of_a_shared_module_have_their_own_answers() -> None:

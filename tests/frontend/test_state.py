@@ -5,15 +5,20 @@ from __future__ import annotations
 import contextlib
 import re
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import cycle
+from time import perf_counter
 from typing import Any
 
 import pytest
 import torch
+from plain_loop import mean_square, steps_alike
 from torch import Tensor, nn
 from zoo import called
 from zoo.exact import exact
 
+from pipecompile import pipecompile
 from pipecompile.errors import CaptureError
 from pipecompile.frontend.capture import capture
 from pipecompile.frontend.proof import proven_capture
@@ -463,6 +468,150 @@ def test_state_outside_modules_that_the_forward_changes(
     """No step that is compared shows it."""
     with pytest.raises(CaptureError, match=rf"^{re.escape(name)}: the forward changes it"):
         proven_capture(Warming(is_late), CALL)
+
+
+class Turns:
+    """Is True at every other call."""
+
+    now = False
+
+    def __call__(self) -> bool:
+        self.now = not self.now
+        return self.now
+
+
+class Alternating(nn.Module):
+    """Goes by what takes turns, in its values or only in its gradients."""
+
+    def __init__(self, is_on: Callable[[], bool], in_values: bool) -> None:
+        super().__init__()
+        self.linear, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.is_on, self.in_values = is_on, in_values
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.linear(x)
+        if self.is_on():
+            hidden = hidden * 2 if self.in_values else hidden.detach()
+        return self.last(hidden)
+
+
+@pytest.mark.parametrize("in_values", [True, False])
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        (Turns, "^is_on.now: the forward changes it"),
+        (lambda: partial(next, cycle([True, False])), "such as a place in an iterator"),
+        (lambda: iter_of_turns().__next__, "such as a place in an iterator"),
+    ],
+)
+def test_what_takes_turns_is_told_as_state(
+    make: Callable[[], Callable[[], bool]], reason: str, in_values: bool
+) -> None:
+    with pytest.raises(CaptureError, match=reason):
+        proven_capture(Alternating(make(), in_values), CALL)
+
+
+def iter_of_turns() -> Iterator[bool]:
+    while True:
+        yield True
+        yield False
+
+
+class Scratch:
+    """Where a forward keeps what its layers share."""
+
+    mask: Tensor | None = None
+
+
+class SharedScratch(nn.Module):
+    """A mask that each forward sets anew, two layers that read it, and `set_back` at the end."""
+
+    def __init__(self, scratch: Any, set_back: Callable[[Any], None]) -> None:
+        super().__init__()
+        self.scratch, self.set_back = scratch, set_back
+        self.one, self.two = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.scratch.mask = (x > 0).float()
+        hidden = self.two(self.one(x) * self.scratch.mask) * self.scratch.mask
+        self.set_back(self.scratch)
+        return hidden
+
+
+class Module(nn.Module):
+    """A scratch that is a module."""
+
+    mask: Tensor | None = None
+
+
+def leave(_: Any) -> None:
+    """Leave the mask behind."""
+
+
+@pytest.mark.parametrize(
+    ("kind", "set_back"),
+    [
+        (Scratch, lambda scratch: setattr(scratch, "mask", None)),
+        (Scratch, lambda scratch: delattr(scratch, "mask")),
+        (Module, leave),
+    ],
+)
+def test_the_ways_that_a_refused_scratch_is_told_of(
+    kind: type, set_back: Callable[[Any], None]
+) -> None:
+    with pytest.raises(CaptureError, match=r"^scratch.mask: .* set back at its end"):
+        proven_capture(SharedScratch(Scratch(), leave), CALL)
+    steps_alike(SharedScratch(kind(), set_back), [X[:4], X[1:5]])
+
+
+LOG: dict[str, Any] = {"calls": 0, "times": []}
+
+
+def log(*_: Any) -> None:
+    LOG["calls"] += 1
+    LOG["times"].append(perf_counter())
+
+
+@pytest.mark.parametrize(
+    ("value", "note"),
+    [
+        (0, lambda model: model.kept + 1),
+        ([], lambda model: [*model.kept, perf_counter()]),
+        (None, lambda model: perf_counter()),
+        ("", lambda model: f"{model.kept}."),
+    ],
+)
+def test_a_refused_log_is_told_of_hooks_that_run_in_each_step(
+    value: Any, note: Callable[[Any], Any]
+) -> None:
+    class Logging(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.kept = nn.Linear(WIDTH, WIDTH), value
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.kept = note(self)
+            return self.linear(x)
+
+    with pytest.raises(CaptureError, match=r"^kept \(.*forward hook of a module of torch.nn"):
+        proven_capture(Logging(), CALL)
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
+    model[0].register_forward_hook(log)
+    pipeline = pipecompile(model, X[:4], k=2, microbatches=2, loss_fn=mean_square, costs="flops")
+    LOG["calls"], LOG["times"] = 0, []
+    pipeline.step(X[:4])
+    assert LOG["calls"] == len(LOG["times"]) == 2
+
+
+@pytest.mark.parametrize(("recompute", "calls"), [("none", 2), ("stage", 4)])
+def test_hooks_of_a_node_run_again_where_it_is_recomputed(recompute: str, calls: int) -> None:
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
+    model[0].register_forward_hook(log)
+    options: dict[str, Any] = {"k": 2, "microbatches": 2, "costs": "flops", "recompute": recompute}
+    pipeline = pipecompile(model, X[:4], loss_fn=mean_square, **options)
+    LOG["calls"] = 0
+    pipeline.step(X[:4])
+    assert LOG["calls"] == calls
 
 
 def test_a_parameter_that_a_module_writes_to_is_as_before() -> None:

@@ -100,7 +100,7 @@ def test_counter_in_an_attribute() -> None:
             return self.first(x) * self.calls
 
     model = Trap()
-    refused(model, "calls (", "test_traps.py:", "make it a buffer")
+    refused(model, "calls (", "test_traps.py:", "a buffer that is written to in place")
     assert model.calls == 0
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable
 from typing import Any
 
@@ -62,6 +63,54 @@ def test_each_change_is_noticed_and_restored(name: str) -> None:
         set(module.names),
         list(module._modules),
     ) == snapshot
+
+
+class Named(OrderedDict[str, Any]):
+    """A table that needs a name to be made."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.name = name
+
+
+class Lazy(dict[str, Any]):
+    """A table whose items are loaded when somebody asks for them."""
+
+    def items(self) -> Any:
+        raise AssertionError("all of it is loaded")
+
+    values = __iter__ = items
+
+
+class Window(deque[int]):
+    """The last numbers, of which there must be some."""
+
+    def __init__(self, first: int) -> None:
+        super().__init__([first], maxlen=3)
+
+
+OWN: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
+    "ordered": (lambda: Named("a"), lambda table: table.update(b=1)),
+    "reordered": (lambda: Named("a"), lambda table: table.move_to_end("first")),
+    "lazy": (lambda: Lazy(c=[1]), lambda table: table["c"].append(2)),
+    "window": (lambda: Window(1), lambda numbers: numbers.append(2)),
+    "counter": (lambda: Counter("ab"), lambda counts: counts.update("a")),
+}
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_containers_of_own_classes_are_compared_and_restored(name: str) -> None:
+    make, change = OWN[name]
+    module = model()
+    module.own = make()
+    if name == "reordered":
+        module.own.update(first=1, second=2)
+    before = ModuleAttributes.of(module)
+    change(module.own)
+    assert before.changed(ModuleAttributes.of(module)) == [(module, "own")]
+    before.restore()
+    assert before.changed(ModuleAttributes.of(module)) == []
+    assert before.values[module]["own"] is module.own
 
 
 def test_equal_plain_values_are_no_change() -> None:

@@ -36,6 +36,7 @@ FUNCTIONS = (
     "are_deterministic_algorithms_enabled",
     "is_deterministic_algorithms_warn_only_enabled",
     "get_deterministic_debug_mode",
+    "get_num_threads",
     "is_anomaly_enabled",
     "backends.cuda.flash_sdp_enabled",
     "backends.cuda.mem_efficient_sdp_enabled",
@@ -49,6 +50,9 @@ ATTRIBUTES = (
     "backends.cudnn.benchmark",
     "backends.cudnn.deterministic",
     "backends.cudnn.enabled",
+    "backends.mkldnn.deterministic",
+    "backends.mkldnn.enabled",
+    "backends.opt_einsum.enabled",
 )
 QUESTIONS: Mapping[str, Callable[[], Any]] = {
     "torch.get_float32_matmul_precision()": _matmul_precision,

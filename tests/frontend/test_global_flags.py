@@ -20,7 +20,9 @@ BACKENDS = torch.backends
 
 @pytest.fixture(autouse=True)
 def flags() -> Iterator[None]:
+    threads = torch.get_num_threads()
     yield
+    torch.set_num_threads(threads)
     torch.set_default_dtype(torch.float32)
     torch.use_deterministic_algorithms(False)
     torch.set_float32_matmul_precision("highest")
@@ -73,6 +75,10 @@ ASKED: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[], None]]] = {
         set_precision,
     ),
     "flash_sdp_enabled": (lambda value: value * flash_sdp_enabled(), without_flash),
+    "get_num_threads": (
+        lambda value: value * torch.get_num_threads(),
+        lambda: torch.set_num_threads(torch.get_num_threads() + 1),
+    ),
     "cudnn.deterministic": (
         lambda value: value.abs() if BACKENDS.cudnn.deterministic else value,
         set_cudnn,

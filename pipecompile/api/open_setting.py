@@ -109,6 +109,9 @@ def _least_memory_plan(
     try:
         return draft(costs.graph(sized), options, **costs.source(sized)._asdict(), links=links)
     except InfeasibleError as reason:
+        # Without a cap no setting matters: what is in the way, such as k, is so under all of them.
+        if options.memory_bytes is None:
+            raise
         others = f"none of {len(settings)} settings fits, this is of {setting}"
         raise InfeasibleError(f"{reason} ({others})") from error
 

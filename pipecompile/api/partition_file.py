@@ -197,12 +197,14 @@ def partition_over_ranks(path: str | Path, request: CutRequest, *, seconds: floa
     microbatches in flight. Raise InfeasibleError if no number of stages has a cut.
     """
     _check_seconds(seconds)
+    # Read first: a wrong file is the mistake to name, even if options are missing as well.
+    graph = cost_graph_in(path)
     if request.ranks is None or request.objective != "max-load":
         raise InputError(
             "numbers of stages are compared by their largest load over all ranks: give --ranks and "
             "--objective max-load, or the number of stages with -k"
         )
-    graph, cuts, began = cost_graph_in(path), list[Cut](), time.perf_counter()
+    cuts, began = list[Cut](), time.perf_counter()
     numbers = range(1, min(request.ranks, len(graph.nodes)) + 1)
     for k in numbers:
         try:

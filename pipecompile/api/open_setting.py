@@ -85,9 +85,9 @@ def _best_plan(target: Target, request: PlanRequest, space: SettingSpace, links:
     costs = _ReplicaCosts(whole, request.options.replicas)
     try:
         plan = joint_plan(space, costs, links, "", JointLimits(reference=request.setting))
-        # What was asked for: the schedule implies it.
-        asked = replace(plan.options, stages_per_rank=request.options.stages_per_rank)
-        return replace(plan, options=asked)
+        # As the user gave it: the schedule implies the number.
+        options = replace(plan.options, stages_per_rank=request.options.stages_per_rank)
+        return replace(plan, options=options)
     except InfeasibleError as error:
         return _least_memory_plan(space, costs, links, settings, error)
 

@@ -99,7 +99,7 @@ class StageState(NamedTuple):
 
     @property
     def in_flight(self) -> int:
-        """How many microbatches hold activations."""
+        """The number of microbatches that hold activations."""
         return self.with_activations + self.between_backwards
 
 

@@ -931,8 +931,11 @@ def test_an_unknown_option_is_answered_with_those_that_are_near(
     assert result.stderr.startswith(f"pipecompile: No such option {hint}")
 
 
-def test_too_many_stages_are_refused_without_a_word_of_other_settings() -> None:
-    result = invoke("plan", f"{MODELS}:sequential", "-k", "40", "--costs", "flops")
+@pytest.mark.parametrize("memory", [(), ("--memory", "1GiB")])
+def test_too_many_stages_are_refused_without_a_word_of_other_settings(
+    memory: tuple[str, ...],
+) -> None:
+    result = invoke("plan", f"{MODELS}:sequential", "-k", "40", "--costs", "flops", *memory)
     assert result.exit_code == 1
     (line,) = (each for each in result.stderr.splitlines() if each.startswith("pipecompile: "))
     assert re.search(r"at most (\d+) stages.*; choose k ≤ \1$", line), line

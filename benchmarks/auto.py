@@ -259,7 +259,7 @@ class Run:
 def row(name: str, effort: int, *, has_grid: bool) -> dict[str, Any]:
     """Return the figures of a case; times of steps are milliseconds, those of searches seconds."""
     run = Run.of(CASES[name])
-    logger, first = logging.getLogger("pipecompile.api"), FirstAnswer()
+    logger, first = logging.getLogger("pipecompile.planner"), FirstAnswer()
     logger.setLevel(logging.INFO)
     logger.addHandler(first)
     began, cpu = time.perf_counter(), time.process_time()

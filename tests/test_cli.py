@@ -602,13 +602,14 @@ def test_what_cannot_be_cut_is_answered_in_one_line(
         ('{"nodes": [{"name": "a", "forward_ns": -1}], "tensors": []}', "`$.nodes[0].forward_ns`"),
     ],
 )
+@pytest.mark.parametrize("number", [("-k", "2"), ()])
 def test_a_damaged_cost_graph_is_answered_with_the_place(
-    tmp_path: Path, graph: str | None, message: str
+    tmp_path: Path, graph: str | None, message: str, number: tuple[str, ...]
 ) -> None:
     path = tmp_path / "graph.json"
     if graph is not None:
         path.write_text(graph)
-    result = invoke("partition", str(path), "-k", "2")
+    result = invoke("partition", str(path), *number)
     assert (result.exit_code, result.stdout) == (2, "")
     (line,) = result.stderr.splitlines()
     assert line.startswith(f"pipecompile: {path}: ")
@@ -913,6 +914,33 @@ MISTAKES = {
 }
 
 
+@pytest.mark.parametrize(
+    ("arguments", "hint"),
+    [
+        (["schedule", "problem.json", "--schedule", "1f1b"], "'--schedule'; see"),
+        (["check", "plan.json", "--json"], "'--json'. Did you mean '--format json'? See"),
+        (["plan", UNET, "--max-memory", "3"], "'--max-memory'. Did you mean '--memory'? See"),
+        (["plan", UNET, "--no-self-chek"], "'--no-self-chek'. Did you mean '--no-self-check'"),
+    ],
+)
+def test_an_unknown_option_is_answered_with_those_that_are_near(
+    arguments: list[str], hint: str
+) -> None:
+    result = invoke(*arguments)
+    assert result.exit_code == 2
+    assert result.stderr.startswith(f"pipecompile: No such option {hint}")
+
+
+@pytest.mark.parametrize("memory", [(), ("--memory", "1GiB")])
+def test_too_many_stages_are_refused_without_a_word_of_other_settings(
+    memory: tuple[str, ...],
+) -> None:
+    result = invoke("plan", f"{MODELS}:sequential", "-k", "40", "--costs", "flops", *memory)
+    assert result.exit_code == 1
+    (line,) = (each for each in result.stderr.splitlines() if each.startswith("pipecompile: "))
+    assert re.search(r"at most (\d+) stages.*; choose k ≤ \1$", line), line
+
+
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_a_mistake_is_answered_before_torch_is_imported(mistake: str) -> None:
     arguments, message = MISTAKES[mistake]
@@ -1013,6 +1041,27 @@ def test_verify_needs_no_measured_costs_and_explains_its_two_losses(tmp_path: Pa
         "against the unsplit graph under the same seeds, modules in the modes that they have",
         "against the original module, modules in eval mode, where nothing is drawn",
     ]
+
+
+NORM_AND_DROPOUT = """
+import torch
+from torch import nn
+
+def target():
+    layers = [nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout(0.1), nn.Linear(8, 8)]
+    return nn.Sequential(*layers), torch.randn(8, 8)
+"""
+
+
+def test_verify_says_what_is_special_about_a_model_once_and_nothing_of_a_search(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "norm.py").write_text(NORM_AND_DROPOUT)
+    result = invoke("verify", f"{tmp_path / 'norm.py'}:target", "-k", "2")
+    assert result.exit_code == 0, result.output
+    norm, self_check = result.stderr.splitlines()
+    assert norm.startswith("batch norm 1: each microbatch is normalised by itself")
+    assert self_check.startswith("self-check: the graph is the model, bit for bit")
 
 
 @pytest.mark.parametrize("command", ["show", "simulate"])

@@ -141,7 +141,7 @@ def test_every_mapped_folder_exists() -> None:
 
 def test_public_names() -> None:
     assert pipecompile.__all__ == PUBLIC.split()
-    assert set(PUBLIC.split()) <= set(dir(pipecompile))
+    assert dir(pipecompile) == sorted(PUBLIC.split())
 
 
 def test_public_names_resolve() -> None:

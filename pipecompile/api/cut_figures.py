@@ -56,12 +56,13 @@ class CutFigures:
         if grain is None:
             return self.options.layout_format, self.options.layout
         # A hybrid pattern says what Megatron's string cannot: cuts within a layer.
-        forms: tuple[LayoutFormat, ...] = (self.options.layout_format, "megatron-hybrid")
-        for form in forms:
+        formats: tuple[LayoutFormat, ...] = (self.options.layout_format, "megatron-hybrid")
+        for layout_format in formats:
             try:
-                return form, export_layout(plan, form, self.options.layers).text.rstrip()
+                layout = export_layout(plan, layout_format, self.options.layers)
             except InputError:
                 continue
+            return layout_format, layout.text.rstrip()
         return "", ""
 
     @cached_property

@@ -26,7 +26,7 @@ from pipecompile.ir.graph import CostGraph
 from pipecompile.ir.links import Links
 from pipecompile.ir.plan import Options, Plan
 from pipecompile.ir.setting import Setting
-from pipecompile.planner.draft import draft
+from pipecompile.planner.draft import check_stages, draft
 from pipecompile.planner.joint_search import JointLimits, joint_plan
 from pipecompile.planner.setting_space import SettingSpace
 from pipecompile.planner.target_costs import Source
@@ -85,9 +85,9 @@ def _best_plan(target: Target, request: PlanRequest, space: SettingSpace, links:
     costs = _ReplicaCosts(whole, request.options.replicas)
     try:
         plan = joint_plan(space, costs, links, "", JointLimits(reference=request.setting))
-        # What was asked for: the schedule implies it.
-        asked = replace(plan.options, stages_per_rank=request.options.stages_per_rank)
-        return replace(plan, options=asked)
+        # As the user gave it: the schedule implies the number.
+        options = replace(plan.options, stages_per_rank=request.options.stages_per_rank)
+        return replace(plan, options=options)
     except InfeasibleError as error:
         return _least_memory_plan(space, costs, links, settings, error)
 
@@ -101,14 +101,18 @@ def _least_memory_plan(
 ) -> Plan:
     """Return the plan of the smallest microbatches, searched for longer than a joint search does.
 
-    InfeasibleError if that is in vain too.
+    InfeasibleError if that is in vain too, or if k is too large under any setting.
     """
     setting = max(settings, key=lambda each: (each.microbatches, each.recompute == "auto"))
     options = space.options(setting)
     sized = replace(options, microbatches=setting.parts)
+    check_stages(costs.graph(sized), options, links)
     try:
         return draft(costs.graph(sized), options, **costs.source(sized)._asdict(), links=links)
     except InfeasibleError as reason:
+        # Without a cap no setting matters: what is in the way, such as pins, is so under all.
+        if options.memory_bytes is None:
+            raise
         others = f"none of {len(settings)} settings fits, this is of {setting}"
         raise InfeasibleError(f"{reason} ({others})") from error
 

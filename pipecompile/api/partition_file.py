@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from math import inf
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import TypeVar
 
 import msgspec
 
@@ -21,6 +21,7 @@ from pipecompile.errors import InfeasibleError, InputError, PipecompileError
 from pipecompile.ir.cut import Cut
 from pipecompile.ir.graph import CostGraph
 from pipecompile.ir.links import FREE, Links
+from pipecompile.ir.option_names import PlacementShape
 from pipecompile.ir.pipedream_profile import cost_graph_in
 from pipecompile.ir.plan import Options
 from pipecompile.ir.size import parse_bytes
@@ -30,6 +31,7 @@ from pipecompile.partition.result import Partition
 from pipecompile.partition.solver import solve
 from pipecompile.planner.partition_problem import simulated_step_ns
 from pipecompile.schedule.named_orders import peak_in_flight, required_placement
+from pipecompile.schedule.placement import place
 
 __all__ = ["CutRequest", "links_from_options", "partition", "partition_over_ranks"]
 
@@ -56,7 +58,7 @@ class CutRequest:
     microbatches: int | None = None
     state_factor: str = "1"
     stages_per_rank: int = 1
-    placement: Literal["loop", "v"] = "loop"
+    placement: PlacementShape = "loop"
     speeds: str | None = None
     ranks: int | None = None
     pin: Mapping[str, int] = field(default_factory=dict)
@@ -97,17 +99,8 @@ class CutRequest:
 
     @property
     def stage_ranks(self) -> tuple[int, ...]:
-        """The rank of each stage: around and around (`loop`), or there and back (`v`).
-
-        Six stages on three ranks: loop 0 1 2 0 1 2, v 0 1 2 2 1 0.
-        """
-        ranks = self.k // self.stages_per_rank
-        result = []
-        for stage in range(self.k):
-            turn, place = divmod(stage, ranks)
-            is_back = self.placement == "v" and turn % 2 == 1
-            result.append(ranks - 1 - place if is_back else place)
-        return tuple(result)
+        """The rank of each stage."""
+        return place(self.placement, self.k // self.stages_per_rank, self.stages_per_rank)
 
     def problem(self, graph: CostGraph) -> PartitionProblem:
         """Return the problem for a graph; InputError or InfeasibleError says what does not fit."""
@@ -197,12 +190,14 @@ def partition_over_ranks(path: str | Path, request: CutRequest, *, seconds: floa
     microbatches in flight. Raise InfeasibleError if no number of stages has a cut.
     """
     _check_seconds(seconds)
+    # Read first: a wrong file is the mistake to name, even if options are missing as well.
+    graph = cost_graph_in(path)
     if request.ranks is None or request.objective != "max-load":
         raise InputError(
             "numbers of stages are compared by their largest load over all ranks: give --ranks and "
             "--objective max-load, or the number of stages with -k"
         )
-    graph, cuts, began = cost_graph_in(path), list[Cut](), time.perf_counter()
+    cuts, began = list[Cut](), time.perf_counter()
     numbers = range(1, min(request.ranks, len(graph.nodes)) + 1)
     for k in numbers:
         try:

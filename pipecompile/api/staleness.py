@@ -166,8 +166,8 @@ def _cost_findings(
         return [_stale(message), *_drift_between(plan, now, 0)]
     # As bytes: the same model, costs and options always give the same file, but for the spelling
     # of the target, such as the path to it. How its options were chosen is not planned again.
-    again = replace(with_target(now, plan.capture.target), joint=plan.joint)
-    if encode(again) != encode(plan):
+    replanned = replace(with_target(now, plan.capture.target), joint=plan.joint)
+    if encode(replanned) != encode(plan):
         return [_stale("planning again gives another plan: the file was edited; plan again")]
     return [same_plan] if drift is None else [same_plan, *_drift_between(plan, now, drift)]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import traceback
+from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -85,7 +86,28 @@ class AnswerGroup(click.Group):
 def _misuse(error: click.UsageError) -> str:
     command = "pipecompile" if error.ctx is None else error.ctx.command_path
     message = error.format_message().rstrip(".")
+    if isinstance(error, click.NoSuchOption):
+        message = f"No such option {error.option_name!r}"
+        if meant := _meant_options(error):
+            message += f". Did you mean {' or '.join(map(repr, meant))}?"
     return f"{message}{' See' if message.endswith('?') else '; see'} {command} --help"
+
+
+def _meant_options(error: click.NoSuchOption) -> list[str]:
+    """Return the options that an unknown one may stand for: `--format json` for `--json`, or those
+    with a name that is near.
+    """
+    given = error.option_name.lstrip("-")
+    options = [] if error.ctx is None else error.ctx.command.get_params(error.ctx)
+    by_value = [
+        f"{option.opts[0]} {given}"
+        for option in options
+        if given in getattr(option.type, "names", ())
+    ]
+    # Without their dashes, which would make any two short names alike: --schedule and --help.
+    flags = (flag for option in options for flag in (*option.opts, *option.secondary_opts))
+    by_name = {flag.lstrip("-"): flag for flag in flags}
+    return by_value or [by_name[name] for name in get_close_matches(given, by_name)]
 
 
 def _unexpected(error: Exception) -> str:

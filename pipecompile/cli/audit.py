@@ -24,8 +24,11 @@ logger = logging.getLogger("pipecompile.cli")
 # An audit is of the heaviest rank, at every granularity.
 @planning_options(
     without=("objective", "pin", "granularity", *JOINT_SEARCH),
-    k={"help": "Number of stages, which the layout says.  [default: the layout's]"},
-    layout={"help": "The layout that is audited, a text or its file, as for plan.  [required]"},
+    k={"help": "Number of stages, which the layout says.", "default_text": "the layout's"},
+    layout={
+        "help": "The layout that is audited, a text or its file, as for plan; it is required.",
+        "default_text": "none",
+    },
 )
 @click.option("--page", metavar="FILE", help="Where to write the page (HTML, one file).")
 @format_option

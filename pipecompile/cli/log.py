@@ -5,6 +5,7 @@ terminal.
 from __future__ import annotations
 
 import logging
+import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,6 +16,8 @@ import click
 from pipecompile.cli.ranks import is_first_rank
 
 __all__ = ["logging_to_stderr"]
+
+SECONDS = re.compile(r" \(\d+\.\d s\)$")
 
 
 @contextmanager
@@ -28,6 +31,7 @@ def logging_to_stderr(*, quiet: bool, verbose: bool) -> Iterator[None]:
     # A bar follows every step of long work, which is logged for debugging.
     has_bar = sys.stderr.isatty() and not quiet
     handler = _TerminalHandler(level) if has_bar else _LineHandler(level)
+    handler.addFilter(_NotSaidBefore())
     before = logger.level, logger.propagate
     logger.setLevel((logging.DEBUG if has_bar else level) if is_first_rank() else logging.CRITICAL)
     # Otherwise a root logger that the user's model configures would print each line once more.
@@ -45,6 +49,23 @@ def logging_to_stderr(*, quiet: bool, verbose: bool) -> Iterator[None]:
 def _line(record: logging.LogRecord) -> str:
     prefix = "warning: " if record.levelno >= logging.WARNING else ""
     return prefix + record.getMessage()
+
+
+class _NotSaidBefore(logging.Filter):
+    """Lets each line through once. A command may capture a model several times, to plan it and to
+    compare it, and would repeat all that there is to say of it.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._said: set[str] = set()
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Return whether the line is new, whatever seconds it ends with."""
+        line = SECONDS.sub("", record.getMessage())
+        is_new = hasattr(record, "progress") or line not in self._said
+        self._said.add(line)
+        return is_new
 
 
 class _LineHandler(logging.Handler):

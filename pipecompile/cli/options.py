@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable
+from dataclasses import replace
 from typing import Any
 
 import click
@@ -69,7 +70,7 @@ def planning_options(
     *, without: Collection[str] = (), **changes: dict[str, Any]
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Return a decorator that adds the options of a plan to a command, but for those `without`
-    which it does; `changes` are for single options.
+    which it does; `changes` are those of the declarations of single options.
     """
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -83,14 +84,14 @@ def planning_options(
 
 def plan_option(name: str, **changes: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Return the decorator for the option of a plan that is called `name` in Python, with
-    `changes`.
+    `changes` of its declaration.
     """
     option = next(option for option in OPTIONS if option.name == name)
-    flag, attributes = _on_command_line(option)
     # A command with a default of its own must not show that of `OPTIONS` in its help.
     if "default" in changes:
-        changes.setdefault("help", _help(option, str(changes["default"])))
-    return click.option(flag, option.name, **{**attributes, **changes})
+        changes.setdefault("default_text", "")
+    flag, attributes = _on_command_line(replace(option, **changes))
+    return click.option(flag, option.name, **attributes)
 
 
 def _on_command_line(option: Option) -> tuple[str, dict[str, Any]]:
@@ -120,13 +121,11 @@ def _on_command_line(option: Option) -> tuple[str, dict[str, Any]]:
     return option.flag, {**shown, "default": option.default}
 
 
-def _help(option: Option, default: str = "") -> str:
-    """Return what an option does, which names it may have, and its default, or another
-    `default`.
-    """
+def _help(option: Option) -> str:
+    """Return what an option does, which names it may have, and its default."""
     names = f" One of {', '.join(option.choices)}." if option.choices else ""
     is_off = option.form == "switch" and not option.default
-    shown = "" if is_off else f"  [default: {default or option.shown_default}]"
+    shown = "" if is_off else f"  [default: {option.shown_default}]"
     return f"{option.help}{names}{shown}"
 
 

@@ -3,38 +3,31 @@
 from __future__ import annotations
 
 import logging
-from typing import Any
+from typing import Any, Literal
 
 import click
 
 from pipecompile.cli.answers import FINE, NO, AnswerCommand, framed, table_style
-from pipecompile.cli.options import LOWERCASE, OneOf, format_option, plan_option
+from pipecompile.cli.options import LOWERCASE, format_option, plan_option
 from pipecompile.ir.serialization import check_writable, encode, write
 
 __all__ = ["partition", "schedule"]
 
 logger = logging.getLogger("pipecompile.cli")
-CUT_OBJECTIVES = ("variance", "max-load", "step-time")
+CutObjective = Literal["variance", "max-load", "step-time"]
 
 
 @click.command(cls=AnswerCommand, short_help="The partitioner alone: cut a cost graph.")
 @click.argument("path", metavar="GRAPH")
-@click.option(
-    "-k", "k", type=int, help="Number of stages.  [default: any, with --ranks and max-load]"
-)
-@click.option(
-    "--objective",
-    type=OneOf("objective", CUT_OBJECTIVES),
-    default=CUT_OBJECTIVES[0],
-    metavar="NAME",
-    help="What the cut minimises: the variance of the loads, the largest load, or the simulated "
-    f"step. One of {', '.join(CUT_OBJECTIVES)}.  [default: {CUT_OBJECTIVES[0]}]",
-)
+@plan_option("k", default_text="any, with --ranks and max-load")
 @plan_option(
-    "memory",
-    help="Cap of each rank, such as 16GiB, or one for each rank with commas between.  "
-    "[default: no cap]",
+    "objective",
+    type=CutObjective,
+    default="variance",
+    help="What the cut minimises: the variance of the loads, the largest load, or the simulated "
+    "step.",
 )
+@plan_option("memory", default_text="no cap")
 @click.option(
     "--bandwidth", type=float, help="Bytes per second between ranks; without it transfers are free."
 )
@@ -56,16 +49,14 @@ CUT_OBJECTIVES = ("variance", "max-load", "step-time")
     metavar="NAME",
     help="1f1b or gpipe: how many microbatches are in flight, and what step-time simulates.",
 )
-@click.option("--microbatches", type=int, help="Microbatches of a step.")
+@plan_option("microbatches", help="Microbatches of a step.", default_text="1 is in flight")
 @click.option(
     "--state-factor", default="1", show_default=True, help="Bytes held for each byte of parameters."
 )
-@click.option(
-    "--stages-per-rank", type=int, default=1, show_default=True, help="Stages that share a rank."
-)
-@plan_option("placement", default="loop", help="One of loop, v.  [default: loop]")
+@plan_option("stages_per_rank", default=1)
+@plan_option("placement", default="loop")
 @click.option("--speeds", help="How fast each rank is, such as 1,1,0.5.")
-@click.option("--ranks", type=int, help="Ranks in all: stages may run on several, data-parallel.")
+@plan_option("ranks", help="Ranks in all: stages may run on several, data-parallel.")
 @plan_option("pin")
 @plan_option("no_split", metavar="NODE[,…]", help="Keep nodes together on one stage.")
 @plan_option("parameters_everywhere")

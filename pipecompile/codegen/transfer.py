@@ -143,8 +143,8 @@ def _all_hold(
     holders: Mapping[str, tuple[int, ...]],
 ) -> bool:
     """Return whether all stages that are to run a copy hold the buffers that it reads."""
-    holding = _holding_stages(module, node, holders)
-    return holding is None or holding.issuperset(stages[node.name])
+    holder_stages = _holding_stages(module, node, holders)
+    return holder_stages is None or holder_stages.issuperset(stages[node.name])
 
 
 def transfer_regions(

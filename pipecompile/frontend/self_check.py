@@ -222,8 +222,8 @@ def _original_step(model: nn.Module, call: Arguments) -> TrainingStep:
 def _likely_cause(model: nn.Module, call: Arguments, first: TrainingStep) -> str:
     """Return what may have made a graph differ from the model whose own first step was `first`."""
     # Two more: of what takes turns, one of them is like the first.
-    for again in (_original_step(model, call), _original_step(model, call)):
-        if any(_first_difference(getattr(first, kind), getattr(again, kind)) for kind in KINDS):
+    for repeated in (_original_step(model, call), _original_step(model, call)):
+        if any(_first_difference(getattr(first, kind), getattr(repeated, kind)) for kind in KINDS):
             return (
                 "two steps of the model itself differ for the same seed, so it draws from what "
                 "torch does not seed (secrets, os.urandom, the time), or keeps state outside its "

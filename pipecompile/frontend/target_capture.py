@@ -92,12 +92,12 @@ def capture_target(
         _log(chain(_remarks(captured), [_proof_text(proof)]))
     else:
         proof = None
-        holding = (
+        applicable = (
             capture
             for capture in known
             if capture.holds_for(sample) and is_first_choice(capture, sample)
         )
-        captured = next(holding, None) or _captured_by(method, target, sample, options)
+        captured = next(applicable, None) or _captured_by(method, target, sample, options)
         module = captured.instantiate(sample)
         _log(_remarks(captured))
     # Names are those of nodes as well, which are known only now.

@@ -180,7 +180,7 @@ class _BlockComparison:
 
     @cached_property
     def _sources(self) -> list[list[int]]:
-        """By position those of the nodes that a node reads, in the order of its arguments."""
+        """The positions of the nodes that each node reads, in the order of its arguments."""
         sources: list[list[int]] = []
         for node in self.nodes:
             read: list[fx.Node] = []
@@ -190,7 +190,7 @@ class _BlockComparison:
 
     @cached_property
     def _labels(self) -> list[int]:
-        """By position a number: equal ones are of nodes that do the same with equal arguments."""
+        """A number for each node: nodes that do the same with equal arguments have the same one."""
         numbers: dict[Any, int] = {}
         return [numbers.setdefault(self._label(node), len(numbers)) for node in self.nodes]
 
@@ -212,7 +212,7 @@ class _BlockComparison:
 
     @cached_property
     def _reads(self) -> dict[int, list[_Read]]:
-        """By the id of each parameter and buffer where it is read."""
+        """Where each parameter and buffer is read, by its id."""
         reads: dict[int, list[_Read]] = defaultdict(list)
         for position, node in enumerate(self.nodes):
             for number, value in enumerate(state_of(self.module, node)):

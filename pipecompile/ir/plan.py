@@ -371,12 +371,12 @@ class Plan(FileValue, frozen=True, kw_only=True):
 
     @property
     def regions(self) -> dict[int, tuple[tuple[str, ...], ...]]:
-        """By stage the runs of its nodes that its backward recomputes."""
+        """The runs of nodes that the backward of each stage recomputes."""
         return {index: stage.regions for index, stage in enumerate(self.stages) if stage.regions}
 
     @property
     def encoded_runs(self) -> dict[int, tuple[tuple[tuple[str, ...], tuple[Encoding, ...]], ...]]:
-        """By stage the runs of its nodes whose saved tensors are encoded, with the encodings."""
+        """The runs of nodes of each stage whose saved tensors are encoded, with the encodings."""
         runs = {
             index: tuple((run.nodes, run.encodings) for run in s.encoded_runs)
             for index, s in enumerate(self.stages)

@@ -289,7 +289,7 @@ class Timeline:
 
     @property
     def busy_ns(self) -> tuple[int, ...]:
-        """For each rank the time that it spends in actions."""
+        """The time that each rank spends in actions."""
         return tuple(sum(end - start for _, start, end in row) for row in self.events)
 
     @property
@@ -303,7 +303,7 @@ class Timeline:
 
     @property
     def peak_bytes(self) -> tuple[int, ...]:
-        """For each rank the most bytes that it holds."""
+        """The most bytes that each rank holds."""
         return tuple(max(row, default=0) for row in self.held_bytes)
 
     def memory(self, rank: int) -> tuple[tuple[int, int], ...]:

@@ -78,6 +78,8 @@ def storage_encodings(
     that depend on the use of a saved tensor are made for each one.
     """
     by_use, shared, plain = list[StorageEncoding](), dict[Encoding, StorageEncoding](), list[int]()
+    # Savers 2 and 3 in a run and 5 in none are two groups: the encoding of the run's saved tensors
+    # stands for the storage at 2 and 3, but at 5 it is kept as it is.
     for run, group in groupby(savers, key=runs.get):
         places = tuple(group)
         saved = None if run is None else _saved(storage, places)
@@ -85,6 +87,7 @@ def storage_encodings(
             plain += places
         # Encodings by use are tried first; every use must have one.
         elif (costs := costs_by_use(run.encodings, saved, allocator)) is not None:
+            # The backward of the owner is the only one that decodes such a form, and it frees it.
             owners = [place for place in places for _ in storage.uses[place]]
             end = run.places[-1]
             by_use += [
@@ -95,6 +98,8 @@ def storage_encodings(
             encoding, cost = choice
             encoded_at = run.places[-1] if run.encodes_at_end else places[0]
             new = StorageEncoding(storage.bytes, cost, encoded_at, run.encodes_at_end, (), 0)
+            # A later run adds its savers to the form that an earlier one has made. Backwards begin
+            # with the last saver, so that is where it is decoded.
             first = shared.get(encoding, new)
             # What a run has moved to the host comes back together, with its last node.
             from_host = encoding == "offload" and allocator == "cuda"

@@ -142,7 +142,7 @@ class GradientFlow:
 
     @cached_property
     def _sole_storages(self) -> Sequence[GradientStorage | None]:
-        """By input the one storage of the stage that its gradient fills, if there is one."""
+        """The one storage of the stage that the gradient of each input fills, if there is one."""
         storages: list[GradientStorage | None] = []
         for tensor, place in self.stage.inputs_with_gradient:
             storage = self._storage_with(tensor, place)

@@ -65,6 +65,7 @@ class RankHoldings:
         """Return the gradients of the stages that have some, counted once."""
         states = snapshot.states
         held = tuple(i for i in self.stages if states[i].has_gradients or is_copied)
+        # A row has thousands of snapshots, but gradients of few different sets of stages.
         if held not in self.known_gradients:
             stages = [self.stages[index] for index in held]
             self.known_gradients[held] = counted_once(stages, "gradients")
@@ -108,7 +109,9 @@ def summed(amounts: Iterable[Amount]) -> Amount:
 def counted_once(stages: Collection[Footprint], kind: str) -> Amount:
     """Return a kind of all these stages of a rank: what several of them share is there once."""
     shared = {share.name: getattr(share, kind) for stage in stages for share in stage.shared}
-    # Each stage's own figure has its shares: subtract all of them, and add each parameter once.
+    # Each stage's own figure has its shares: subtract all of them, and add each parameter once. For
+    # an embedding of 400 MB in a stage of 500, tied to the head in one of 450 on the same rank,
+    # that is 950 − 800 + 400 = 550.
     counted = summed(getattr(share, kind) for stage in stages for share in stage.shared)
     return summed(getattr(stage, kind) for stage in stages) - counted + summed(shared.values())
 

@@ -109,7 +109,7 @@ class LiveRanges:
 
     @cached_property
     def storages(self) -> dict[int, tuple[Storage, ...]]:
-        """By the place of the producer the storages that a stage may hold.
+        """The storages that a stage may hold, by the place of their producer.
 
         A storage is produced by the first node whose value lies in it, or else by the first node
         that saves it (a mask, say). Inputs of the minibatch are buffers, and not among these.
@@ -162,7 +162,7 @@ class LiveRanges:
 
     @cached_property
     def parameter_readers(self) -> Mapping[str, frozenset[int]]:
-        """By parameter the places of the nodes that read it."""
+        """The places of the nodes that read each parameter."""
         readers = defaultdict[str, set[int]](set)
         for place, node in enumerate(self.graph.nodes):
             for name in node.parameters:
@@ -208,7 +208,7 @@ class LiveRanges:
 
     @cached_property
     def gradient_receivers(self) -> Mapping[int, Sequence[int]]:
-        """By reader the producers for which its backward makes a gradient."""
+        """The producers for which the backward of each reader makes a gradient."""
         receivers = defaultdict[int, list[int]](list)
         for tensor, producer, _ in self.read_tensors:
             for name in tensor.consumers_with_gradient:
@@ -273,7 +273,7 @@ class LiveRanges:
 
     @cached_property
     def gradients(self) -> dict[int, tuple[GradientStorage, ...]]:
-        """By the place that makes them; summands of a parameter's gradient are left out."""
+        """The gradients that each place makes, without the summands of a parameter's gradient."""
         by_producer = defaultdict[int, list[GradientStorage]](list)
         for gradient in self.graph.gradients:
             if not self._is_parameter_summand(gradient):
@@ -282,7 +282,7 @@ class LiveRanges:
 
     @cached_property
     def gradient_on_edge(self) -> dict[tuple[int, int], GradientStorage]:
-        """By (producer, reader) the one storage in which the gradient of that edge lies.
+        """The one storage in which the gradient of each edge (producer, reader) lies.
 
         Edges whose gradient lies in several storages, which are summed, are left out.
         """
@@ -312,7 +312,7 @@ class LiveRanges:
 
     @cached_property
     def summands(self) -> Mapping[int, Sequence[GradientStorage]]:
-        """By reader the gradients that end there, as the reader's own gradient is added to them.
+        """The gradients that end at each reader, where its own gradient is added to them.
 
         They hold what other readers gave before for a node that it reads.
         """
@@ -330,7 +330,7 @@ class LiveRanges:
 
     @cached_property
     def capturable(self) -> Mapping[int, Sequence[GradientStorage]]:
-        """By place the gradients that an input backward may hold there for the weight backward."""
+        """The gradients that an input backward may hold for the weight backward, by place."""
         capturable = defaultdict[int, list[GradientStorage]](list)
         for gradient in self.graph.gradients:
             for name in gradient.captured_at:

@@ -102,6 +102,7 @@ def rank_memory(
     """Return the peak of a rank that holds `stages` (by index) and goes through `snapshots`."""
     holdings = RankHoldings(stages, microbatches, allocator)
     candidates = [holdings.at(snapshot) for snapshot in snapshots]
+    # The two may be peaks of different moments. Each has its own kinds, which add up to it.
     expected = max(candidates, key=lambda memory: memory.total.expected)
     bound = max(candidates, key=lambda memory: memory.total.bound)
     size = bound.total.bound
@@ -192,6 +193,8 @@ def activation_changes(*, kept: Size, recomputed: Size, between: Size) -> dict[K
     `kept` bytes live from the forward and `recomputed` ones from the recompute to the backward.
     `between` of them live from the input backward to the weight backward.
     """
+    # With 3 kept, 38 recomputed and 43 between: F +3, recompute +38, I +2, W −43, together 0.
+    # Without a split B takes back 41.
     return {
         Kind.FORWARD: kept,
         Kind.RECOMPUTE: recomputed,
@@ -226,6 +229,8 @@ def backward_allowances(
     holdings = RankHoldings(others, microbatches, allocator)
     for snapshot in snapshots:
         if snapshot.kind is Kind.BACKWARD and snapshot.stage == index:
+            # For a cap of 100, of which the allocator takes 10 and all else on the rank 40, 50 are
+            # left for, say, two microbatches in flight of 15 and a backward that needs 20.
             state = snapshot.states[index]
             held = holdings.at(snapshot).total.bound
             has_gradients = 0 if stage.sums_in_backwards else state.has_gradients
@@ -255,6 +260,7 @@ def available_for_activations(
         step += copies + counted_once(stages.values(), "gradients")
     always += summed(stage.gradient_copies for stage in stages.values())
     for index in stages:
+        # A neighbour on the same rank sends nothing; what it hands over is added below.
         with_next = microbatches * (index + 1 not in stages)
         with_previous = microbatches * (index - 1 not in stages)
         all_messages = StageState(
@@ -279,6 +285,7 @@ def most_for_activations(
     stages: Mapping[int, Footprint], memory_bytes: int, *, microbatches: int, allocator: Allocator
 ) -> int:
     """Return what activations can take at most in any order that fits a cap; at least 0."""
+    # No gradients: before the first backward there are none, and activations can have their room.
     always = _always(stages, microbatches, "parameters", "optimizer")
     free = allocator.unpadded(memory_bytes, neighbour_ranks(stages))
     return max(0, free - always.bound)

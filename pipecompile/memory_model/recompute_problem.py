@@ -147,6 +147,7 @@ def _forward_peaks(stage: StageValues, counting: Counting) -> list[int]:
     """Return by position what a node's forward needs: rise, workspace, and padding."""
     peaks = []
     for place, node in zip(stage.nodes, stage.own_nodes, strict=True):
+        # The peak is in bytes that are asked for, but the node's storages are rounded up.
         storages = stage.ranges.storages.get(place, ())
         padding = sum(counting.size_of(s.bytes) - s.bytes for s in storages)
         peaks.append(counting.needed(node.forward_peak_bytes, node.workspace_bytes) + padding)
@@ -243,6 +244,13 @@ def _gradient_levels(
         changes[change.place].append(change)
     rows: list[tuple[int, int, int]] = []
     live = 0
+    # Backwards run from right to left. For n0 → n1, where n1 makes a gradient of 10 bytes, of which
+    # n0 makes one of 4 and frees it:
+    #
+    #                  n0      n1
+    #     before       10       0
+    #     after         4      10
+    #
     # As `highest` in peaks.py, but with the levels at every node instead of one peak.
     for place, node in reversed(list(zip(stage.nodes, stage.own_nodes, strict=True))):
         net = padding = 0
@@ -252,6 +260,7 @@ def _gradient_levels(
             padding += counted - size if begins else 0
         needed = counting.needed(node.backward_peak_bytes, node.workspace_bytes) + padding
         after = live + net
+        # Summands live beside their sum only until the node is done: the next one begins without.
         rows.append((live, live + needed, after + counting.size_of(sums.get(place, 0))))
         live = after
     before, peak, after_sums = zip(*reversed(rows), strict=True)
@@ -263,6 +272,8 @@ def boundaries(stage: StageValues) -> tuple[int, ...]:
 
     None of them lies between nodes that are only recomputed together.
     """
+    # Boundary i lies before node i. If nodes 2 and 4 are recomputed together only, boundaries 3 and
+    # 4 would part them.
     position = {node.name: index for index, node in enumerate(stage.own_nodes)}
     inside: set[int] = set()
     for names in stage.graph.recomputed_together:

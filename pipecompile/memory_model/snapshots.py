@@ -99,7 +99,7 @@ class StageState(NamedTuple):
 
     @property
     def in_flight(self) -> int:
-        """How many microbatches hold activations."""
+        """The number of microbatches that hold activations."""
         return self.with_activations + self.between_backwards
 
 
@@ -189,6 +189,7 @@ def _with_receives(row: Sequence[Action]) -> Sequence[Action]:
     """Return the row itself if it has RECV actions, else with all of them at its beginning."""
     if any(action.kind in _RECEIVES for action in row):
         return row
+    # As if all messages came before the first action: in no order of receives is more held.
     stages, trains = _stages(row), _trains(row)
     forwards = [action for action in row if action.kind is Kind.FORWARD]
     values = [a._replace(kind=Kind.RECEIVE_FORWARD) for a in forwards if a.stage - 1 not in stages]
@@ -227,14 +228,16 @@ def all_snapshots(
 def _snapshot(action: Action, before: Mapping[int, StageState], after: StageState) -> Snapshot:
     """Return the snapshot as `action` begins; its stage is in the state `after` when it is done."""
     own = before[action.stage]
-    # A forward begins with the copies of buffers that its recompute will need.
-    copies = max(own.with_buffer_copies, after.with_buffer_copies)
-    beginning = {**before, action.stage: own._replace(with_buffer_copies=copies)}
+    # Each microbatch is in one state of a handover. The count that falls is that of the state which
+    # the microbatch of this action leaves.
     ended = (
         handover
         for handover, count in own.handovers.items()
         if after.handovers.get(handover, 0) < count
     )
+    # A forward begins with the copies of buffers that its recompute will need.
+    copies = max(own.with_buffer_copies, after.with_buffer_copies)
+    beginning = {**before, action.stage: own._replace(with_buffer_copies=copies)}
     frees_outputs = (
         action.kind is Kind.BACKWARD_WEIGHT
         and after.between_backwards < own.between_backwards
@@ -250,7 +253,9 @@ def states(
 
     So many gradients are `unread` as one is sent; if none is named, all are.
     """
-    # By index of the row and by stage: how much each field changes there.
+    # By index of the row and by stage: how much each field changes there. A field with the spans
+    # 1‥4 and 2‥4 changes by +1 +1 −2 at 1, 2 and 4, so after actions 0 … 4 it is 0 1 2 2 0. What
+    # ends at the row's end is never taken off: no action is there.
     changes: dict[int, dict[int, Counter[str | HandoverState]]] = defaultdict(
         lambda: defaultdict(Counter)
     )
@@ -306,6 +311,8 @@ def _spans(row: Sequence[Action], unread: UnreadGradients) -> Iterator[_Span]:
         before = indices.get((stage - 1, microbatch), absent)
         behind = indices.get((stage + 1, microbatch), absent)
         for field, begin, stop in _microbatch_spans(own, before, behind, end, trains):
+            # What an action begins that the row does not have, such as an input backward where
+            # backwards are whole, begins at the row's end and is empty.
             if begin < stop:
                 yield _Span(stage, field, begin, stop)
     if trains:
@@ -319,6 +326,8 @@ def _read_at(row: Sequence[Action], unread: UnreadGradients) -> dict[tuple[int, 
     """Return by stage and microbatch where a stage frees the message of its input gradients: as it
     sends a later one that says so.
     """
+    # If 1, 2 and 2 are unread as the gradients of 0, 1 and 2 are sent, then the message of 0 was
+    # read when that of 2 is sent: only those of 1 and 2 may wait.
     sent: dict[int, deque[int | None]] = defaultdict(deque)
     read_at: dict[tuple[int, int | None], int] = {}
     for index, (kind, stage, microbatch) in enumerate((a.kind, a.stage, a.microbatch) for a in row):

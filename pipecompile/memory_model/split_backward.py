@@ -133,7 +133,7 @@ class SplitBackward:
 
     @cached_property
     def _attachments(self) -> dict[int, Origin]:
-        """By node aside where W's walk to it begins: the node on the way that it hangs off."""
+        """Where W's walk to each node aside begins: the node on the way that it hangs off."""
         # In the drawing above weight_norm is read by linear_1 alone, so {weight_norm: linear_1}. If
         # both linears read it, it would have two origins: I then runs it, as `_only` says.
         origins: dict[int, set[Origin]] = {
@@ -150,7 +150,7 @@ class SplitBackward:
 
     @cached_property
     def _origins(self) -> dict[str, Origin]:
-        """By parameter where W's walk to it begins."""
+        """Where W's walk to each parameter begins."""
         # In the drawing: weight begins at linear, and scale at linear_1, through weight_norm. A
         # weight that both linears read begins at two places, so I makes its gradient.
         return {

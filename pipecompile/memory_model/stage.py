@@ -213,7 +213,9 @@ class _StageMemory(StageBackward):
 
     @property
     def _replica_sum_peak(self) -> int:
-        """What the sum at a step's end takes beyond the whole parameters, which are freed first."""
+        """The bytes that the sum at a step's end takes beyond those of the whole parameters, which
+        are freed first.
+        """
         if not self.ranges.shard or self.ranges.divides_gradients:
             return 0
         taken = self._summing_bytes - sum(self._whole_gradient_sizes())
@@ -221,7 +223,7 @@ class _StageMemory(StageBackward):
 
     @property
     def _backward_sum_peak(self) -> int:
-        """What the sum in a backward takes, the whole gradients that it has made among it.
+        """The bytes that the sum in a backward takes, with the whole gradients that it has made.
 
         Parameters that are gathered for each action are freed before it.
         """
@@ -234,8 +236,8 @@ class _StageMemory(StageBackward):
 
     @property
     def _summing_bytes(self) -> int:
-        """What lives while gradients are summed: a message with all of them, and the part of this
-        rank that comes back. gloo works on a second copy.
+        """The bytes that live while gradients are summed: a message with all of them, and the part
+        of this rank that comes back. gloo works on a second copy.
         """
         gradients = sum(self._whole_gradient_sizes())
         copies = 2 if self.graph.allocator == "cpu" else 1
@@ -268,7 +270,7 @@ class _StageMemory(StageBackward):
         """
         for parameter, _ in self.trained_parameters:
             state, _ = self._stepped([parameter])
-            # SGD keeps nothing but the float32 copy that stands for one in the parameter's type.
+            # SGD keeps only the float32 copy that stands for one in the parameter's type.
             master, _ = optimizer_bytes(
                 [parameter], "sgd", master_weights=self.ranges.master_weights, lists=False
             )

@@ -29,8 +29,8 @@ __all__ = ["ModuleTree", "coarse_groups", "finer_groups"]
 class ModuleTree:
     """The tree of modules, as far as blocks and owners depend on it.
 
-    `parents` are the modules that hold other modules. `list_runners` are entries of lists that do
-    nothing but run a list of their own.
+    `parents` are the modules that hold other modules. `list_runners` are entries of lists that only
+    run a list of their own.
     """
 
     parents: frozenset[str]

@@ -50,7 +50,7 @@ class Ideals(Boundaries):
         self.sums = sums.mapped(lambda values: values[..., order])
 
     def is_subset(self, a: Rows, b: Rows) -> Mask:
-        """See `Boundaries.is_subset`."""
+        """Return for each pair whether ideal a is a strict subset of ideal b: (len(a), len(b))."""
         left, right = self.bits[a], self.bits[b]
         # Where every b has all that any a has, the word need not be compared pair by pair. That is
         # so for most words, since neighbouring boundaries lie near each other.
@@ -68,7 +68,7 @@ class Ideals(Boundaries):
         return result
 
     def crossing_states(self, rows: Rows, flows: Sequence[int]) -> Integers:
-        """See `Boundaries.crossing_states`."""
+        """Return the crossing state of each flow at each boundary, as (len(rows), len(flows))."""
         bits, states = self.bits[rows], np.zeros((len(rows), len(flows)), np.int64)
         for column, index in enumerate(flows):
             flow = self.unit_graph.flows[index]
@@ -78,7 +78,7 @@ class Ideals(Boundaries):
         return states
 
     def crossing_flows(self, a: Rows, b: Rows) -> Sequence[int]:
-        """See `Boundaries.crossing_flows`."""
+        """Return the flows that may cross the boundary of an ideal of a and that of one of b."""
         in_some_a = np.bitwise_or.reduce(self.bits[a], axis=0)
         in_all_b = np.bitwise_and.reduce(self.bits[b], axis=0)
         flows = []
@@ -90,13 +90,13 @@ class Ideals(Boundaries):
         return flows
 
     def members(self, row: int) -> Mask:
-        """See `Boundaries.members`."""
+        """Return, per unit, whether it is in the ideal."""
         # Little-endian words, so that bytes and bits are in the order of units on any machine.
         bits = np.unpackbits(self.bits[row].astype("<u8").view(np.uint8), bitorder="little")
         return bits[: self.unit_graph.count].astype(np.bool_)
 
     def has_unit(self, unit: int) -> Mask:
-        """See `Boundaries.has_unit`."""
+        """Return, per ideal, whether the unit is in it."""
         return _has_unit(self.bits, unit)
 
 

@@ -62,12 +62,12 @@ class Prefixes(Boundaries):
         return change.cumsum()
 
     def is_subset(self, a: Rows, b: Rows) -> Mask:
-        """See `Boundaries.is_subset`."""
+        """Return for each pair whether ideal a is a strict subset of ideal b: (len(a), len(b))."""
         result: Mask = a[:, None] < b[None, :]
         return result
 
     def crossing_states(self, rows: Rows, flows: Sequence[int]) -> Integers:
-        """See `Boundaries.crossing_states`."""
+        """Return the crossing state of each flow at each boundary, as (len(rows), len(flows))."""
         states = np.zeros((len(rows), len(flows)), np.int64)
         for column, index in enumerate(flows):
             flow = self.unit_graph.flows[index]
@@ -78,7 +78,7 @@ class Prefixes(Boundaries):
         return states
 
     def crossing_flows(self, a: Rows, b: Rows) -> Sequence[int]:
-        """See `Boundaries.crossing_flows`."""
+        """Return the flows that may cross the boundary of an ideal of a and that of one of b."""
         producers, last_consumers = self.flow_spans
         # Necessary for any pair: produced before the latest a, and consumed after the earliest b.
         may_cross_both = (producers < a.max()) & (last_consumers >= b.min())
@@ -86,12 +86,12 @@ class Prefixes(Boundaries):
         return flows
 
     def members(self, row: int) -> Mask:
-        """See `Boundaries.members`."""
+        """Return, per unit, whether it is in the ideal."""
         result: Mask = self.place < row
         return result
 
     def has_unit(self, unit: int) -> Mask:
-        """See `Boundaries.has_unit`."""
+        """Return, per ideal, whether the unit is in it."""
         result: Mask = np.arange(len(self)) > self.place[unit]
         return result
 

@@ -20,10 +20,11 @@ from pipecompile.layouts.assignment import assignment_of
 from pipecompile.layouts.reading import read_layout
 from pipecompile.partition.budget import THOROUGH, CutEffort
 from pipecompile.partition.cheap_nodes import with_cheap_nodes_copied
+from pipecompile.planner.partition_problem import problem_of
 from pipecompile.planner.placement_draft import Origin, PlacementDrafter, plans_on_placement
 from pipecompile.schedule.selection import placements
 
-__all__ = ["best_plan", "costs_digest", "draft", "node_times", "planned_graph"]
+__all__ = ["best_plan", "check_stages", "costs_digest", "draft", "node_times", "planned_graph"]
 
 
 def draft(
@@ -87,6 +88,13 @@ def _shortest(
     if not plans:
         raise refusals[0]
     return best_plan(plans, graph, options)
+
+
+def check_stages(graph: CostGraph, options: Options, links: Links) -> None:
+    """Raise InfeasibleError if the graph cannot be cut into k stages, whatever they may hold."""
+    uncapped = msgspec.structs.replace(options, memory_bytes=None)
+    # The units are made when they are first asked for, and refuse a k that is too large.
+    _ = problem_of(planned_graph(graph, uncapped, links), uncapped, links).units
 
 
 def planned_graph(graph: CostGraph, options: Options, links: Links) -> CostGraph:

@@ -50,7 +50,7 @@ from pipecompile.schedule.named_orders import SPLIT
 
 __all__ = ["JointLimits", "joint_plan"]
 
-logger = logging.getLogger("pipecompile.api")
+logger = logging.getLogger("pipecompile.planner")
 
 LIKELY_FILLED = 0.85  # of a rank, by what is known before it is planned: the rest is workspace
 MOST_FILLED = 1.0  # beyond which a setting is tried only if nothing else has a plan
@@ -86,8 +86,10 @@ def joint_plan(
     `costs` are those of the whole minibatch: its microbatches are those of all replicas. `devices`
     names them for people. InfeasibleError if no setting has a plan; it says what was in the way.
     """
+    # Without devices nobody asked for a search, and what it tries is no news to the user.
+    level = logging.INFO if devices else logging.DEBUG
     search = _SettingSearch(
-        space, SettingCosts(space, costs), links, limits, began=time.monotonic()
+        space, SettingCosts(space, costs), links, limits, level, began=time.monotonic()
     )
     search.run()
     return search.answer(devices)
@@ -107,6 +109,7 @@ class _SettingSearch:
     costs: SettingCosts
     links: Links
     limits: JointLimits
+    log_level: int
     began: float
     results: dict[Setting, SettingResult] = field(default_factory=dict)
     plans: dict[Setting, Plan] = field(default_factory=dict)
@@ -122,7 +125,8 @@ class _SettingSearch:
             alike = [setting for setting in settings if setting.kinds == kinds]
             self.costs.add(min(alike, key=lambda each: each.parts))
         fitting = [setting for setting in settings if not self._is_refused(setting)]
-        logger.info(
+        logger.log(
+            self.log_level,
             "%s settings, of which %s fit by their parameters and optimizer states",
             *(len(settings), len(fitting)),
         )
@@ -333,7 +337,7 @@ class _SettingSearch:
         if step_ns < before:
             self.leaders.append(setting)
             step = time_with_unit(plan.prediction.step_ns, plan.time_unit)
-            logger.info("best so far: %s, %s", step, setting)
+            logger.log(self.log_level, "best so far: %s, %s", step, setting)
 
     # -- the answer
 

@@ -38,7 +38,7 @@ class Reachability:
 
     @cached_property
     def behind(self) -> NDArray[np.bool_]:
-        """Row n has the nodes that read the value of node n, or what follows from it, and n."""
+        """A matrix whose row n marks node n and all nodes that follow from its value."""
         places, count = self.graph.places, len(self.graph.nodes)
         behind = np.eye(count, dtype=np.bool_)
         readers = {tensor.producer: tensor.consumers for tensor in self.graph.tensors}
@@ -58,7 +58,7 @@ class Reachability:
 
     @cached_property
     def guarded(self) -> GuardedNodes:
-        """What one region for each block, or for several, recomputes for certain.
+        """The nodes that one region for each block, or for several, recomputes for certain.
 
         A recompute runs until the last saver of its region. In each block, the last saver ℓ that
         lies behind the one of the block before is a milestone, and a node is guarded that lies

@@ -177,6 +177,8 @@ def best_cut(
     is_explained = effort.is_explained and not graph.copied
     for one_in_flight in (False, True) if options.schedule == "search" else (False,):
         problem = problem_of(graph, options, links, placement, one_in_flight=one_in_flight)
+        # Too few units for k are refused here: more stages or recompute would be no advice.
+        _ = problem.units
         is_priced = problem.memory is not None and problem.memory.price is not None
         missing_by_rank = partial(_missing_by_rank, planner, one_in_flight)
         try:

@@ -117,7 +117,7 @@ class StepBounds:
 
     @cached_property
     def _loads_behind(self) -> dict[bool, list[int]]:
-        """By whether backwards may be split: the load of each node and of all that lie behind it.
+        """The load of each node and of all that lie behind it, by whether backwards may be split.
 
         A copied node is in several stages, and counts in none.
         """
@@ -142,7 +142,7 @@ def _times(node: Node, may_split: bool) -> _NodeTimes:
 
 
 def recomputed_share(options: Options) -> Fraction:
-    """Return of which share of the microbatches at least all but the last stage are recomputed.
+    """Return the least share of the microbatches that each stage but the last one recomputes.
 
     If three of four microbatches recompute, a stage pays 3 / 4 of its forward on average.
     """

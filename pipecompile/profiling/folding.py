@@ -267,7 +267,7 @@ class _Unfolding:
 
     @cached_property
     def _storages_at(self) -> dict[int, list[int]]:
-        """By the position of a node the storages that it is the first to have."""
+        """The storages that a node is the first to have, by its position."""
         storages: dict[int, list[int]] = defaultdict(list)
         for storage, stored in self._stored.items():
             storages[stored.position].append(storage)
@@ -275,7 +275,7 @@ class _Unfolding:
 
     @cached_property
     def _first_number(self) -> list[int]:
-        """By position in the whole graph the number of the first storage of a node."""
+        """The number of the first storage of each node, by its position in the whole graph."""
         origins = map(self.fold.origin, range(len(self.fold.nodes)))
         counts = (len(self._storages_at.get(each, ())) for each in origins)
         return list(accumulate(counts, initial=0))

@@ -132,7 +132,7 @@ class _RegionProgram:
 
     @cached_property
     def _covering(self) -> list[list[tuple[Region, Any]]]:
-        """By position the regions that cover it, with their variables."""
+        """The regions that cover each position, with their variables."""
         covering: list[list[tuple[Region, Any]]] = [[] for _ in range(self.count)]
         for region, variable in self.region.items():
             for position in range(*region):

@@ -331,7 +331,7 @@ class _Level:
 
     @cached_property
     def _live(self) -> list[State]:
-        """By position the tensors that were produced before and are needed there or later."""
+        """The tensors that were produced before each position and are needed there or later."""
         live: list[set[int]] = [set() for _ in range(self.start, self.stop + 1)]
         for index in self.own:
             tensor = self.problem.tensors[index]

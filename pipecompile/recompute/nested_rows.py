@@ -72,6 +72,8 @@ def least_kept(rows: NestedRows, available: int) -> NestedRows:
     rows = fitting(rows, available)
     costs = rows.costs
     rows = rows.rows(np.lexsort((costs[:, BACKWARD], costs[:, KEPT], costs[:, NS])))
+    # Kept bytes of 50 60 40, by time, have the least so far 50 50 40. Where that falls is a row to
+    # keep: the third, and the first for the 51 that is put before it.
     least = np.minimum.accumulate(rows.costs[:, KEPT])
     return rows.rows(np.flatnonzero(np.diff(least, prepend=least[:1] + 1)))
 
@@ -83,7 +85,8 @@ def undominated(rows: NestedRows, most: int, available: int) -> NestedRows:
         rows = rows.rows(_spread(rows.costs, most))
     rows = rows.rows(np.lexsort(rows.costs.T))
     costs = rows.costs
-    # Every pair at once: there are a few hundred rows at most.
+    # Every pair at once: there are a few hundred rows at most. no_worse[i, j] says that row i costs
+    # no more than row j in any column.
     no_worse = (costs[:, None, :] <= costs[None, :, :]).all(axis=2)
     equal = (costs[:, None, :] == costs[None, :, :]).all(axis=2)
     beaten_by = no_worse & (~equal | np.triu(np.ones_like(equal), 1))  # of equals the first stays
@@ -95,6 +98,8 @@ def _spread(costs: Numbers, most: int) -> Numbers:
 
     The rows that are best in one column always stay.
     """
+    # What encloses these choices may lack room for what is kept or for a backward. Of choices that
+    # take about as much of both the fastest one serves.
     cells = max(2, int(most**0.5))
     cell = _cells(costs[:, KEPT], cells) * cells + _cells(costs[:, BACKWARD], cells)
     order = np.lexsort((costs[:, FORWARD], costs[:, NS], cell))

@@ -280,7 +280,7 @@ class RegionSearch:
 
     @cached_property
     def _produced_at(self) -> list[list[StoredTensor]]:
-        """By position the tensors that its node produces."""
+        """The tensors that the node at each position produces."""
         produced: list[list[StoredTensor]] = [[] for _ in self.problem.forward_ns]
         for tensor in self.problem.tensors:
             if tensor.producer >= 0:
@@ -293,7 +293,7 @@ class RegionSearch:
 
     @cached_property
     def _last_used_at(self) -> list[list[StoredTensor]]:
-        """By position the tensors that are used there for the last time; sent ones live on."""
+        """The tensors that each position is the last to use; sent ones live on."""
         ending: list[list[StoredTensor]] = [[] for _ in self.problem.forward_ns]
         for tensor in self.problem.tensors:
             if not tensor.is_sent and 0 <= tensor.last_use < len(ending):
@@ -302,7 +302,7 @@ class RegionSearch:
 
     @cached_property
     def _live(self) -> list[State]:
-        """By position the tensors that are produced before and used there or later.
+        """The tensors that are produced before each position and used there or later.
 
         Those that are sent are kept by every choice, so no state needs them.
         """
@@ -322,7 +322,7 @@ class RegionSearch:
 
     @cached_property
     def _sent_before(self) -> list[int]:
-        """By position the bytes that are sent and produced before it."""
+        """The bytes that are sent and produced before each position."""
         sent = [tensor for tensor in self.problem.tensors if tensor.is_sent]
         return [
             sum(tensor.bytes for tensor in sent if tensor.producer < position)
@@ -331,12 +331,12 @@ class RegionSearch:
 
     @cached_property
     def saved_at(self) -> list[list[int]]:
-        """By position the indices of the tensors that its node saves."""
+        """The indices of the tensors that the node at each position saves."""
         return self._indices(lambda tensor: set(tensor.savers))
 
     @cached_property
     def used_at(self) -> list[list[int]]:
-        """By position the indices of the tensors that its node reads or saves."""
+        """The indices of the tensors that the node at each position reads or saves."""
         return self._indices(lambda tensor: {*tensor.uses, *tensor.savers})
 
     def _indices(self, positions_of: Callable[[StoredTensor], set[int]]) -> list[list[int]]:

@@ -35,5 +35,5 @@ class ScheduleView:
 
     @property
     def ranks(self) -> int:
-        """How many ranks there are."""
+        """The number of ranks."""
         return max(self.placement) + 1

@@ -72,8 +72,8 @@ def cache_text(plan: Plan) -> str:
     ranks = [str(rank) for rank, cache in enumerate(caches) if cache.tokens == tokens]
     decides = f"rank {ranks[0]} decides" if len(ranks) == 1 else f"ranks {', '.join(ranks)} decide"
     reserved = plan.options.kv_tokens
-    asked = "" if reserved is None else f"; {reserved:,} are reserved"
-    return f"{tokens:,} tokens fit, {decides}{asked}"
+    reservation = "" if reserved is None else f"; {reserved:,} are reserved"
+    return f"{tokens:,} tokens fit, {decides}{reservation}"
 
 
 def cache_header(plan: Plan) -> list[str]:

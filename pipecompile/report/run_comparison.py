@@ -123,7 +123,7 @@ class RunComparison:
 
     @property
     def minibatches(self) -> int:
-        """How many minibatches follow each other in a step: 1 unless they may be in flight."""
+        """The number of minibatches in a step, one by one: 1 unless they may be in flight."""
         return self.typical.microbatches // self.plan.microbatches
 
     @property

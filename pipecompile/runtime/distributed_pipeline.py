@@ -197,7 +197,7 @@ class DistributedPipeline:
 
     @property
     def history(self) -> int:
-        """How many training steps its messages have ended."""
+        """The number of training steps that its messages have ended."""
         return sum(messages.steps for messages in self._messages_by_placement.values())
 
     def _messages(self, schedule: Schedule) -> Messages:

@@ -94,6 +94,8 @@ class MinibatchesInFlight:
                 self._update_weights(action)
             return
         assert microbatch is not None
+        # With two in each minibatch microbatch 5 is the second one, 1, of minibatch 2. Its step
+        # knows no versions: here its stage gets the weights that it is to see.
         number, within = divmod(microbatch, self._microbatches)
         own = action._replace(microbatch=within, version=None)
         if kind in TRANSFERS:
@@ -124,8 +126,11 @@ class MinibatchesInFlight:
 
     def _compute(self, stage: int, microbatch: int, step: RankStep, own: Action) -> None:
         leaves = self._leaves_of(stage, microbatch)
+        # Version 0 is what training begins with, and update 0 makes version 1.
         version = self._update(microbatch) + 1
         is_backward = own.kind is Kind.BACKWARD
+        # Each microbatch has leaves of its own, but autograd adds to one sum, in the order of
+        # microbatches: it moves from leaf to leaf.
         if is_backward:
             self._updates.continue_sums(stage, version, leaves)
         by_identity = {id(parameter): leaf for parameter, leaf in leaves.items()}
@@ -137,8 +142,11 @@ class MinibatchesInFlight:
 
     def _leaves_of(self, stage: int, microbatch: int) -> dict[nn.Parameter, Tensor]:
         """Return the leaves on which a microbatch runs in a stage, from its forward on."""
+        # Kept until the backward, since autograd leaves gradients on the leaves of the forward.
         key = stage, microbatch
         if key not in self._leaves:
+            # A tied parameter has its versions where it is owned, beside others that this stage
+            # lacks.
             read = set(self._stages[stage].module.parameters())
             self._leaves[key] = {
                 parameter: leaf

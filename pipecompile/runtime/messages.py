@@ -208,7 +208,7 @@ class Messages:
 
     @property
     def steps(self) -> int:
-        """How many training steps it knows what is missing from."""
+        """The number of training steps of which it knows what is missing."""
         return self._missing.steps
 
     def begin(

@@ -92,7 +92,7 @@ class StepWatch:
         self._now = before
 
     def actions_are_done(self) -> None:
-        """What remains is to wait for sends and for sums of gradients."""
+        """Note that the rank only waits for sends and for sums of gradients from now on."""
         self.waits_in(f"the exchanges at the end of {self._name}")
 
     def lose_messages(self) -> None:

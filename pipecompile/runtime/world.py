@@ -42,6 +42,7 @@ def join() -> None:
     What is logged for information then comes from rank 0 only, unless the user set another level.
     """
     _initialise()
+    # That of the package and not of this room: the other ranks would repeat what all rooms say.
     logger = logging.getLogger("pipecompile")
     if rank() and logger.level == logging.NOTSET:
         logger.setLevel(logging.WARNING)

@@ -83,12 +83,12 @@ class PipelineSize:
 
     @property
     def least_update(self) -> int:
-        """How many microbatches an update has at least: one, or with replicas a minibatch."""
+        """The fewest microbatches that an update has: one, or with replicas a minibatch."""
         return self.microbatches if self.has_replicas else 1
 
     @property
     def read_ahead(self) -> int:
-        """How many minibatches the first stage begins before the one ahead of them is back."""
+        """The number of minibatches that the first stage begins before the one ahead is back."""
         # Later stages are no further ahead: (depth − 1) × replicas < ranks from the stage on.
         return -(-self.ahead(0) // self.microbatches)
 

@@ -85,7 +85,7 @@ class _CheckedSchedule:
 
     @cached_property
     def places(self) -> dict[tuple[int, Action], int]:
-        """By rank and action the index in the row; replicas of a stage have the same reduction."""
+        """The index of each action in its rank's row; replicas of a stage share a reduction."""
         return {
             (rank, action): index
             for rank, row in enumerate(self.schedule.rows)
@@ -98,7 +98,7 @@ class _CheckedSchedule:
 
     @cached_property
     def messages(self) -> dict[Action, tuple[Action, Action]]:
-        """By compute action the send and the receive of its result, if another rank needs it."""
+        """The send and the receive of each compute action's result that another rank needs."""
         stages = len(self.schedule.placement)
         messages = {}
         for action in self.counts:
@@ -265,7 +265,7 @@ def _descents(rank: int, actions: list[Action], rule: str) -> Iterator[str]:
 
 
 def _memory_violations(checked: _CheckedSchedule) -> Iterator[str]:
-    """What each rank holds must stay within its cap; it follows from the rank's own order."""
+    """Yield the ranks that hold more than their cap, which follows from a rank's own order."""
     problem = checked.problem
     pairs = zip(checked.schedule.compute, problem.caps or (), strict=False)
     for rank, (row, cap) in enumerate(pairs):

@@ -69,7 +69,7 @@ class ScheduleInstance:
 
     @cached_property
     def kinds(self) -> tuple[tuple[int, ...], ...]:
-        """For each stage its kinds of operations, in the order in which a microbatch has them."""
+        """The kinds of operations of each stage, in the order in which a microbatch has them."""
         return tuple(
             (FORWARD, *[RECOMPUTE] * costs.recompute, BACKWARD, *[WEIGHT] * split)
             for costs, split in zip(self.problem.costs, self.split, strict=True)
@@ -77,7 +77,7 @@ class ScheduleInstance:
 
     @cached_property
     def task_ns(self) -> tuple[tuple[int, ...], ...]:
-        """By kind and stage how long an operation takes."""
+        """How long an operation takes, by kind and stage."""
         costs, split = self.problem.costs, self.split
         backward = [
             stage.backward_input_ns if is_split else stage.backward_ns
@@ -96,7 +96,7 @@ class ScheduleInstance:
 
     @cached_property
     def task_bytes(self) -> tuple[tuple[int, ...], ...]:
-        """By kind and stage the bytes that an operation adds to what its rank holds."""
+        """The bytes that an operation adds to what its rank holds, by kind and stage."""
         change_bytes = self.problem.change_bytes
         sizes: list[list[int]] = [[], [], [], []]
         for stage, split in enumerate(self.split):
@@ -111,7 +111,7 @@ class ScheduleInstance:
 
     @cached_property
     def task_inputs(self) -> tuple[tuple[TaskInputs, ...], ...]:
-        """By kind and stage what an operation waits for in other stages, for its microbatch.
+        """What an operation waits for in other stages for its microbatch, by kind and stage.
 
         What it waits for in its own stage is left out: a row always has that before it.
         """
@@ -132,13 +132,13 @@ class ScheduleInstance:
 
     @cached_property
     def durations(self) -> list[int]:
-        """By operation how long it takes, in ns."""
+        """How long each operation takes, in ns."""
         repeat = range(self.problem.microbatches)
         return [time for times in self.task_ns for time in times for _ in repeat]
 
     @cached_property
     def sources(self) -> list[tuple[tuple[int, int], ...]]:
-        """By operation what it waits for in other stages: (operation, time of the message)."""
+        """What each operation waits for in other stages: (operation, time of the message)."""
         sources = []
         for by_stage in self.task_inputs:
             for inputs in by_stage:
@@ -152,13 +152,13 @@ class ScheduleInstance:
 
     @cached_property
     def byte_changes(self) -> list[int]:
-        """By operation the bytes that it adds to what its rank holds."""
+        """The bytes that each operation adds to what its rank holds."""
         repeat = range(self.problem.microbatches)
         return [size for sizes in self.task_bytes for size in sizes for _ in repeat]
 
     @cached_property
     def stages_by_rank(self) -> tuple[tuple[int, ...], ...]:
-        """For each rank its stages."""
+        """The stages of each rank."""
         stages: list[list[int]] = [[] for _ in range(self.problem.ranks)]
         for stage, rank in enumerate(self.problem.placement):
             stages[rank].append(stage)
@@ -166,7 +166,7 @@ class ScheduleInstance:
 
     @cached_property
     def gradient_reach(self) -> tuple[int, ...]:
-        """For each stage the last one from which gradients flow back to it, stage by stage."""
+        """The last stage from which gradients flow back to each stage, stage by stage."""
         reach = list(range(self.problem.stages))
         for stage in reversed(reach[:-1]):
             if self.problem.gradient[stage]:

@@ -119,7 +119,7 @@ class PlacedProblem:
 
     @cached_property
     def recompute(self) -> tuple[bool, ...]:
-        """For each stage whether it recomputes its forward."""
+        """Whether each stage recomputes its forward."""
         return tuple(costs.recompute for costs in self.costs)
 
     def recomputes(self, action: Action) -> bool:
@@ -168,7 +168,7 @@ class PlacedProblem:
 
     @cached_property
     def _last_changes(self) -> tuple[dict[Kind, int], ...]:
-        """For each stage the changes of the step's last microbatch."""
+        """The changes of the step's last microbatch in each stage."""
         last = list(self._changes)
         for stage, costs in enumerate(self.costs):
             if costs.recompute and costs.except_last:
@@ -182,7 +182,7 @@ class PlacedProblem:
 
     @cached_property
     def _skipped_bytes(self) -> tuple[int, ...]:
-        """For each stage the bytes that it holds for skips."""
+        """The bytes that each stage holds for skips."""
         return tuple(
             sum(skip.bytes for skip in self.skips if skip.source == stage)
             for stage in range(self.stages)

@@ -205,7 +205,7 @@ class _Neighbourhood:
 
     @cached_property
     def _tails(self) -> list[int]:
-        """By operation the longest chain that must follow it outside the window, in ns.
+        """The longest chain that must follow each operation outside the window, in ns.
 
         Chains are followed backwards in time. They end at the window, since its order is not known
         yet.

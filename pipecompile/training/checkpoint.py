@@ -91,7 +91,7 @@ class Checkpoint:
 
     @property
     def steps(self) -> int:
-        """How many steps the run has taken."""
+        """The number of steps that the run has taken."""
         return self._run.steps
 
     @steps.setter

@@ -52,6 +52,7 @@ class MinibatchStep:
         which they will update them.
         """
         runner, loss, name = self._parts.runner, self._parts.loss, f"step {self._run.steps}"
+        # Before anything is sent: ranks that ran on would wait for one that has refused its batch.
         with runner.refusing_together(name):
             ready = self._ready(batch, target, scaler)
         with runner.watched(name):
@@ -64,8 +65,10 @@ class MinibatchStep:
                 **loss.flags,
             }
             result = self._train(ready, flags, validate)
+            # A scaler skips the update where a gradient overflowed, on every rank or on none.
             if scaler is not None and not accumulate:
                 runner.spread_overflow(ready.program.parameters)
+            # A step that fails does not count: taken once more it draws the same random numbers.
             self._run.steps += 1
             returned = loss.joined(result, ready.sizes)
             return runner.everywhere(returned) if everywhere else returned
@@ -128,6 +131,7 @@ class MinibatchStep:
                 validate=None if validate is None else partial(self._validate, validate),
             )
             divisor = loss.divisor(result, sizes, accumulate=accumulate)
+            # Within the block: gradients from before the step, which it adds, are divided already.
             if not accumulate:
                 divide_gradients(parameters, divisor)
         loss.put_aside(divisor if accumulate else 0.0)
@@ -167,5 +171,6 @@ def _boundaries(
     program: Program, remainder: Program | None, microbatches: int
 ) -> Sequence[Boundaries]:
     """Return what enters each stage in each of so many microbatches."""
+    # Samples that do not fill a microbatch of the planned size are the last one.
     last = program if remainder is None else remainder
     return [program.boundary_shapes()] * (microbatches - 1) + [last.boundary_shapes()]

@@ -388,7 +388,7 @@ class Runner:
 
     @contextmanager
     def _sharded(self, *, all_stages: bool = False) -> Iterator[Sequence[ActionObserver]]:
-        """What gathers sharded parameters for the actions of the block, and frees them after it."""
+        """Yield what gathers sharded parameters for the block's actions; free them after it."""
         if self._parallel is None:
             yield []
             return

@@ -88,8 +88,10 @@ class StepAgreement:
 
     @contextmanager
     def ending_together(self, begun: Agreement, watch: StepWatch) -> Iterator[None]:
-        """Let the ranks of the pipeline end the block together, an evaluation: no message comes
-        back to one that has sent its last, which would not hear that a later one has failed.
+        """Yield for an evaluation, which the ranks of the pipeline end together.
+
+        No message comes back to a rank that has sent its last one: by itself it would end the
+        evaluation without hearing that a later rank has failed.
         """
         try:
             yield

@@ -93,6 +93,7 @@ def test_what_would_fit_is_true(tmp_path: Path) -> None:
 def test_stages_go_around_the_ranks_or_there_and_back(tmp_path: Path) -> None:
     assert CutRequest(k=6, stages_per_rank=2).stage_ranks == (0, 1, 2, 0, 1, 2)
     assert CutRequest(k=6, stages_per_rank=2, placement="v").stage_ranks == (0, 1, 2, 2, 1, 0)
+    assert CutRequest(k=6, stages_per_rank=2, placement="linear").stage_ranks == (0, 0, 1, 1, 2, 2)
     path = _file(tmp_path, chain([4, 1, 1, 4, 2, 2]))
     around = partition(
         path, CutRequest(k=4, objective="max-load", stages_per_rank=2, speeds="1,0.5")

@@ -26,8 +26,8 @@ logger = logging.getLogger("pipecompile.cli")
     without=("objective", "pin", "granularity", *JOINT_SEARCH),
     k={"help": "Number of stages, which the layout says.", "default_text": "the layout's"},
     layout={
-        "help": "The layout that is audited, a text or its file, as for plan; it is required.",
-        "default_text": "none",
+        "help": "The layout that is audited, a text or its file, as for plan.",
+        "default_text": "none, it is required",
     },
 )
 @click.option("--page", metavar="FILE", help="Where to write the page (HTML, one file).")

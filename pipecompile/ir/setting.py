@@ -76,9 +76,10 @@ class JointSearch(Value, frozen=True, kw_only=True):
     share of one replica.
 
     No plan of any of these settings has a step shorter than `bound_ns`; `gap` is what the plan's
-    step is above that, as a share of the step. `counts` has the number of settings by status, and
-    `best` the settings with the shortest steps, the plan's first, with all on the Pareto front of
-    step and memory.
+    step is above that, as a share of the step, both by the costs of the search: where whole stages
+    are measured after it, the plan's own step is another. `counts` has the number of settings by
+    status, and `best` the settings with the shortest steps, the plan's first, with all on the
+    Pareto front of step and memory.
     """
 
     devices: str

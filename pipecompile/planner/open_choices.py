@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from msgspec.structs import replace
 
@@ -114,7 +114,7 @@ class OpenChoices:
             own = self.drafter.planned(self.options, explained=False)
         except InfeasibleError as error:
             refusal = error
-        plans, refused = self._ordered(self.options, own), list[Options]()
+        plans, refused = self._ordered(self.options, own).plans, list[Options]()
         for options in policies:
             if not self._is_ruled_out(options, plans):
                 found = list(self._of_policy(options))
@@ -160,20 +160,38 @@ class OpenChoices:
         return replace(plan, ordering=replace(ordering, recomputed_ns=_step_ns(other)))
 
     def _of_policy(self, options: Options) -> Iterator[Plan]:
-        """Yield the plans of a policy, and those with their cuts in which each stage may differ."""
-        for plan in self._ordered(options, self._planned(options)):
+        """Yield the plans of a policy, and those with their cuts in which each stage may differ.
+
+        A search promises no longer step than a named order with `auto`, which goes on from its own
+        cut under the policy: so these cuts count under their own orders too.
+        """
+        ordered = self._ordered(options, self._planned(options))
+        for plan in ordered.plans:
             yield plan
             with suppress(InfeasibleError):
                 yield self.drafter.with_stages(plan, self.options)
+        own_orders = list(self._with_own_orders(ordered.named))
+        if own_orders:
+            yield self.drafter.with_order(min(own_orders, key=_step_ns), self.options)
 
-    def _ordered(self, options: Options, own: Plan | None) -> list[Plan]:
-        """Return the plans among which the shortest one is: of the best cut, and of a search.
+    def _with_own_orders(self, named: Iterable[Plan]) -> Iterator[Plan]:
+        """Yield the plans of named orders, with what stages recompute chosen under their order."""
+        for plan in named:
+            options = replace(self.options, schedule=plan.options.schedule)
+            with suppress(InfeasibleError):
+                yield self.drafter.with_stages(plan, options)
+
+    def _ordered(self, options: Options, own: Plan | None) -> _Ordered:
+        """Return the plans among which the shortest one is, of the best cut and of a search, and
+        those of the named orders.
 
         A search goes on from the best cut of the named orders, if that is another one.
         """
         plans = [] if own is None else [own]
         for choice in named_orders(self.graph, options, self.placement):
-            if not self._is_ruled_out(choice, plans):
+            # By what `auto` may make of its cut, where that is what is looked for.
+            least = replace(choice, recompute=self.options.recompute)
+            if not self._is_ruled_out(least, plans):
                 plan = self._planned(choice)
                 plans += [] if plan is None else [plan]
         named = [plan for plan in plans if plan is not own]
@@ -182,7 +200,7 @@ class OpenChoices:
             start = min(named, key=_step_ns)
             if own is None or own.stages != start.stages:
                 found.append(self.drafter.with_order(start, options))
-        return found
+        return _Ordered(found, named)
 
     def _planned(self, options: Options) -> Plan | None:
         with suppress(InfeasibleError):
@@ -197,6 +215,13 @@ class OpenChoices:
     @cached_property
     def _bounds(self) -> StepBounds:
         return StepBounds(self.graph, self.placement)
+
+
+class _Ordered(NamedTuple):
+    """The plans of one policy: those that may be the shortest, and those of named orders."""
+
+    plans: list[Plan]
+    named: list[Plan]
 
 
 def _step_ns(plan: Plan) -> int:

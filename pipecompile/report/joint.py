@@ -24,15 +24,17 @@ _STATUSES: dict[SettingStatus, str] = {
 }
 
 
-def joint_text(joint: JointSearch, unit: TimeUnit = "ns") -> Iterator[str]:
-    """Yield how good the plan is at most, and what came of the settings."""
-    bound, gap = time_with_unit(joint.bound_ns, unit), gap_text(joint.gap)
+def joint_text(plan: Plan, joint: JointSearch) -> Iterator[str]:
+    """Yield how good the plan is at most, by the costs of its search, and what came of the
+    settings.
+    """
+    bound, gap = time_with_unit(joint.bound_ns, plan.time_unit), gap_text(joint.gap)
     kinds = joint.best[0].setting.kinds if joint.best else ""
     ranks = f", ranks are {kinds}" if kinds else ""
     what = (
         f"devices    {joint.devices}{ranks}" if joint.devices else "chosen     what was left open"
     )
-    yield f"{what}: no setting has a step below {bound}, gap {gap}"
+    yield f"{what}: no setting has a step below {bound}{_by_nodes(plan, joint)}, gap {gap}"
     counts = ", ".join(
         f"{joint.counts[status]} {text}"
         for status, text in _STATUSES.items()
@@ -41,11 +43,21 @@ def joint_text(joint: JointSearch, unit: TimeUnit = "ns") -> Iterator[str]:
     yield f"settings   {joint.settings}: {counts}"
 
 
+def _by_nodes(plan: Plan, joint: JointSearch) -> str:
+    """Return what the search took for the plan's step, if whole stages were measured after it."""
+    searched = joint.best[0].step_ns if joint.best else None
+    if searched is None or searched == plan.prediction.step_ns:
+        return ""
+    step = time_with_unit(searched, plan.time_unit)
+    return f" by the times of nodes, by which this one takes {step}"
+
+
 def settings_table(plan: Plan, draw: DrawTable = plain_table) -> Iterator[str]:
     """Yield the best settings of a joint search as a table, the plan's first; nothing without."""
     if plan.joint is None or len(plan.joint.best) < 2:
         return
-    yield "the best settings that were planned, the first one is the plan's"
+    times = ", by the times of nodes" if _by_nodes(plan, plan.joint) else ""
+    yield f"the best settings that were planned{times}, the first one is the plan's"
     rows = settings_rows(plan.joint, plan.time_unit)
     yield from draw(rows, word_columns(rows[0]))
 

@@ -68,7 +68,7 @@ def plan_head(plan: Plan) -> Iterator[str]:
         yield f"  model      {plan.capture.model}{source}"
     yield f"  step       {time_with_unit(prediction.step_ns, unit)}, bubble {prediction.bubble:.1%}"
     if plan.joint is not None:
-        yield from (f"  {text}" for text in joint_text(plan.joint, unit))
+        yield from (f"  {text}" for text in joint_text(plan, plan.joint))
     if plan.options.is_inference:
         yield f"  latency    {latency_text(plan)}"
     if plan.schedule.weight_versions != "synchronous":
@@ -211,7 +211,8 @@ def _robustness(plan: Plan) -> Iterator[str]:
     rank = "the only plan" if number == 1 else f"least regret of {number} plans"
     fastest = ", also the fastest" if is_fastest and number > 1 else ""
     noise = f"{100 * robustness.noise:.3g}%"
-    yield f"  noise      {noise}: {rank} within 2 % of the shortest step{fastest}"
+    setting = "" if plan.joint is None else " of this setting"
+    yield f"  noise      {noise}: {rank} within 2 % of the shortest step{setting}{fastest}"
     yield f"             {text(robustness.chosen)}"
     if not is_fastest:
         yield f"             fastest plan: {text(robustness.fastest)}"

@@ -12,7 +12,9 @@ from hypothesis import strategies as st
 from pipecompile.ir.plan import Plan
 from pipecompile.ir.setting import JointSearch, Setting, SettingResult
 from pipecompile.report.front import FrontChart, front_chart
+from pipecompile.report.joint import settings_table
 from pipecompile.report.plan_page import plan_page
+from pipecompile.report.summary import summary
 from pipecompile.schedule.simulator import simulate_plan
 from tests.report.pages import Page
 
@@ -101,3 +103,14 @@ def test_the_page_has_chart_and_table_of_a_joint_search_alone(plan: Plan) -> Non
     assert section.count("<circle") == 2
     assert 'class="chosen"><title>10 ns, 30 B\n1: 1 replica × 2 ranks' in section
     assert section.count("<tr>") == 4
+
+
+def test_the_head_says_by_which_times_the_bound_holds(plan: Plan) -> None:
+    """Whole stages that are measured after a search give another step than the search had."""
+    step = plan.prediction.step_ns
+    same, other = (summary(with_settings(plan, [(each, 30), (20, 20)])) for each in (step, 10))
+    assert "a step below 0 ns, gap" in same and "by the times of nodes" not in same
+    assert "a step below 0 ns by the times of nodes, by which this one takes 10 ns, gap" in other
+    assert "that were planned, by the times of nodes, the first one is" in "\n".join(
+        settings_table(with_settings(plan, [(10, 30), (20, 20)]))
+    )

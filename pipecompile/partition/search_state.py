@@ -108,6 +108,7 @@ class SearchState:
                 reason = why_infeasible(self.unit_graph, proven=self.is_proven)
             raise InfeasibleError(reason)
         best, assignment = self.best, self.unit_graph.assignment(self.best.stages)
+        # Checked by code that shares nothing with the search but the problem.
         violation = next(violations(self.problem, assignment), None)
         assert violation is None, f"the search gave a cut that is not allowed: {violation}"
         return Partition.of(

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -196,13 +197,12 @@ class UnitGraph:
         kinds = len(self.problem.graphs)
         if kinds == 1:
             return np.zeros((0, 2, self.count), np.int64)
-        times = [
-            [self.problem.kind_compute_ns(unit, kind, last=last) for unit in self.units]
-            for kind in range(kinds)
-            for last in (False, True)
-        ]
-        result: Integers = _array(times).reshape(kinds, 2, self.count)
-        return result
+        times = np.zeros((kinds, 2, self.count), np.int64)
+        for kind, last in product(range(kinds), (False, True)):
+            times[kind, int(last)] = [
+                self.problem.kind_compute_ns(unit, kind, last=last) for unit in self.units
+            ]
+        return times
 
     @cached_property
     def needed_compute(self) -> NDArray[np.float64]:

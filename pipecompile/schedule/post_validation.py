@@ -72,13 +72,12 @@ def step_in_a_row_ns(schedule: Schedule, timeline: Timeline) -> int:
         for row, sums in zip(timeline.events, timeline.reductions, strict=True)
     ]
     spans = [row[-1].end_ns - row[0].start_ns for row in rows if row]
-    behind = (
-        event.start_ns
-        for row, events, count in zip(
-            schedule.rows, timeline.events, leading_forwards(schedule), strict=True
-        )
-        for event in events[_forwards(row[:count]) :][:1]
-    )
+    behind = []
+    leading = leading_forwards(schedule)
+    for row, events, count in zip(schedule.rows, timeline.events, leading, strict=True):
+        first = _forwards(row[:count])
+        if first < len(events):
+            behind.append(events[first].start_ns)
     return max([*spans, timeline.makespan_ns - min(behind, default=0)], default=0)
 
 

@@ -136,7 +136,7 @@ class Chains:
         """Return lower bounds of the time of all stages below a boundary and of all above it."""
         sums = self.family.sums
         # What crosses this boundary is paid by the stage below it and by the one above, so it
-        # counts on both sides. With other speeds or communications the least that is paid is zero.
+        # counts twice. With other speeds or communications it is left out: a bound all the same.
         transfers = np.zeros(len(rows), np.int64)
         if self.problem.speeds is None and self.problem.communication in ("relay", "endpoint"):
             transfers = self.family.crossing(self.problem.hop(boundary - 1))[rows]

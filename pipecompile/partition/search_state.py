@@ -91,6 +91,7 @@ class SearchState:
             return Limit()
         value = self.best.value[0]
         if self.problem.objective == "variance":
+            # Σ load² of 100 also says that no load is above 10: see `Limit.load`.
             return Limit(squares=value, crossing=self.crossing)
         if self.problem.objective == "total-load":
             # One rank may have nearly all of it, so that it limits no load.

@@ -54,8 +54,8 @@ def units(
     for name in position:
         members[component[representative[name]]].append(name)
     outputs = {component[representative[n.name]] for n in graph.nodes if n.group == OUTPUTS}
-    # Outputs may be ready early, where a model returns an inner value. They come last all the same,
-    # since they lie in the last stage: else no cut of this order into intervals would be allowed.
+    # Outputs may be ready early, where a model returns an inner value. They come last all the
+    # same, since they lie in the last stage: else few cuts of this order would be allowed.
     order = nx.lexicographical_topological_sort(
         acyclic,
         key=lambda unit: len(position) if unit in outputs else position[members[unit][0]],

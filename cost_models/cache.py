@@ -52,6 +52,7 @@ def cache_folder() -> Path:
     """Return the folder of the entries; it need not exist."""
     if folder := os.environ.get("PIPECOMPILE_CACHE"):
         return Path(folder)
+    # On Windows the folder would else lie in one of the same name, as that of an author.
     return user_cache_path("pipecompile", appauthor=False)
 
 
@@ -74,6 +75,7 @@ def cached_costs(depends_on: Mapping[str, str]) -> dict[str, CachedCost] | None:
 
 def store_costs(depends_on: Mapping[str, str], costs: Mapping[str, CachedCost]) -> None:
     """Write `costs` in the place of older ones; log a warning if that is not possible."""
+    # A cache that cannot be written costs time in the next run, and is no reason to end this one.
     path, stored = _path(depends_on), dict(costs)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -89,6 +91,7 @@ def store_costs(depends_on: Mapping[str, str], costs: Mapping[str, CachedCost]) 
 
 def _checked(entry: CacheEntry, path: Path, depends_on: Mapping[str, str]) -> dict[str, CachedCost]:
     """Return the costs of `entry`; raise FormatError if its file was renamed or edited."""
+    # The name is a hash of these, so only a file that was renamed or edited comes here.
     if entry.depends_on != depends_on:
         raise FormatError(
             f"{path}: the costs in it depend on other things than its name says; delete the file"

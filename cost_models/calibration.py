@@ -47,6 +47,7 @@ def fit(samples: Sequence[CalibrationSample], device: Device) -> Device:
     fastest ratio (0.73 here), so that the peak is near the fastest sample. A rate that decides no
     sample stays that of the fastest sample.
     """
+    # Rounds, since a rate that changes also changes which rate decides a sample.
     rates = _fastest(samples, device)
     for _ in range(ROUNDS):
         for rate, ratios in _ratios_by_rate(samples, rates, device).items():

@@ -53,6 +53,7 @@ class Clock:
         if self.device.type != "cuda":
             return time.perf_counter_ns()
         event = torch.cuda.Event(enable_timing=True)
+        # In the stream that the work is queued in: another stream would not wait for it.
         event.record(torch.cuda.current_stream(self.device))
         return event
 
@@ -79,6 +80,7 @@ class TimeSample:
     @staticmethod
     def of(times: list[int]) -> TimeSample:
         """Return the sample of these times."""
+        # Inclusive: the quartiles of five times are the second and the fourth one.
         low, middle, high = quantiles(times, n=4, method="inclusive")
         return TimeSample(round(middle), round(high - low))
 

@@ -91,6 +91,7 @@ class Device(Value, frozen=True, kw_only=True):
             raise ValueError(
                 f"device {self.name!r} has no peak for float32, which other types fall back to"
             )
+        # A figure without a source is a guess that looks like a fact.
         optional = [name for name in ("efficiency", *LINKS) if getattr(self, name)]
         for figure in (*FIGURES, *optional):
             if not self.sources.get(figure):
@@ -132,7 +133,9 @@ def devices_of(text: str) -> tuple[str, ...]:
     names: list[str] = []
     for part in text.split(","):
         match = re.fullmatch(r"\s*(?:([1-9]\d*)x)?(\S+?)\s*", part)
+        # An empty part, as behind a comma too many, is refused below as a device of that name.
         count, name = (1, part) if match is None else (int(match[1] or 1), match[2])
+        # Only to refuse what is not there, before the whole list is used.
         load_device(name)
         names += [name] * count
     return tuple(names)
@@ -144,6 +147,7 @@ def slowed(device: Device, factor: float, reason: str) -> Device:
     `reason` is added to the sources of the rates. A kernel of a GPU with 1 TB/s that took 2 µs
     takes 3 µs with 667 GB/s.
     """
+    # The shares that are reached stay: peak × share is what counts, and one factor of it is enough.
     rates = ("peak_flop_per_s", "bandwidth_bytes_per_s", "launch_ns")
     return replace(
         device,

@@ -39,6 +39,7 @@ def moved_to(
         finally:
             for value, data, gradient in before:
                 value.grad = None
+                # Data first: a tensor takes no gradient that lies on another device.
                 value.data = data
                 value.grad = gradient
 

@@ -75,6 +75,7 @@ def call_kernels(call: NodeCall) -> CallKernels:
     arguments = call.fresh_arguments()
     with _KernelRecorder() as forward:
         call.run(arguments)
+    # Outside of the recorder: this forward is one for the backward, and was listed already.
     run = call.differentiable_run()
     return CallKernels(
         forward=tuple(forward.kernels),
@@ -133,6 +134,7 @@ def _kernel(
     flops = 0 if count is None else int(count(*args, **kwargs, out_val=value))
     if _argument(func, args, kwargs, "is_causal"):
         flops //= 2  # a fused kernel skips the masked half of the scores
+    # What works in place reads its argument and returns it: that counts as read and as written.
     moved = _read_bytes(operator, read, written) + _bytes(written)
     dtype = str(written[0].dtype).removeprefix("torch.")
     return Kernel(operator, flops, moved, dtype)
@@ -154,6 +156,7 @@ def _read_bytes(operator: str, read: Sequence[Tensor], written: Sequence[Tensor]
 
 def _bytes(values: Iterable[Tensor]) -> int:
     """Return the bytes of distinct tensors; an expanded one counts as much as its storage."""
+    # x · x reads x once. A row that is expanded over 1,000 is read from memory as one row.
     distinct = {id(value): value for value in values}.values()
     return sum(
         min(value.numel() * value.element_size(), value.untyped_storage().nbytes())

@@ -154,6 +154,7 @@ def _timed(
     marks, queueing_ns = [], []
     clock.wait()
     for _ in range(count):
+        # Before the first mark: copies of arguments are no part of the node.
         prepared = prepare()
         flush()
         start, began = clock.mark(), time.perf_counter_ns()
@@ -182,6 +183,8 @@ def _temporary_bytes(device: torch.device, run: Callable[[], object]) -> int:
     torch.cuda.synchronize(device)
     torch.cuda.reset_peak_memory_stats(device)
     result = run()
+    # With the result still there: what stays after the run is an
+    # output or a saved tensor, which the run on fake tensors counts.
     bytes_after = torch.cuda.memory_allocated(device)
     del result
     return max(0, torch.cuda.max_memory_allocated(device) - bytes_after)
@@ -207,6 +210,9 @@ def _call_on(device: torch.device, call: NodeCall) -> Iterator[NodeCall]:
         for value in map(_detached, call.arguments)
     )
     with (
+        # The last two are for tensors that the node makes itself:
+        # `torch.device` for those that name no device, the redirection
+        # for those that name the CPU, as a graph captured there does.
         moved_to(call.parameters, device),
         _cast_as_on_cpu(device, call.node),
         torch.device(device),

@@ -37,5 +37,6 @@ def nearest_sizes(measured: Collection[int], size: int) -> tuple[int, int]:
     """
     ordered = sorted(set(measured))
     above = next((place for place, each in enumerate(ordered) if each >= size), len(ordered))
+    # Measured 1, 4 and 16: a size of 6 or of 32 is judged by 4 and 16, one of 1 by 1 and 4.
     upper = min(max(1, above), len(ordered) - 1)
     return ordered[upper - 1], ordered[upper]

@@ -100,6 +100,8 @@ class DifferentiableRun:
 
     def backward(self, sources: Sequence[GradientEdge]) -> tuple[Tensor | None, ...]:
         """Return the gradients of `sources`, at least one; no `.grad` is changed."""
+        # `retain_graph`, since it runs again and again to be timed; `allow_unused`, since an
+        # argument may have no influence on what is returned.
         return torch.autograd.grad(
             self.outputs, sources, self.output_gradients, retain_graph=True, allow_unused=True
         )
@@ -156,6 +158,7 @@ class NodeCall:
         They are copies if the node writes to its arguments.
         """
         pairs = zip(self.arguments, self.differentiable, strict=True)
+        # Detached, so that a backward ends here and does not go on through the nodes before.
         leaves = tuple(argument.detach().requires_grad_(flag) for argument, flag in pairs)
         return tuple(leaf.clone() for leaf in leaves) if self.mutates else leaves
 
@@ -184,4 +187,5 @@ class NodeCall:
 
 
 def _layout(value: Tensor) -> Hashable:
+    # Strides too: the product of a transposed matrix may be another kernel.
     return tuple(value.shape), value.stride(), value.dtype, value.device

@@ -91,6 +91,7 @@ class Table:
 
     def finished(self, graph: CostGraph) -> CostGraph:
         """Return `graph` with the times per step of the table's nodes."""
+        # Calls are asked for the times of a microbatch, and these belong to none of its calls.
         known = self.graph.by_name
         nodes = (
             msgspec.structs.replace(node, per_step_ns=known[node.name].per_step_ns)
@@ -101,6 +102,8 @@ class Table:
 
 def _halves(node: Node) -> tuple[int, int]:
     """Return the times of the input backward and the weight backward."""
+    # Both are rounded up: 7 ns are 4 and 4. Less than the
+    # whole would look like a gain by splitting.
     half = -(-node.backward_ns // 2)
     return (
         half if node.backward_input_ns is None else node.backward_input_ns,

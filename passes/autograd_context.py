@@ -31,6 +31,7 @@ class EnterContexts:
         for node in list(graph.nodes):
             context = node.meta["autograd_context"]
             # Inputs and reads of parameters compute nothing, so they do not end a run of nodes.
+            # The output has no context, so the last one that was entered is left in front of it.
             if node.op not in ("placeholder", "get_attr") and context != current:
                 entered = _switch_context(graph, node, entered, context)
                 current = context

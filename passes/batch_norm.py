@@ -39,6 +39,8 @@ class MarkBatchNorms:
                 continue
             if is_other_batch_norm(node.target):
                 raise InputError(other_batch_norm_error(node.name, node.target))
+            # Other writes, such as a counter in the forward
+            # itself, stay as they are in each microbatch.
             if node.op == "call_module" or node.target in BATCH_NORMS:
                 node.meta["deferred"] = True
 
@@ -92,6 +94,7 @@ def _call_as_function(graph: fx.Graph, node: fx.Node) -> None:
     """Turn the call of a module into that of a function, whose first argument is the module."""
     with graph.inserting_before(node):
         read = graph.get_attr(str(node.target))
+    # The read lies where the node lies, but does nothing of what the node does.
     read.meta.update(node.meta, random=False, mutates=(), autograd_context=None, val=None)
     node.op = "call_function"
     node.target = DeferredBatchNorm(operator.call, origin_of(node))

@@ -70,6 +70,8 @@ def _may_save(node: fx.Node, source: fx.Node, written: frozenset[int]) -> bool:
     value = source.meta["val"]
     if not isinstance(value, Tensor) or node.op == "output" or storage_key(value) not in written:
         return False
+    # A node that writes to the buffer must get the buffer, not a copy that nobody reads. A view
+    # must be one of the buffer too, since a later write would not be seen in a view of a copy.
     own = {storage_key(tensor) for tensor in node.meta["mutates"]}
     results = tensor_leaves(node.meta["val"])
     views = {storage_key(result) for result in results}

@@ -38,7 +38,10 @@ def apply_passes(graph: fx.Graph, passes: Sequence[Pass]) -> None:
             rewrite.requires(graph)
             rewrite(graph)
             rewrite.ensures(graph)
+            # Here and not at the end, so that the pass that
+            # broke the graph is the one that is named.
             graph.lint()
+        # Only assertions: an InputError of a pass is about the user's model, and goes on as it is.
         except AssertionError as error:
             raise AssertionError(f"pass {name} failed after passes {done}: {error}") from error
         done.append(name)

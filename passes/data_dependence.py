@@ -52,6 +52,8 @@ class GuardDataDependence:
             # What orders the result of such a module for a message has notes like its own.
             if node.op != "call_module" or node.meta.get("data_answers") is None:
                 continue
+            # Both go right behind the node, so the one that is inserted last runs
+            # first: what the module wrote to is checked before its result is.
             _insert_check_of_result(graph, node)
             if _is_pure(node):
                 _insert_check_of_purity(graph, node)
@@ -136,7 +138,10 @@ def check_still_pure(path: str, before: list[int], result: Any, arguments: list[
     `before` are the versions of the arguments before the module ran.
     """
     storages = {
-        value.untyped_storage().data_ptr() for value in tensor_leaves(arguments) if value.numel()
+        # Without elements: these are all at address 0.
+        value.untyped_storage().data_ptr()
+        for value in tensor_leaves(arguments)
+        if value.numel()
     }
     # By address, since what the module returns may be a view of its argument.
     is_returned = any(

@@ -28,6 +28,7 @@ class LeaveMeta:
     def __call__(self, graph: fx.Graph) -> None:
         """Replace the constants."""
         for node in graph.nodes:
+            # A device may lie in a list or a dictionary of arguments too.
             node.args, node.kwargs = map_aggregate((node.args, node.kwargs), self._placed)
 
     def ensures(self, graph: fx.Graph) -> None:

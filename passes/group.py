@@ -124,6 +124,8 @@ def _mutations(nodes: Sequence[fx.Node]) -> Iterator[list[fx.Node]]:
         written = {storage_key(tensor) for tensor in node.meta["mutates"]}
         for key in _touched_storages(node) | written:
             touching.setdefault(key, []).append(node)
+            # A buffer that is written to is never sent, so its
+            # readers behind the last write count as well.
             if key in written or (key in group_sizes and key in state):
                 group_sizes[key] = len(touching[key])
     yield from (touching[key][:size] for key, size in group_sizes.items())
@@ -161,6 +163,7 @@ def _gradients(nodes: Sequence[fx.Node]) -> Iterator[list[fx.Node]]:
         if node.target is torch.autograd.grad:
             inputs = node.args[1] if len(node.args) > 1 else node.kwargs["inputs"]
             sources = [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, fx.Node)]
+            # What lies before the call and behind a source is on a path between them.
             before = _closure(node.all_input_nodes, lambda node: node.all_input_nodes)
             after = _closure(sources, lambda node: node.users)
             members = {node, *sources} | (before & after)

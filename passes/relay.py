@@ -40,6 +40,8 @@ class Relay:
             if node.op not in ("placeholder", "get_attr")
         }
         for node in list(graph.nodes):
+            # Of all readers the last one counts: those in
+            # between read the relay of their own stage.
             last = max((stage_of(user) for user in node.users), default=0)
             current = node
             # The last reader's own stage needs no relay: it receives from the stage before.

@@ -25,6 +25,7 @@ class Seed:
 
     def __call__(self, graph: fx.Graph) -> None:
         """Insert the calls."""
+        # A list first, so that the calls that are inserted are not visited.
         for node in [node for node in graph.nodes if node.meta["random"]]:
             with graph.inserting_before(node):
                 # By the name in the whole graph, which is the same for every cut.

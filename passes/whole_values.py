@@ -31,6 +31,8 @@ class WholeValues:
             place = node.prev if node.meta["random"] else node
             for value in _tensors(node):
                 with graph.inserting_before(place):
+                    # The shape in the model: by it a part is found
+                    # that is an ordinary tensor on its rank.
                     shape = tuple(value.meta["val"].shape)
                     call = graph.call_function(whole_value, (value, shape, origin_of(value)))
                 call.meta.update(value.meta, random=False, mutates=())

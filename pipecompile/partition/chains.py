@@ -22,13 +22,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from fractions import Fraction
 from functools import cached_property
-from typing import Protocol
 
 import numpy as np
 
 from pipecompile.partition.boundaries import Boundaries, Rows
+from pipecompile.partition.chain_costs import ChainCost, NoCost, SquaresCost, TotalCost
 from pipecompile.partition.layers import Layer
 from pipecompile.partition.payments import Payments
 from pipecompile.partition.problem import PartitionProblem
@@ -38,7 +37,6 @@ from pipecompile.partition.windows import Limit
 __all__ = ["Chain", "Chains"]
 
 BLOCK_PAIRS = 1 << 21  # pairs of ideals whose costs are in memory together
-INT64_SAFE = 2**62
 
 
 @dataclass(frozen=True)
@@ -90,14 +88,17 @@ class Chains:
         For the largest load: the least one first, then the least Σ load² among chains that have it.
         """
         if objective == "total-load":
-            return self._least(limit, _TotalCost())
+            return self._least(limit, TotalCost())
         if objective == "variance":
-            return self._least(limit, _SquaresCost.of(self, limit))
-        first = self._least(limit, _NoCost())
+            return self._least(limit, self._squares(limit))
+        first = self._least(limit, NoCost())
         if first is None:
             return None
         even = limit.within(first.most)
-        return self._least(even, _SquaresCost.of(self, even))
+        return self._least(even, self._squares(even))
+
+    def _squares(self, limit: Limit) -> SquaresCost:
+        return SquaresCost.of(self.family, self.ranks, self.payments.most_ns, limit)
 
     # Which ideals and which pairs are looked at
 
@@ -134,6 +135,8 @@ class Chains:
     def _least_times(self, boundary: int, rows: Rows) -> tuple[Integers, Integers]:
         """Return lower bounds of the time of all stages below a boundary and of all above it."""
         sums = self.family.sums
+        # What crosses this boundary is paid by the stage below it and by the one above, so it
+        # counts twice. With other speeds or communications it is left out: a bound all the same.
         transfers = np.zeros(len(rows), np.int64)
         if self.problem.speeds is None and self.problem.communication in ("relay", "endpoint"):
             transfers = self.family.crossing(self.problem.hop(boundary - 1))[rows]
@@ -148,6 +151,8 @@ class Chains:
         for stage in range(self.problem.k):
             a, b = compute[bands[stage]], compute[bands[stage + 1]]
             most = self._most_compute(stage, limit)
+            # Both bands ascend with compute. So the partners of b are those
+            # with compute in [b − most, b], and two searches in a count them.
             first = 0 if most is None else np.searchsorted(a, b - most)
             total += int((np.searchsorted(a, b, side="right") - first).sum())
         return total * self.pair_cost
@@ -251,7 +256,7 @@ class Chains:
 
     # The dynamic program
 
-    def _least(self, limit: Limit, cost: _Cost) -> Chain | None:
+    def _least(self, limit: Limit, cost: ChainCost) -> Chain | None:
         """Return the chain of least cost; None without one.
 
         Of chains with equal cost it is one of least largest load.
@@ -265,6 +270,8 @@ class Chains:
             for used, layer in layers[-1].items()
             if layer.reached[0]
         ]
+        # Fewer ranks than there are may be enough: a replica's
+        # all-reduce may cost more than it saves.
         return _chain_back_from(layers, bands, min(ends)[2]) if ends else None
 
     def _next_layer(
@@ -272,7 +279,7 @@ class Chains:
         stage: int,
         bands: list[Rows],
         before: dict[int, Layer],
-        cost: _Cost,
+        cost: ChainCost,
         limit: Limit,
     ) -> dict[int, Layer]:
         """Return the chains of one stage more, by the number of ranks that they use."""
@@ -297,92 +304,6 @@ class Chains:
                         columns, layer, rows, replicas, stage_cost, divided, allowed
                     )
         return after
-
-
-class _Cost(Protocol):
-    """What a stage adds to the cost of a chain, in numbers of a `kind`."""
-
-    @property
-    def kind(self) -> type:
-        """The type of the numbers."""
-
-    def __call__(self, load: Integers, a: Rows, b: Rows) -> Integers:
-        """Return (len(a), len(b)): the cost of the stage between each pair of rows."""
-
-
-class _NoCost:
-    """All chains cost zero, so that their largest load decides."""
-
-    kind = np.int64
-
-    def __call__(self, load: Integers, a: Rows, b: Rows) -> Integers:
-        return np.zeros_like(load)
-
-
-class _TotalCost:
-    """Σ load: as all chains have the same compute, the one whose transfers take least is best."""
-
-    kind = np.int64
-
-    def __call__(self, load: Integers, a: Rows, b: Rows) -> Integers:
-        return load
-
-
-@dataclass(frozen=True)
-class _SquaresCost:
-    """Σ load², less a constant that all chains have in common, so that the numbers stay small.
-
-    With μ near the mean load and c the compute of a stage,
-
-        load² = (load − μ)² + 2μ (load − c) + 2μ c − μ²
-
-    and the last two terms have the same sum over every chain. For loads 1,000,003 and 999,997 with
-    c = load the cost is 9 + 9 instead of 2 · 10¹². `kind` holds the costs: 64-bit integers, or
-    Python integers if they are too large.
-    """
-
-    compute: Integers
-    mean: int
-    kind: type
-
-    @staticmethod
-    def of(chains: Chains, limit: Limit) -> _SquaresCost:
-        """Return the cost for the chains within a limit.
-
-        Its numbers are of a kind that holds the largest sum.
-        """
-        problem, sums = chains.problem, chains.family.sums
-        speeds = [problem.speed(stage) for stage in range(problem.k)]
-        load = limit.load
-        if load is None:
-            load = _largest_load(chains, min(speeds))
-        mean = int(sums.compute[0, -1]) // chains.ranks
-        # No stage of a chain within the limit computes more than its ranks can in that time.
-        compute = int(load * max([*speeds, Fraction(1)])) * chains.ranks
-        largest = problem.k * (max(load, mean) ** 2 + 2 * mean * max(load, compute))
-        return _SquaresCost(sums.compute[0], mean, np.int64 if largest < INT64_SAFE else object)
-
-    def __call__(self, load: Integers, a: Rows, b: Rows) -> Integers:
-        load = load.astype(self.kind)
-        sums: Integers = self.compute.astype(self.kind)
-        compute = sums[b][None, :] - sums[a][:, None]
-        result: Integers = (load - self.mean) ** 2 + 2 * self.mean * (load - compute)
-        return result
-
-
-def _largest_load(chains: Chains, slowest: Fraction) -> int:
-    """Return an upper bound of the load of any stage.
-
-    It takes all compute, transfers, payments and reductions.
-    """
-    problem, sums = chains.problem, chains.family.sums
-    hops = chains.family.unit_graph.hops
-    crossing = max((int(sums.crossing[hop].max()) for hop in hops), default=0)
-    spare = chains.ranks - problem.k
-    reduction = problem.reduction_ns(int(sums.parameters[-1]), spare + 1) if spare else 0
-    kinds = range(len(problem.graphs))
-    compute = int(max(int(sums.compute_on(kind)[0, -1]) for kind in kinds) / slowest) + 1
-    return compute + 2 * crossing + chains.payments.most_ns + reduction
 
 
 def _chain_back_from(layers: list[dict[int, Layer]], bands: list[Rows], used: int) -> Chain:

@@ -108,6 +108,7 @@ class _Choice:
         """Copy `node` if that is worth it; nodes come in the order of the graph."""
         read = self._read.get(node.name, ())
         copied = [name for name in read if name in self.sources]
+        # Sets, since two inputs may come from one copied node, which the stage runs once.
         sources = frozenset({node.name}).union(*(self.sources[name] for name in copied))
         roots = frozenset(set(read).difference(copied)).union(*(self.roots[n] for n in copied))
         ns = sum(self.graph.by_name[name].forward_ns for name in sources)

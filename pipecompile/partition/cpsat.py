@@ -192,6 +192,8 @@ class _IntegerProgram:
         if self.unit_graph.problem.communication != "overlap":
             return compute + transfers
         load = self.model.new_int_var(0, self._largest_load(), "")
+        # ≥ is enough here and below: loads are minimised, so that nothing holds a variable
+        # up but what it stands for. An equation of a maximum would need further variables.
         self.model.add(load >= compute)
         self.model.add(load >= transfers)
         return load
@@ -240,6 +242,8 @@ class _IntegerProgram:
             stays = _is_fixed(producer, 0) or all(_is_fixed(end, 1) for end in consumers)
             if weight and not stays:
                 crosses = self.model.new_bool_var("")
+                # 1 only with the producer before the boundary, y =
+                # 1, and this consumer behind it, y = 0.
                 for consumer in consumers:
                     self.model.add(crosses >= producer - consumer)
                 yield weight * crosses
@@ -277,6 +281,7 @@ class _IntegerProgram:
 
     def _square(self, load: Any) -> Any:
         most = self._largest_load()
+        # A product is of variables, and a load is a sum of many.
         value = self.model.new_int_var(0, most, "")
         square = self.model.new_int_var(0, most * most, "")
         self.model.add(value >= load)

@@ -48,6 +48,7 @@ def _components(graph: CostGraph, together: Iterable[Sequence[str]]) -> list[lis
     for node in graph.nodes:
         if node.group is not None:
             members.setdefault(node.group, []).append(node.name)
+    # A path through the names is enough to join them, and linear in their number.
     for names in (*members.values(), *together):
         nx.add_path(links, names)
     return [sorted(each, key=graph.places.__getitem__) for each in nx.connected_components(links)]

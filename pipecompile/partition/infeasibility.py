@@ -176,6 +176,8 @@ def _roomiest(unit_graph: UnitGraph, memory: MemoryConstraint) -> _Shortage | No
         best = worst if best is None else min(best, worst, key=_missing)
         if worst is not best or worst.excess <= 0:
             break
+        # A stage that takes 5 bytes more than its bound says gets a cap that is 5 bytes
+        # lower in the next round, so that a cut by bounds alone leaves these 5 free.
         caps = tuple(cap - each.excess for cap, each in zip(caps, shortages, strict=True))
     return best
 
@@ -250,6 +252,8 @@ def _priced_missing(
     first = priced(0)
     if first.ns is not None or first.missing is not None:
         return first.missing or 0
+    # Prices take long: a step of 1 % that doubles meets an answer
+    # near the bound soon, and any other one after a few more.
     too_few, enough, step = 0, least, max(1, (stage.cap + least) // PRECISION_PARTS)
     while priced(enough).ns is None:
         too_few, enough, step = enough, enough + step, 2 * step

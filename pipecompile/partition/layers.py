@@ -67,6 +67,7 @@ class Layer:
             return
         # Of all rows that reach a column the least total, and of these the least peak.
         total = before.total[rows][:, None] + cost
+        # Not infinity: totals are integers, and Python's own where 64 bits are too few.
         total[~fits] = total[fits].max() + 1
         least = total.min(axis=0)
         # Only among rows of least total does the peak decide.

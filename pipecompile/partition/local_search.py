@@ -84,6 +84,7 @@ def _boundary_moves(order: Rows, starts: Rows, step: int) -> Iterator[Stages]:
     No stage becomes empty.
     """
     for index in range(len(starts)):
+        # Of the last boundary both are the same move.
         for stop in dict.fromkeys((index + 1, len(starts))):
             for change in (-step, step):
                 moved = starts.copy()

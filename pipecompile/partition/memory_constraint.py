@@ -95,6 +95,9 @@ class MemoryConstraint:
         saved_bytes.
         """
         # -(-x // 1) rounds a fraction up.
+        # With a factor of 7/2 and nodes of 3 and 5 bytes: 11 and 18, 29
+        # in all, where the sum rounded up once would be 28. Per node it
+        # does not depend on the cut, so the searches may add numbers up.
         resident = {node.name: -(-node.parameter_bytes * factor // 1) for node in graph.nodes}
         saved = {node.name: node.saved_bytes for node in graph.nodes}
         return MemoryConstraint(caps, in_flight, resident, saved)
@@ -102,6 +105,8 @@ class MemoryConstraint:
     @property
     def unpriced(self) -> MemoryConstraint:
         """The constraint by lower bounds alone, the state of the optimizer among them."""
+        # The optimizer's state, which a price knows of, would else
+        # be missing from the bounds that stand in for prices.
         resident = {
             name: size + self.optimizer.get(name, 0) for name, size in self.resident.items()
         }

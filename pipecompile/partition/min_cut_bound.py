@@ -78,6 +78,8 @@ def min_cut_bound(unit_graph: UnitGraph, limit: Limit, known: int, tests: int) -
     for test in range(tests):
         if known >= high:
             break
+        # The first guess is the value of the known cut: a bound that meets it proves that cut.
+        # Smaller guesses narrow the windows more, and so raise the bound of what is within them.
         guess = high if test == 0 else (known + high) // 2
         least = _least_value(unit_graph, Limit(squares=guess) if is_variance else Limit(most=guess))
         known, high = max(known, min(least, guess + 1)), guess

@@ -43,6 +43,9 @@ def missing_or_spare_bytes(problem: PartitionProblem) -> int:
 def _least_growth(problem: PartitionProblem, memory: MemoryConstraint, too_few: int) -> int:
     """Return the least growth of all caps with which all nodes find place; `too_few` is not."""
     enough = too_few + 1
+    # Steps of 1, 2, 4, 8 …: from 0 on 1, 3, 7, 15 are tried until one is
+    # enough, and the half-open range that is left is searched by halves: two
+    # steps for each bit of the answer, and no guess of how large it might be.
     while not _can_fill(problem, memory, enough):
         too_few, enough = enough, enough + 2 * (enough - too_few)
     while enough - too_few > 1:
@@ -71,6 +74,8 @@ def _can_fill(problem: PartitionProblem, memory: MemoryConstraint, more: int) ->
     optimizer = _sums(problem, memory.optimizer)
     start, count = 0, len(problem.graph.nodes)
     for in_flight, rank in zip(memory.in_flight, problem.stage_ranks, strict=True):
+        # `held[n]` has the first n nodes as this stage would hold them, so a stage of nodes m …
+        # n − 1 holds held[n] − held[m]: the last n for which that fits is found by one search.
         held = resident + optimizer + in_flight * saved
         room = held[start] + memory.caps[rank] + more
         start = max(start, int(np.searchsorted(held, room, side="right")) - 1)

@@ -260,6 +260,7 @@ def _large_units_bounds(least: Sequence[int], ranks: int) -> list[int]:
     bounds = [even_squares(total, ranks)]
     for unit in sorted(least, reverse=True)[: ranks - 1]:
         # From here on units are below the mean, and may share ranks evenly.
+        # 9, 8, 1, 1, 1 on 3 ranks: 9 is above the mean 20 / 3, and 8 above 11 / 2 of what is left.
         if unit * ranks_left <= total:
             break
         squares, total, ranks_left = squares + unit**2, total - unit, ranks_left - 1
@@ -277,6 +278,8 @@ def _crowded_bound(least: Sequence[int], ranks: int) -> int:
     """
     largest_first = sorted(least, reverse=True)
     bounds = [
+        # `end` units on `ranks` ranks, with q − 1 on each one over: some
+        # rank has q. The least that these can be is the q smallest of them.
         sum(largest_first[end - crowd : end])
         for crowd, end in enumerate(range(1, len(least) + 1, ranks), start=1)
     ]

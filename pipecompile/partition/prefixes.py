@@ -81,6 +81,8 @@ class Prefixes(Boundaries):
         """Return the flows that may cross the boundary of an ideal of a and that of one of b."""
         producers, last_consumers = self.flow_spans
         # Necessary for any pair: produced before the latest a, and consumed after the earliest b.
+        # Row i has places 0 … i − 1, so a producer at place p
+        # is below the boundary of row p + 1 on.
         may_cross_both = (producers < a.max()) & (last_consumers >= b.min())
         flows: list[int] = np.flatnonzero(may_cross_both).tolist()
         return flows

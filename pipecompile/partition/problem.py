@@ -190,6 +190,7 @@ class PartitionProblem:
         # Each rank may have all compute, and pay for each transfer at both ends.
         speeds = [self.speed(stage) for stage in range(self.k)]
         total = max(sum(_compute_ns(node, True) for node in graph.nodes) for graph in self.graphs)
+        # Checked once here, so that no sum of NumPy's needs a check: these wrap round silently.
         if 4 * total * max(Fraction(1), 1 / min(speeds)) > LARGEST:
             raise InputError(
                 f"all times at the slowest speed must sum to less than {LARGEST // 4} ns; scale "
@@ -261,6 +262,8 @@ class PartitionProblem:
         """
         assert self.links.one is not None
         once = self.links.one.transfer_ns(-(-2 * (replicas - 1) * parameter_bytes // replicas))
+        # 4 replicas and steps of 2 microbatches: there is one
+        # exchange in a round of 4, so a fourth of it falls on each.
         return -(-once // max(self.microbatches, replicas))
 
     @cached_property
@@ -300,6 +303,7 @@ class PartitionProblem:
             node_by_stage: dict[int, str] = {}
             for name in unit:
                 node_by_stage |= dict.fromkeys(self._group_stage(name), name)
+            # Stage −1 of 4 is stage 3: `%` of Python is never negative.
             node_by_stage |= {self.pin[name] % self.k: name for name in unit if name in self.pin}
             # One node of each stage is enough to name the contradiction.
             if len(node_by_stage) > 1:

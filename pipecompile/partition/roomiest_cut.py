@@ -94,10 +94,11 @@ def first_cut(
 def stages_of(unit_graph: UnitGraph, chain: Chain) -> tuple[tuple[str, ...], ...]:
     """Return the nodes of each stage of a cut of the graph's own order."""
     order = next(iter(topological_orders(unit_graph)))
-    return tuple(
-        tuple(name for unit in order[start:stop] for name in unit_graph.units[unit])
-        for start, stop in pairwise(chain.rows)
-    )
+    stages = []
+    for start, stop in pairwise(chain.rows):
+        units = (unit_graph.units[unit] for unit in order[start:stop])
+        stages.append(tuple(name for unit in units for name in unit))
+    return tuple(stages)
 
 
 def _alone_on_ranks(problem: PartitionProblem) -> PartitionProblem:

@@ -91,6 +91,7 @@ class SearchState:
             return Limit()
         value = self.best.value[0]
         if self.problem.objective == "variance":
+            # Σ load² of 100 also says that no load is above 10: see `Limit.load`.
             return Limit(squares=value, crossing=self.crossing)
         if self.problem.objective == "total-load":
             # One rank may have nearly all of it, so that it limits no load.
@@ -108,6 +109,7 @@ class SearchState:
                 reason = why_infeasible(self.unit_graph, proven=self.is_proven)
             raise InfeasibleError(reason)
         best, assignment = self.best, self.unit_graph.assignment(self.best.stages)
+        # Checked by code that shares nothing with the search but the problem.
         violation = next(violations(self.problem, assignment), None)
         assert violation is None, f"the search gave a cut that is not allowed: {violation}"
         return Partition.of(

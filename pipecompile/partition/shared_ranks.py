@@ -94,6 +94,7 @@ class BoundaryShifts:
         on_ranks = self._amounts(ends[:-1], ends[1:]) @ self._is_on
         least, best = self._value(on_ranks[:, None])[0], None
         size = 1
+        # Sizes 1, 2, 4 … up to the largest stage, which is all that a move could take away.
         while size < max(2, int(np.diff(ends).max())):
             for change in (size, -size):
                 found = self._best_shift(ends, on_ranks, change)
@@ -113,10 +114,15 @@ class BoundaryShifts:
             return None
         # What is outside of the order belongs to moves that are not allowed.
         moved = np.clip(ends + change, 0, len(self.prefixes) - 1)
+        # With boundaries i + 1 … j moved, stages i + 1 … j − 1 move at both ends and keep
+        # their size, but hold other units. Each of the three has the changes for all stages at
+        # once, so that k²/2 moves cost three evaluations of all stages, and then only sums.
         first, between, last = (
             self._change(ends, left, right)
             for left, right in ((ends, moved), (moved, moved), (moved, ends))
         )
+        # until[n] is the sum over the stages before n, so
+        # stages i + 1 … j − 1 are a difference of two.
         until = np.concatenate([np.zeros_like(between[:, :1]), between.cumsum(axis=1)], axis=1)
         between = until[:, j] - until[:, i + 1]
         values = self._value(on_ranks[:, None] + first[:, i] + between + last[:, j])

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -90,19 +91,16 @@ class UnitGraph:
         by_ends: dict[tuple[int, tuple[int, ...]], list[Tensor]] = {}
         for tensor in self.problem.graph.tensors:
             producer = self.position[tensor.producer]
-            consumers = {self.position[name] for name in tensor.consumers} - {producer}
+            readers = {self.position[name] for name in tensor.consumers} - {producer}
             # A tensor that stays in its unit never crosses a boundary.
-            if consumers:
-                by_ends.setdefault((producer, tuple(sorted(consumers))), []).append(tensor)
-        return tuple(
-            Flow(
-                producer,
-                consumers,
-                sizes=tuple((tensor.bytes, tensor.gradient_bytes) for tensor in tensors),
-                names=tuple(tensor.producer for tensor in tensors),
-            )
-            for (producer, consumers), tensors in by_ends.items()
-        )
+            if readers:
+                by_ends.setdefault((producer, tuple(sorted(readers))), []).append(tensor)
+        flows = []
+        for (producer, consumers), tensors in by_ends.items():
+            sizes = tuple((tensor.bytes, tensor.gradient_bytes) for tensor in tensors)
+            names = tuple(tensor.producer for tensor in tensors)
+            flows.append(Flow(producer, consumers, sizes, names))
+        return tuple(flows)
 
     @cached_property
     def flow_ends(self) -> tuple[Integers, Integers, Integers]:
@@ -127,6 +125,8 @@ class UnitGraph:
         producers, consumers, starts = self.flow_ends
         if not len(producers):
             return np.zeros(0, np.bool_)
+        # `reduceat` gives one value for each start, over the consumers up to the next
+        # start. It would be wrong for a flow without consumers, of which there are none.
         result: Mask = members[producers] & ~np.logical_and.reduceat(members[consumers], starts)
         return result
 
@@ -174,7 +174,7 @@ class UnitGraph:
         change = np.zeros(self.count + 1, np.int64)
         for flow in self.flows:
             change[flow.producer + 1] += 1
-            change[flow.consumers[-1] + 1 :][:1] -= 1
+            change[flow.consumers[-1] + 1] -= 1
         return int(change.cumsum().max())
 
     # Costs of units
@@ -197,13 +197,12 @@ class UnitGraph:
         kinds = len(self.problem.graphs)
         if kinds == 1:
             return np.zeros((0, 2, self.count), np.int64)
-        times = [
-            [self.problem.kind_compute_ns(unit, kind, last=last) for unit in self.units]
-            for kind in range(kinds)
-            for last in (False, True)
-        ]
-        result: Integers = _array(times).reshape(kinds, 2, self.count)
-        return result
+        times = np.zeros((kinds, 2, self.count), np.int64)
+        for kind, last in product(range(kinds), (False, True)):
+            times[kind, int(last)] = [
+                self.problem.kind_compute_ns(unit, kind, last=last) for unit in self.units
+            ]
+        return times
 
     @cached_property
     def needed_compute(self) -> NDArray[np.float64]:
@@ -231,11 +230,10 @@ class UnitGraph:
     def freeable(self) -> Integers:
         """(classes, units): the bytes of each class of `MemoryConstraint.freeable`."""
         classes = self.problem.memory.freeable if self.problem.memory else ()
-        rows = [
-            [sum(freeable.bytes.get(name, 0) for name in unit) for unit in self.units]
-            for freeable in classes
-        ]
-        return _array(rows).reshape(len(classes), self.count)
+        rows = np.zeros((len(classes), self.count), np.int64)
+        for row, freeable in zip(rows, classes, strict=True):
+            row[:] = [sum(freeable.bytes.get(name, 0) for name in unit) for unit in self.units]
+        return rows
 
     @cached_property
     def parameters(self) -> Integers:
@@ -343,6 +341,7 @@ class UnitGraph:
 
     def assignment(self, stages: Iterable[int]) -> dict[str, int]:
         """Return the stage of each node, from that of each unit."""
+        # Python's integers: the files of plans do not take NumPy's.
         by_unit = zip(self.units, stages, strict=True)
         return {name: int(stage) for unit, stage in by_unit for name in unit}
 
@@ -362,6 +361,8 @@ def reachable_weight(
     count = len(weights)
     if count > BITSET_UNITS_MAX:
         return _heaviest_path(order, sources, weights)
+    # In the diamond a → b, c → d with 2, 3, 1 and 4 ns, d needs 10. The sum over its predecessors'
+    # own sums would be 14, since a is in both; sets count it once. The heaviest path has 9.
     reached = np.zeros((count, -(-count // 8)), np.uint8)  # row u: the set of u as bits
     for unit in order:
         if sources[unit]:

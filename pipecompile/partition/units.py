@@ -46,6 +46,7 @@ def units(
         around = zip(names, (*names[1:], names[0]), strict=True)
         merged.add_edges_from((representative[a], representative[b]) for a, b in around)
     merged.remove_edges_from(list(nx.selfloop_edges(merged)))
+    # Cycles and `together` are strongly connected components by now, and groups share a vertex.
     acyclic = nx.condensation(merged)
     component = acyclic.graph["mapping"]
 
@@ -53,6 +54,8 @@ def units(
     for name in position:
         members[component[representative[name]]].append(name)
     outputs = {component[representative[n.name]] for n in graph.nodes if n.group == OUTPUTS}
+    # Outputs may be ready early, where a model returns an inner value. They come last all the
+    # same, since they lie in the last stage: else few cuts of this order would be allowed.
     order = nx.lexicographical_topological_sort(
         acyclic,
         key=lambda unit: len(position) if unit in outputs else position[members[unit][0]],

@@ -46,6 +46,9 @@ def _longest(graph: CostGraph, names: Iterable[str]) -> str:
 
 def _held_by(problem: PartitionProblem, unit: Unit, plain: CostGraph) -> HeldBy:
     """Return what holds the nodes of a unit together."""
+    # From the narrowest reason to the widest: of nodes that the model groups itself it
+    # would be no help to say that a granularity holds them. What is left are cycles, of
+    # tensors or of the order in which gradients are summed, which only one stage can hold.
     if len(unit) == 1:
         return "node"
     if _is_one_group(plain, unit):

@@ -72,6 +72,7 @@ class Reachability:
         milestone to the next, so that each boundary parts the nodes of one block at most; what then
         precedes the boundary spares no more than its last saver and what saves nothing.
         """
+        # No cut is known here: only what all of them recompute counts.
         ns, spared = [0] * len(self.graph.nodes), 0
         before = -1
         for run in self._runs():
@@ -81,6 +82,7 @@ class Reachability:
             inside = [place for place in self._between(run, before, milestone) if place < milestone]
             for place in inside:
                 ns[place] = self._forward_ns(place)
+            # Else the recompute ends before the kernels of the milestone itself.
             if self.graph.nodes[milestone].saves_at == "after":
                 ns[milestone] = self._forward_ns(milestone)
             # What a boundary in this block spares at most: one saver, and all that saves nothing.
@@ -97,6 +99,8 @@ class Reachability:
         nodes, parts = self.graph.nodes, 0
         keys: list[tuple[str, int]] = []
         for node in nodes:
+            # A node that must not run twice ends a region before
+            # it, and the next one begins behind it.
             parts += not node.is_recomputable
             keys.append((block_of(node.module), parts))
         for _, run in groupby(range(len(nodes)), key=keys.__getitem__):

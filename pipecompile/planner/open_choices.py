@@ -114,6 +114,7 @@ class OpenChoices:
             own = self.drafter.planned(self.options, explained=False)
         except InfeasibleError as error:
             refusal = error
+        # `auto` itself comes first, since its plan may rule policies out.
         plans, refused = self._ordered(self.options, own).plans, list[Options]()
         for options in policies:
             if not self._is_ruled_out(options, plans):
@@ -154,6 +155,7 @@ class OpenChoices:
         name = representative_schedule(self.options, self.placement)
         if name in SPLIT and not _can_split(self.graph):
             return plan
+        # A named order, not a search: the hint needs a step that can be had, not the shortest one.
         other = self._planned(replace(self.options, schedule=name, recompute="stage"))
         if other is None or _step_ns(other) >= _step_ns(plan):
             return plan
@@ -197,6 +199,8 @@ class OpenChoices:
         named = [plan for plan in plans if plan is not own]
         found = [] if own is None else [own]
         if named:
+            # The search gets the cut, and not only the order, of the best named one:
+            # a cut that was judged by one order may be a bad one for the others.
             start = min(named, key=_step_ns)
             if own is None or own.stages != start.stages:
                 found.append(self.drafter.with_order(start, options))

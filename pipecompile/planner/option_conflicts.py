@@ -120,6 +120,7 @@ def _check_inference(options: Options) -> None:
             f"{cache[0]} is of inference, but schedule {options.schedule!r} trains; choose "
             "objective throughput or latency"
         )
+    # Compared with what such a plan has anyway: who names a default has contradicted nothing.
     trained = [name for name, value in NO_TRAINING.items() if getattr(options, name) != value]
     if trained and options.is_inference:
         raise InputError(

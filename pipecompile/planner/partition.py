@@ -63,6 +63,7 @@ def cut(
     which one, and what would fit, if `effort` is explained. What is not has no faster objective.
     """
     options, placement = planner.options, planner.view.placement
+    # A given cut needs no search, and a bound only where somebody reads it.
     if assignment is not None and not effort.is_explained:
         problem = problem_of(planner.graph, options, links, placement)
         best = Partition.of(problem, assignment, method="given", bound=0)
@@ -175,6 +176,8 @@ def best_cut(
     planner = recompute_planner(graph, options, placement)
     # A refusal with copies is not the last word: without them there may be a cut.
     is_explained = effort.is_explained and not graph.copied
+    # The named order that represents the search holds as many as it needs to be fast; the
+    # search itself may choose one that holds less, down to a microbatch in each stage.
     for one_in_flight in (False, True) if options.schedule == "search" else (False,):
         problem = problem_of(graph, options, links, placement, one_in_flight=one_in_flight)
         # Too few units for k are refused here: more stages or recompute would be no advice.

@@ -21,7 +21,7 @@ from pipecompile.ir.amount import AllocatorName
 from pipecompile.ir.copied_nodes import without_copied
 from pipecompile.ir.footprint import Footprint
 from pipecompile.ir.graph import CostGraph
-from pipecompile.ir.links import Links, links_of_pairs, slowest
+from pipecompile.ir.links import Link, Links, links_of_pairs, slowest
 from pipecompile.ir.plan import Communication, Options
 from pipecompile.ir.schedule import BACKWARDS
 from pipecompile.ir.size import size_text
@@ -126,10 +126,11 @@ def _links_of_stages(links: Links, placement: Sequence[int]) -> Links:
     ranks = stage_ranks(placement)
     if links.ranks is None or max(map(len, ranks)) == 1:
         return links
-    table = [
-        [slowest(links.link(*pair) for pair in product(left, right)) for right in ranks]
-        for left in ranks
-    ]
+
+    def between(left: Sequence[int], right: Sequence[int]) -> Link:
+        return slowest(links.link(*pair) for pair in product(left, right))
+
+    table = [[between(left, right) for right in ranks] for left in ranks]
     own = {"sending": links.sending, "receiving": links.receiving}
     return msgspec.structs.replace(links_of_pairs(table), **own)
 

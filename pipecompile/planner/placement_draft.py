@@ -120,9 +120,12 @@ class PlacementDrafter:
                 yield _plan_of_cut(planner, self.links, self.origin, close)
 
     def _planner(self, options: Options) -> RecomputePlanner:
+        # A planner remembers what stages recompute, so equal options get the same one.
         for known in self.planners:
             if known.options == options:
                 return known
+        # A settled planner searches long for what a stage
+        # recomputes: too long for one of many plans.
         is_settled = self.effort.seconds >= THOROUGH.seconds
         planner = recompute_planner(self.graph, options, self.placement, settled=is_settled)
         self.planners.append(planner)
@@ -161,6 +164,7 @@ def _other_orders(plan: Plan) -> Iterator[Plan]:
     """Yield the plan under each named order that its search compared and that fits its ranks."""
     if plan.ordering is None:
         return
+    # What the search found stays known, though the order of the plan is now a named one.
     ordering = msgspec.structs.replace(plan.ordering, is_in_plan=False)
     for name in ordering.named_ns:
         if name != plan.schedule.name:

@@ -28,6 +28,8 @@ def _schedule_view(options: Options, placement: tuple[int, ...]) -> ScheduleView
     name = representative_schedule(options, placement)
 
     def snapshots(stage: int, whole: bool, but_last: bool) -> tuple[Snapshot, ...]:
+        # Found when a rank's memory is asked for;
+        # `snapshots_of` remembers those of the last few orders.
         return snapshots_of(name, placement, options.microbatches, whole, but_last)[
             placement[stage]
         ]

@@ -101,6 +101,7 @@ def predicted(
     memory: MemoryOfRanks = memory_by_rank,
 ) -> Prediction:
     """Return the step of `schedule`, simulated, and what its ranks hold, each under its cap."""
+    # Caps are no constraint any more, but decide which waits the timeline puts down to memory.
     room = activation_caps(stages, schedule.placement, schedule.microbatches, caps, allocator)
     problem = problem_of_stages(stages, links, schedule.placement, schedule.microbatches, room)
     timeline = simulate(problem, schedule)

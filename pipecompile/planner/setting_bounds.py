@@ -103,6 +103,8 @@ def _boundary_bytes(graph: CostGraph) -> int:
         if not graph.nodes[begin].is_copyable:
             changes[begin] += tensor.bytes + tensor.gradient_bytes
             changes[end] -= tensor.bytes + tensor.gradient_bytes
+    # A value adds its bytes behind its producer and takes them off at its
+    # last reader; a running sum gives what crosses each boundary.
     crossing = sorted(accumulate(changes[:-1]))
     return crossing[len(crossing) // 20] if crossing else 0
 
@@ -118,6 +120,7 @@ def _busiest_ns(graph: UnequalCosts) -> int:
     times = [[_load_ns(node) for node in kind.nodes] for kind in graph.kinds]
     wholes = [max(1, sum(own)) for own in times]
     speed = sum((Fraction(1, wholes[kind]) for kind in graph.rank_kinds), Fraction(0))
+    # Each kind's times as shares of its own whole. A node counts where its share is the least.
     scaled = [[Fraction(ns, whole) for ns in own] for own, whole in zip(times, wholes, strict=True)]
     least = sum((min(own) for own in zip(*scaled, strict=True)), Fraction(0))
     return floor(least / speed)
@@ -142,8 +145,13 @@ def least_step_ns(work: Work, setting: Setting, extra: int = 0) -> int:
     p, m = setting.ranks, setting.microbatches
     forward, backward = work.forward_ns, work.backward_ns
     total = forward + backward
+    # Two ranks, 4 microbatches, F 10 and B 20 ns: 60 by the work, 69 by the second
+    # line of the table above, and by the third one 70 under 1f1b and 75 under gpipe,
+    # whose first backward waits for all forwards. Equal stages take 75 under both.
     bounds = [Fraction(m * (total + extra), p), Fraction(m * max(work.largest_ns, work.busiest_ns))]
     if setting.schedule in SPLIT or setting.schedule == "search":
+        # A microbatch still passes all forwards one after the other; of its
+        # backward the weights' part may be done whenever a rank is free.
         bounds.append(Fraction(forward))
     else:
         bounds.append(Fraction(total))
@@ -166,6 +174,8 @@ def _warm_ns(setting: Setting, forward: int, backward: int) -> Fraction:
     warm = _first_forwards(setting.schedule, p, m)
     alpha, betas = m - 1, sorted(m - each for each in warm)
     values = [Fraction((warm[-1] - 1) * forward + alpha * backward, p)]
+    # With a β of 0, of a rank that does all its forwards first,
+    # only r = 0 is left, which gives no more than the line above.
     for ratio in (each for each in betas if betas[0]):
         weight = sum(max(Fraction(1), Fraction(ratio, beta)) for beta in betas)
         values.append(Fraction(alpha * backward + ratio * forward) / weight)
@@ -220,6 +230,8 @@ def extra_ns(graph: CostGraph, options: Options) -> int | None:
 
 
 def _least_extra_ns(memory: MemoryConstraint) -> int | None:
+    # Caps of 60 and 30 with 3 and 1 microbatches in flight
+    # are room for 20 + 30 bytes of one of them.
     room = sum(Fraction(*pair) for pair in zip(memory.caps, memory.in_flight, strict=True))
     resident = Fraction(sum(memory.resident.values()), max(memory.in_flight))
     classes = [(each.rate, sum(each.bytes.values())) for each in memory.freeable]

@@ -55,6 +55,7 @@ class SettingCosts:
             return known
         # The nearest larger microbatch. Its parts may be fewer than a whole number of this one's:
         # rounded up, they are no larger than this one.
+        # Of 6 parts with a size of 4 costed: a half of a fourth, which is less than a sixth.
         kinds, parts = _size(setting)
         larger = max(size for size in self._works if size <= (kinds, parts))
         return self._works[larger].of_part(-(-parts // larger[1]))
@@ -62,6 +63,7 @@ class SettingCosts:
     def state_bytes(self, setting: Setting) -> int:
         """Return what a replica's parameters and states take at least; counted once."""
         if setting.replicas not in self._states:
+            # Parameters are the same whatever the size of a microbatch.
             any_graph = next(iter(self._graphs.values()))
             options = self._space.options(setting)
             self._states[setting.replicas] = state_bytes(any_graph, options)

@@ -40,10 +40,14 @@ def listed(results: Iterable[SettingResult], chosen: Setting, top: int) -> Itera
     So all of the Pareto front of step and memory is among them.
     """
     best = [each for each in results if each.step_ns is not None]
+    # The sort is stable: the chosen one comes first, and the
+    # others stay in the order of their steps.
     best.sort(key=lambda each: each.setting != chosen)
     least = inf
     for place, result in enumerate(best):
         assert result.memory_bytes is not None
+        # Results come by their steps, so whatever holds less
+        # than all before it is on the Pareto front.
         if place < top or result.memory_bytes < least:
             yield result
         least = min(least, result.memory_bytes)

@@ -115,8 +115,11 @@ class SettingSpace:
     def _of_replica(self, ranks: int, replicas: int) -> Iterator[Setting]:
         """Yield the settings of replicas on so many ranks."""
         samples = self.samples // replicas
+        # Ranks follow from the devices and the replicas, and k from
+        # ranks and stages: a number that is given only filters them.
         if self.fixed.get("ranks", ranks) != ranks:
             return
+        # 8 devices and 24 samples on 2 replicas: 4 ranks, and 1, 2, 3, 4, 6 or 12 microbatches.
         for microbatches in self._values("microbatches", _divisors(samples)):
             if samples % microbatches:
                 continue
@@ -142,6 +145,8 @@ class SettingSpace:
             several = STAGES_PER_RANK if shape == "loop" else (1,)
             for each in self._values("stages_per_rank", (needed,) if needed else several):
                 placement = place(self.base.placement or _default(shape), ranks, each)
+                # A schedule may need more microbatches than there
+                # are, or another placement than the one asked for.
                 known = (*fitting_names(placement, microbatches), "search")
                 if schedule in known:
                     yield schedule, each

@@ -64,6 +64,7 @@ class StepBounds:
 
     def rule_out(self, options: Options, step_ns: int) -> bool:
         """Return whether no step under the options is shorter than `step_ns`."""
+        # Times are whole, so a shorter step takes at most this. All below asks whether one could.
         shortest = step_ns - 1
         may_split = options.schedule in MAY_SPLIT
         times = [_times(node, may_split) for node in self.graph.nodes]
@@ -79,6 +80,8 @@ class StepBounds:
         share = recomputed_share(options)
         if options.recompute in REGIONS:
             total, recomputed = total + recomputed, Fraction(0)
+        # The inequalities of the docstring, summed over the ranks: ranks × (S − T) ≥ waits.
+        # Where a step shorter than the known one leaves less than that, there is none.
         waits = Fraction((microbatches - 1) * total)
         if options.schedule == "1f1b":
             in_flight = [min(ranks - rank, microbatches) for rank in range(ranks)]
@@ -94,6 +97,8 @@ class StepBounds:
         """
         if options.recompute == "none":
             return Fraction(0)
+        # The last stage recomputes nothing, so the most that may lie in it is taken off: of
+        # nodes behind which no more lies than a rank computes, since all that comes with them.
         values, spared = [Fraction(t.forward_ns) for t in times], 0
         if options.recompute in REGIONS:
             guarded = self._reachability.guarded
@@ -160,6 +165,7 @@ def _most_spared(
 
     Their forwards add up to all of it, and each is at most the longest within `most_load`.
     """
+    # Forwards of 12 in all, no rank's above 8, and factors 3 and 1: at most 3 × 8 + 1 × 4 = 28.
     longest = _most(((Fraction(t.forward_ns), t.load_ns) for t in times), most_load)
     left, spared = Fraction(sum(t.forward_ns for t in times)), Fraction(0)
     for factor in sorted(factors, reverse=True):
@@ -175,6 +181,8 @@ def _most(values: Iterable[tuple[Fraction, int]], most_load: Fraction) -> Fracti
     """
     left, most = most_load, Fraction(0)
     # What takes no time has no value either.
+    # The fractional knapsack: values 6, 4 and 1 with loads 3, 4 and 2 within a load
+    # of 5 give 6 and half of 4. No choice of whole ones is worth more than these 8.
     by_share = sorted((value / load, load) for value, load in values if load)
     for share, load in reversed(by_share):
         taken = min(left, Fraction(load))

@@ -69,4 +69,5 @@ class GraphCosts:
 
     def source(self, options: Options) -> Source:
         """Return what a graph in a file tells: nothing of how it came about."""
+        # Nobody has compared this graph with a model, as a capture does.
         return Source(self.plain.fingerprint, Provenance(verified=False), ())

@@ -34,6 +34,7 @@ class UnequalDevices:
     def orders(self, replicas: int) -> Iterator[str]:
         """Yield the kinds of a pipeline's ranks as costs list them; none if replicas differ."""
         counts = Counter(self.names)
+        # 3 H100 and 2 A100 make no two equal replicas.
         if any(count % replicas for count in counts.values()):
             return
         for order in permutations(counts):
@@ -47,6 +48,8 @@ class UnequalDevices:
     def links(self, links: Links, kinds: str, replicas: int) -> Links:
         """Return links among devices as those among the ranks of all replicas."""
         free = {kind: iter(self._numbers(kind)) for kind in self.caps}
+        # Ranks of all replicas in a row take the next free
+        # device of their kind each, as drawn above.
         return links.renumbered([next(free[kind]) for kind in devices_of(kinds) * replicas])
 
     def _numbers(self, kind: str) -> Iterator[int]:

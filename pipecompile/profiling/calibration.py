@@ -125,6 +125,7 @@ def _samples(
     inputs, lister = operator.inputs(device), _KernelLister(unfitted, [])
     profile(graph, inputs, lister)
     node = _operator_node(profile(graph, inputs, Measured(device)).nodes)
+    # There is one node that is called, and inputs and outputs ask no cost model.
     (kernels,) = lister.calls
     forward = CalibrationSample(operator.name, kernels.forward, node.forward_ns)
     backward = CalibrationSample(f"{operator.name} backward", kernels.backward, node.backward_ns)
@@ -162,6 +163,7 @@ def _unfitted_device(kind: Literal["cpu", "cuda"]) -> Device:
         name=kind,
         allocator=kind,
         memory_bytes=_memory_bytes(kind),
+        # Ones stand for rates that nobody has used yet; the keys say which types get a peak.
         bandwidth_bytes_per_s=1,
         peak_flop_per_s=dict.fromkeys(types, 1),
         compute_permille=1000,
@@ -221,6 +223,7 @@ def _products(batch: int, dtype: torch.dtype) -> Iterator[CalibrationOperator]:
     ]:
         yield CalibrationOperator(
             f"linear {batch * rows}×{inputs}×{outputs} {name}",
+            # Defaults, since these are called after the loop: a closure would see its last sizes.
             lambda inputs=inputs, outputs=outputs: nn.Linear(inputs, outputs),  # type: ignore[misc]
             ((batch * rows, inputs),),
             dtype,
@@ -251,6 +254,8 @@ def _sizes(batch: int, dtype: torch.dtype) -> Iterator[CalibrationOperator]:
     """
     attention = nn.functional.scaled_dot_product_attention
     name = str(dtype).removeprefix("torch.")
+    # A curve is fitted to four samples or more, of which the largest has at least four times the
+    # work of the smallest (cost_models/efficiency_fit.py). Below that it would follow their noise.
     for size in (1, 2, 4, 8, 16):
         tokens, images = 16 * size * batch, (batch * size, 64, 16, 16)
         heads = (batch, size, 128, 64)

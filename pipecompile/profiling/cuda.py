@@ -234,6 +234,7 @@ def _aligned(mask: Tensor) -> Tensor:
     """Return the mask, copied if its rows do not begin at multiples of 8 elements."""
     if mask.stride(-1) == 1 and not any(stride % _MASK_ALIGNMENT for stride in mask.stride()[:-1]):
         return mask
+    # Rows of 13 become rows of 16 that are cut again: what is saved are the 16.
     return F.pad(mask, (0, _MASK_ALIGNMENT - mask.shape[-1] % _MASK_ALIGNMENT))[
         ..., : mask.shape[-1]
     ]
@@ -294,6 +295,8 @@ def as_on_cuda(fused_attention: Collection[FusedType] = FUSED_ATTENTION) -> Iter
 
     `fused_attention` are the data types for which attention is fused.
     """
+    # A context variable, since the replacements have the signatures
+    # of PyTorch's functions, which leave no place for it.
     before = _fused.set(fused_attention)
     try:
         with _ReplacementMode():

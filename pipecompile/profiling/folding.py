@@ -28,6 +28,8 @@ from pipecompile.profiling.workload import Workload
 
 __all__ = ["Fold", "IrregularError", "folds_of"]
 
+# With three, the block that is copied would lie between the first and the
+# last one, and there would be no other in the middle to compare it with.
 KEPT = 4  # blocks: the first, the last, and two between them that are compared
 SECOND = 1  # the block that is copied
 
@@ -44,6 +46,8 @@ def folds_of(workload: Workload) -> list[Fold]:
         long = [blocks for blocks in found if blocks.count > KEPT]
         if not long:
             return folds
+        # An encoder and a decoder are two repetitions: the
+        # second one is folded in what the first leaves.
         folds.append(Fold(workload, long[0]))
         workload = folds[-1].folded
 
@@ -127,6 +131,9 @@ class _Shift:
             if other not in (inside[0], inside[-1]):
                 raise IrregularError
             return other
+        # Of 10 blocks 0 1 8 9 are kept, and 1 and 8 are neighbours in the folded graph. What
+        # block 1 shows of blocks 0 and 8 is, seen as block 4, about blocks 3 and 5. It may show
+        # nothing of block 9: what that would be for a block in the middle, nobody can tell.
         distance = self._kept_index(other) - self._kept_index(self.home)
         if abs(distance) > 1:
             raise IrregularError
@@ -257,6 +264,8 @@ class _Unfolding:
     def _stored(self) -> dict[int, _Stored]:
         """Where each storage is first; IrregularError if their numbers have another order."""
         stored: dict[int, _Stored] = {}
+        # In the whole graph storages are numbered by counting them node by node, so
+        # the observer must have met them in that order too; this is checked below.
         for name, node in self.seen.nodes.items():
             position = self.fold.positions[name]
             new = sorted({*node.storages, *node.saved} - stored.keys())
@@ -309,6 +318,8 @@ class _Unfolding:
         count = self.fold.blocks.count
         return [
             (index, block)
+            # A backward meets first what lies after all blocks
+            # (`count`), and last what lies before (−1).
             for block in range(count, -2, -1)
             for index in self._gradients_in.get(self._origin_block(block), ())
         ]
@@ -344,6 +355,8 @@ class _Unfolding:
         home = self._gradient_blocks[index]
         block = move.block(home)
         # The index of the same gradient in the block that stands for that one.
+        # Alike blocks have alike gradients in the same order:
+        # the n-th of one is the n-th of the other.
         place = self._gradients_in[home].index(index)
         origin = self._gradients_in[self._origin_block(block)]
         if place >= len(origin):

@@ -78,6 +78,7 @@ class GradientDestinations:
         reached = _reached_sources(autograd_nodes, sources)
         self.gradients_by_input_backward[name] = list(_early_parameters(autograd_nodes, reached))
         for node in _branching(autograd_nodes, reached):
+            # A prehook sees what comes into an autograd node, and a hook what the node returns.
             self._hooks.append(node.register_prehook(partial(self._note_captured, name)))
         for node in autograd_nodes:
             edges = self._edges_of(node, name, sources)
@@ -168,6 +169,8 @@ def _reached_sources(
     parameters, Relu and Mm lead to x, and the node that accumulates into w to none.
     """
     reached: dict[Node | None, set[Node | None]] = {source: {source} for source in sources}
+    # Autograd numbers nodes as they are made, so what a node leads to has a
+    # smaller number than the node itself: in this order all children come first.
     for node in sorted(autograd_nodes, key=_age):
         of_children = [reached[child] for child in _children(node) if child in reached]
         if of_children:
@@ -201,6 +204,7 @@ def _early_parameters(
     rule of `_parameters_by_begin` in runtime/split_backward.py.
     """
     begins: dict[Node, set[Node | None]] = defaultdict(set)
+    # The other way round: from the outputs on, so that a node knows all begins above it.
     for node in sorted(autograd_nodes, key=_age, reverse=True):
         own: set[Node | None] = {node}
         if node not in reached:

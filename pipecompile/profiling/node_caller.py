@@ -67,6 +67,7 @@ class NodeCaller(fx.Interpreter):
         positions = [index for index, leaf in enumerate(leaves) if self._is_argument(leaf)]
 
         def bind(arguments: Sequence[Tensor]) -> Callable[[], Any]:
+            # A copy for each run: a call may be run many times, on other arguments each time.
             filled = list(leaves)
             for position, argument in zip(positions, arguments, strict=True):
                 filled[position] = argument

@@ -29,6 +29,8 @@ def costs_of_nodes(
     own = replace(workload, inputs=tuple(value.clone() for value in workload.inputs))
     with progress(f"{cost_model.name} costs", len(observation.nodes)) as advance:
         collector = _CostCollector(own, observation, cost_model, advance)
+        # The forward only brings values to each node; the model
+        # turns gradients on for its own runs.
         with torch.no_grad():
             collector.interpret()
     return collector.costs

@@ -138,6 +138,7 @@ class _Observer(NodeCaller):
         counts: list[int] = []  # how many kernels had run at each saving
 
         def pack(value: Tensor) -> _PackedTensor:
+            # An object for each saving: a tensor that is saved twice may be saved for two uses.
             packed = _PackedTensor(value)
             for index in self.tracker.indices([value]):
                 saved.setdefault(index, []).append(packed)
@@ -223,6 +224,8 @@ class _Observer(NodeCaller):
         """Return the tick of the backward that runs the autograd node with this sequence number."""
         if sequence > self.first_sequence[-1] + _LARGEST_SEQUENCE:
             return None
+        # Nodes that began at 0, 3 and 3: number 2 is of the first one, 3 of
+        # the last; the second one, which made no autograd node, has none.
         return self._backward_tick(bisect_right(self.first_sequence, sequence) - 1)
 
     def _backward_tick(self, position: int) -> int:

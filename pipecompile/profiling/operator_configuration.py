@@ -46,6 +46,7 @@ def configuration(node: fx.Node, root: nn.Module, leaves: Iterable[Any]) -> Hash
 
 
 def _settings(module: nn.Module) -> Hashable:
+    # `extra_repr` leaves out what it likes, and many modules of users have none.
     scalars = {name: value for name, value in vars(module).items() if isinstance(value, _SCALARS)}
     return _type_name(type(module)), module.extra_repr(), repr(scalars)
 
@@ -63,4 +64,5 @@ def _function_name(function: Any) -> str:
     public_name: str | None = resolve_name(function)
     if public_name is not None:
         return public_name
+    # `operator.getitem` says that it is of `_operator`, where it is written in C.
     return f"{function.__module__.lstrip('_')}.{function.__qualname__}"

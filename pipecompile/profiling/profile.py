@@ -50,6 +50,7 @@ def profile(
     workload = Workload(graph_module, graph_module.graph, tuple(inputs), loss, tuple(targets))
     with _restored_state(graph_module), training_attention():
         observation, costs = _observed(workload, cost_model)
+    # Storages that never leave their node are in its peaks, and need no number.
     numbering = _storage_numbering(workload.graph, observation)
     return ir.CostGraph(
         allocator=cost_model.allocator,
@@ -72,6 +73,7 @@ def _observed(
     try:
         observation, costs = _observed_folded(workload, folds, cost_model)
     except IrregularError:
+        # Blocks that the graph shows as equal were not in the step: every node is run then.
         observation, costs = _observed_folded(workload, (), cost_model)
     # The costs of real tensors are found outside of the fake mode, on the device's own kernels.
     if cost_model.real:
@@ -89,6 +91,7 @@ def _observed_folded(
         # Fake tensors belong to this mode, so their costs are found inside it.
         if cost_model.by_signature and not cost_model.real:
             costs = costs_of_nodes(fake, observation, cost_model)
+    # The last fold is the smallest workload, and each one gives what the fold before it had seen.
     for fold in reversed(folds):
         observation = fold.unfolded(observation)
         costs = fold.unfolded_costs(costs) if costs else {}
@@ -147,6 +150,7 @@ def _restored_state(module: nn.Module) -> Iterator[None]:
     """Restore the buffers of `module` and the random generators after the block."""
     buffers = [(buffer, buffer.clone()) for buffer in module.buffers() if has_values(buffer)]
     devices = {value.device for value in (*module.parameters(), *module.buffers()) if value.is_cuda}
+    # Dropout and batch norms run for real where nodes are measured, with any number of repeats.
     with torch.random.fork_rng(devices):
         try:
             yield

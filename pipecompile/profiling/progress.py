@@ -45,6 +45,8 @@ def progress(label: str, total: int) -> Iterator[Callable[[], None]]:
         is_due = time.monotonic() - last_line >= SECONDS_BETWEEN_LINES
         if is_due:
             last_line = time.monotonic()
+        # The record carries numbers and not only a text, so
+        # that the command line can draw a bar of them.
         state = Progress(label, done, total)
         level = logging.INFO if is_due else logging.DEBUG
         logger.log(level, "%s", state, extra={"progress": state})

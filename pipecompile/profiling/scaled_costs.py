@@ -49,6 +49,7 @@ def _without_recompute(stage: Stage, measured: Times) -> Times:
         return measured
     encoding = sum(run.forward_ns for run in stage.encoded_runs)
     decoding = sum(run.backward_ns for run in stage.encoded_runs)
+    # A stage whose predicted forward is 0 ns has no share to take: nothing is divided by zero.
     predicted = max(1, stage.forward_ns + encoding)
     in_forward = encoding * measured[Kind.FORWARD] // predicted
     in_backward = (stage.recompute_ns + decoding) * measured[Kind.FORWARD] // predicted
@@ -111,5 +112,6 @@ def apportioned(total: int, weights: Sequence[int]) -> list[int]:
     weight_sum = sum(weights)
     if not weight_sum:
         return []  # there are no parts
+    # Each part rounded by itself would lose up to 1 ns a node, and a stage would no longer add up.
     ends = [total * reached // weight_sum for reached in accumulate(weights, initial=0)]
     return [right - left for left, right in pairwise(ends)]

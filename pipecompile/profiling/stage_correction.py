@@ -53,14 +53,19 @@ def correct_stages(
     """
     plan, measured = draft(graph), list[Plan]()
     ratio: float | None = None
+    # An earlier cut that comes back would be measured as
+    # before, and the rounds would go in a circle.
     while len(measured) < ROUNDS and all(plan.assignment != other.assignment for other in measured):
         try:
             times = measure(plan) if measured else _measured_with_care(plan, measure)
         except DoesNotFitError as error:
             logger.warning("stage correction is left out: %s", error)
             return min(measured or [plan], key=_step_ns)
+        # Of the first round only: afterwards costs are scaled, and the ratio is about 1.
         if ratio is None:
             ratio = _ratio(plan, times)
+        # The next cut may mix nodes of stages that ran. These keep what they were scaled
+        # to, which is the best that is known of them, until a stage with them runs again.
         graph = scaled(graph, plan.stages, times)
         cut, plan = plan.assignment, draft(graph)
         # The plan that was measured is the one with the cut whose stages ran, not the next one.
@@ -82,6 +87,7 @@ def _measured_with_care(plan: Plan, measure: Callable[[Plan], Sequence[Times]]) 
     if _ratio(plan, times) <= SUSPICIOUS_RATIO:
         return times
     logger.info("stages took %.0f× their nodes' sum: they are measured again", _ratio(plan, times))
+    # Other programs only ever lengthen a run, so the shorter of two is nearer to the truth.
     times = min(times, measure(plan), key=lambda attempt: _ratio(plan, attempt))
     ratio = _ratio(plan, times)
     if ratio > SUSPICIOUS_RATIO:

@@ -97,6 +97,7 @@ class StorageTracker(TorchDispatchMode):
         self._current_node: int | None = None
         self._makers: list[int | None] = []
         self._continued: set[int] = set()  # addresses of storages that became part of a sum
+        # Counted, since how many holders torch itself has is no business of this code.
         self._holders_if_alone = _holders(torch.empty(1))
 
     def exclude(self, values: Iterable[Tensor]) -> None:
@@ -236,6 +237,8 @@ class StorageTracker(TorchDispatchMode):
 
     def _death_callback(self, address: int, index: int) -> Callable[[object], None]:
         def end(_: object) -> None:
+            # At once, since the next storage may get the same
+            # address, and would be taken for this one.
             del self._tracked[address]
             if address in self._continued:
                 self._continued.remove(address)  # its bytes live on in the sum

@@ -47,6 +47,7 @@ class Workload:
         """The first name of each parameter and buffer, by the id of the tensor."""
         names: dict[int, str] = {}
         for name, value in named_state(self.module):
+            # Tied tensors have several names; the first one is their canonical name everywhere.
             names.setdefault(id(value), name)
         return names
 

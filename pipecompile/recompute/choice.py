@@ -144,6 +144,7 @@ def per_block(problem: RecomputeProblem, blocks: Sequence[str]) -> tuple[Region,
 def square_root(problem: RecomputeProblem, blocks: Sequence[str]) -> tuple[Region, ...]:
     """Return about √n regions of √n of the n blocks (Chen et al., arXiv 1604.06174, 4.3)."""
     edges = _block_edges(blocks)
+    # 10 blocks: regions of 4, 4 and 2.
     blocks_per_region = ceil(sqrt(len(edges) - 1))
     return _between(problem, [*edges[:-1:blocks_per_region], edges[-1]])
 

@@ -78,6 +78,7 @@ def _spans(stage: StageValues, encodings: Collection[Encoding]) -> Iterator[_Enc
         # A message to a later stage needs the storage as it is.
         if not savers or stage.is_sent(value.storage):
             continue
+        # Half precision comes last: it is the only one that is not exact.
         for chosen in filter(None, (by_use, *others)):
             run = EncodedPlaces(
                 tuple(savers), tuple(encoding for encoding in ENCODINGS if encoding in chosen)
@@ -115,6 +116,7 @@ def _joined(spans: Iterable[_EncodableSpan], blocks: Sequence[str]) -> list[_Enc
     """
     joined: list[_EncodableSpan] = []
     for span in sorted(spans, key=lambda span: span[:2]):
+        # Positions 0‥1 and 2 of one block, both in half precision, become 0‥2.
         last = joined[-1] if joined else _EncodableSpan(-1, -1, frozenset())
         follows = span.start == last.stop and blocks[last.stop - 1] == blocks[span.start]
         is_alike = span.encodings == last.encodings and not span.encodings & BY_USE

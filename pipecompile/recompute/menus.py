@@ -119,6 +119,8 @@ def _split(cuts: tuple[int, ...], depth: int) -> tuple[int, tuple[int, ...], tup
     The first two cuts take off the last and the first segment: these are the stage's own, and what
     lies between is a run of alike blocks, whose halves are alike and so are solved once.
     """
+    # Cuts 1 … 7 of segments A B B B B B B C: at 7 first, at 1 next, and then at 4
+    # between the halves B B B and B B B, which the cache takes for one problem.
     index = {0: len(cuts) - 1, 1: 0}.get(depth, len(cuts) // 2)
     return cuts[index], cuts[:index], cuts[index + 1 :]
 
@@ -180,6 +182,8 @@ def _touches(tensor: StoredTensor, start: int, stop: int) -> bool:
 
 def _clipped(tensor: StoredTensor, start: int, stop: int) -> StoredTensor:
     """Return the tensor as the nodes from `start` to `stop` see it."""
+    # A tensor of node 2, used at 5 and 9, as nodes 4 … 7 see
+    # it: of −1, used at 1 and, across the end, at 4.
     uses = [position - start for position in tensor.uses if start <= position < stop]
     # A use at the very end stands for all uses behind it: the tensor lives across the end.
     if tensor.last_use >= stop:
@@ -231,6 +235,8 @@ def _joined(
     grid = np.meshgrid(np.arange(len(left)), np.arange(len(right)), indexing="ij")
     first, second = (axis.ravel() for axis in grid)
     # While the right part runs, the microbatch holds what the left one keeps.
+    # Left 2 kept and 9 at its peak, right 3 and 7, 1 and 4 beside them:
+    # together 5 are kept, and the peak is max(9 + 1, 2 + 7 + 4) = 13.
     peak_on_right = left.kept[first] + right.peak[second] + beside[1]
     return ParetoFront(
         left.kept[first] + right.kept[second],

@@ -24,6 +24,8 @@ from pipecompile.recompute.schedule_view import ScheduleView
 
 __all__ = ["RecomputePlanner"]
 
+# 2^−40 ns for a byte: a tebibyte costs 1 ns, so only time
+# decides. 2^20 ns: a byte costs a millisecond.
 LOWEST_PRICE, HIGHEST_PRICE = -80, 40
 """Prices of a byte, as p in 2^(p / 2) ns: next to nothing, and more than any recompute costs."""
 
@@ -62,6 +64,7 @@ class RecomputePlanner:
         """
         if not self.graph.copied:
             return CopyPlanner(self, CutGraph(self.graph, assignment, {}))
+        # Where the copies run follows from the cut of the other nodes, which therefore is the key.
         plain = [n.name for n in self.graph.nodes if n.name not in self.graph.copied_set]
         key = tuple(assignment[name] for name in plain)
         if key not in self.expanded:
@@ -87,6 +90,8 @@ class RecomputePlanner:
 
     def _forgetful(self, **changes: Any) -> RecomputePlanner:
         """Return a planner with changes, which remembers no choice."""
+        # `replace` alone would hand on the same dictionaries,
+        # with choices for another graph in them.
         return replace(self, known={}, known_ranks={}, **changes)
 
     def of_all(self, nodes_by_stage: Sequence[tuple[str, ...]]) -> list[StageRecompute | None]:
@@ -155,6 +160,8 @@ class RecomputePlanner:
         """
         problems = [self._problem(stage_slice) for stage_slice in slices]
         low, high = LOWEST_PRICE, HIGHEST_PRICE
+        # A higher price frees more bytes for more time, so the first price at which the rank
+        # fits is searched by halves. If it does not fit at the highest one, that comes closest.
         while high - low > 1:
             middle = (low + high) // 2
             if self.policies.peak_bytes(self._at_price(slices, problems, middle)) <= cap:
@@ -206,6 +213,8 @@ class RecomputePlanner:
         capped = None if cap is None else CappedStage(self.policies, stage_slice, cap, self.settled)
         # One of several stages on a rank cannot be held against its cap by itself.
         if capped is None or capped.fits(plain):
+            # `auto` recomputes nothing where the plain stage
+            # fits; whoever names a policy gets it anyway.
             return plain if policy == "auto" else self.policies.by_name(stage_slice, policy)
         if policy == "auto":
             recompute = self._cheapest(capped, plain)

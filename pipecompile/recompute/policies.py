@@ -117,6 +117,8 @@ class RecomputePolicies:
             case "none":
                 return self.plain(stage_slice)
             case "stage" | "except-last":
+                # The footprint stays that of the plain stage: its parts are the same, and how
+                # long each of them is held is said by the snapshots, which have an action R then.
                 ns = sum(self.graph.by_name[name].forward_ns for name in stage_slice.nodes)
                 return self.plain(stage_slice)._replace(kind=policy, ns=ns, least=ns)
             case "block" | "sqrt":
@@ -132,9 +134,11 @@ class RecomputePolicies:
         """Return regions of one block of the model each, or of about √n of n blocks together."""
         from pipecompile.recompute.choice import extra_ns, per_block, square_root
 
+        # Whether there are gradients changes bytes only, and only times are asked for here.
         problem, blocks = self.problem(stage_slice, has_gradients=True), self.blocks(stage_slice)
         regions = (per_block if policy == "block" else square_root)(problem, blocks)
         ns = extra_ns(problem, regions)
+        # A named policy is no choice among several: what it takes is also the least.
         return self.with_regions(stage_slice, regions, ns, ns)
 
     def with_regions(

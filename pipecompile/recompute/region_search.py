@@ -103,6 +103,14 @@ class RegionSearch:
     @cached_property
     def fronts(self) -> dict[int, dict[State, ParetoFront]]:
         """The Pareto front of every state, by position."""
+        # Three nodes of 10 ns; n1 saves 4 bytes of n0, n2 saves
+        # 4 bytes of n1. The front at the end:
+        #
+        #     regions   none    1‥2     0‥2
+        #     kept      8       4       0
+        #     ns        0       20      30
+        #
+        # Region 1‥2 must keep what it reads of n0, and region 0‥2 reads nothing from outside.
         first_state = self.kept & self._live[self.start]
         fronts = {self.start: {first_state: ParetoFront.of(0, 0, 0)}}
         # Fronts that reach a position are collected until all of them are there, then merged once.
@@ -200,6 +208,8 @@ class RegionSearch:
 
     def region_cost(self, region: Region) -> RegionCost:
         """Return what a region costs by itself, beyond the tensors that it reads."""
+        # A region's own cost depends on no state: what it reads
+        # is counted by the step that takes it.
         if region not in self._region_costs:
             self._region_costs[region] = self._priced(region)
         return self._region_costs[region]
@@ -221,6 +231,7 @@ class RegionSearch:
         PyTorch stops a recompute as soon as the last saved tensor is there: before the kernels of
         the last saver, if it saves only what it is given.
         """
+        # Of nodes 0 … 5, node 2 saves after its kernels and node 4 before: nodes 0 … 3 run again.
         savers = [p for p in range(*region) if self.problem.saves_at[p] != "never"]
         if not savers:
             return None, region.start
@@ -354,6 +365,9 @@ class RegionSearch:
 
 def _after(front: ParetoFront, cost: _StepCost, step: Numbers, rows: Numbers) -> ParetoFront:
     """Return the choices of `front` with one more step; `step` and `rows` tell how they came."""
+    # The step's peak comes on top of what the choices before it keep.
+    # So of two choices with the same state the one that keeps less
+    # and peaks lower is no worse ever after: dominated rows may go.
     return ParetoFront(
         front.kept + cost.kept,
         np.maximum(front.peak, front.kept + cost.rise),

@@ -97,6 +97,8 @@ class PipelineSize:
         replica if each rank from this stage on has one (PipeDream's NOAM, arXiv 1806.03377,
         section 3.2).
         """
+        # Replicas 2 1: 3 ranks come to 2 replicas, so 2 each, rounded up; stage
+        # 1 has 1. Replicas 1 2: the only rank of stage 0 keeps 3 in flight.
         return -(-sum(self.replicas[stage:]) // self.replicas[stage])
 
     def ahead(self, stage: int) -> int:
@@ -113,6 +115,8 @@ class PipelineSize:
         """
         if not stage:
             return 1
+        # Replicas 2 1, stage 1: that microbatch is 2 × 2 = 4 further. Here it is 4 forwards
+        # later, and the backward of the same one directly follows: up to 4 gradients are unread.
         further = self.depth(stage - 1) * self.replicas[stage - 1]
         return max(1, -(-further // self.replicas[stage]) - self.depth(stage) + 1)
 
@@ -120,6 +124,8 @@ class PipelineSize:
         """Return how many microbatches have gone back on all ranks of a stage when it begins one:
         those of whole rounds.
         """
+        # Replicas 2 1 at stage 0, whose `ahead` is 2:
+        # microbatches 0 to 7 begin behind 0 0 0 0 2 2 4 4.
         return max(0, microbatch - microbatch % self.replicas[stage] - self.ahead(stage))
 
 
@@ -162,6 +168,7 @@ def _least_update(size: PipelineSize, microbatch: int) -> int:
 
 def _stashed_copies(size: PipelineSize, stage: int) -> int:
     """Return the newest version, and those that what is ahead of an update still reads."""
+    # Rounded up: with 3 ahead and minibatches of 2 the oldest version in use is two behind.
     return 1 - (-size.ahead(stage) // size.least_update)
 
 

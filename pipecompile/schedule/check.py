@@ -132,7 +132,9 @@ def _problem_seen_in(schedule: Schedule) -> PlacedProblem:
         elif action.kind is Kind.RECEIVE_BACKWARD:
             crossed.add(action.stage)
     gradient = tuple(
-        stage in crossed or left == right for stage, (left, right) in enumerate(pairwise(placement))
+        # Within a rank a gradient is handed over without a message, and so leaves no trace here.
+        stage in crossed or left == right
+        for stage, (left, right) in enumerate(pairwise(placement))
     )
     free = (0,) * len(gradient)
     costs = (StageCosts(0, 0),) * len(placement)
@@ -329,6 +331,11 @@ def _deadlock(checked: _CheckedSchedule, dependencies: Dependencies) -> str | No
     return None
 
 
+# Each rank of these two is in its send while the other is not yet at the receive.
+# With buffered sends all goes well; under rendezvous both stop for ever:
+#
+#     rank 0   0F0 0SEND_F0 0F1 0SEND_F1 0RECV_B0 0B0 …
+#     rank 1   1RECV_F0 1F0 1B0 1SEND_B0 1RECV_F1 1F1 …
 def _rendezvous(checked: _CheckedSchedule) -> Dependencies:
     """Return what blocking transfers wait for: a transfer ends when its partner is reached."""
     # A transfer is reached as soon as the action in front of it in its row is done.
@@ -336,6 +343,8 @@ def _rendezvous(checked: _CheckedSchedule) -> Dependencies:
 
     def dependencies(action: Action) -> list[Action]:
         previous = before.get(_partner(action)) if action.kind in _PARTNERS else None
+        # It is enough to wait for what stands in front of the partner:
+        # were it the partner itself, the two would wait for each other.
         return [] if previous is None else [previous]
 
     return dependencies

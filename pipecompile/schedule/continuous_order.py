@@ -132,6 +132,9 @@ class ContinuousOrder:
                     yield self._step(order, weights)
 
     def _is_forward(self, order: _StageOrder, read: int) -> bool:
+        # Stage 1 of 3 keeps two in flight: F0 F1 │ B0 F2 │ B1 F3 │ … Only the counts of the
+        # stage itself decide, and not what has arrived. So the order, and with it the version
+        # of the weights that a microbatch reads, is the same however slow a message is.
         in_flight = order.forwards - order.backwards
         return order.microbatch(order.forwards) < read and in_flight < order.depth
 
@@ -163,6 +166,12 @@ class ContinuousOrder:
         if self.messages and order.stage + 1 < self.size.stages:
             yield Action(order.stage, Kind.SEND_FORWARD, microbatch)
         # One ahead, so that the next values arrive while this stage computes.
+        # Stage 1 of 3 posts 1RECV_F2 before it waits for the gradient that lets it come to 1F2:
+        #
+        #     1RECV_F0 1F0 1SEND_F0 1RECV_F1 1F1 1SEND_F1 1RECV_F2 1RECV_B0 1B0 1SEND_B0 … 1F2
+        #
+        # Never beyond what is read, though: nobody would send
+        # that, and the receive would never end.
         yield from self._receives(order, min(read, order.microbatch(order.forwards) + 1))
 
     def _receives(self, order: _StageOrder, end: int) -> Iterator[Action]:
@@ -181,6 +190,8 @@ class ContinuousOrder:
         order.backwards += 1
         if self.messages and stage:
             yield Action(stage, Kind.SEND_BACKWARD, microbatch)
+        # `order.backwards` has gone up: the first unfinished microbatch belongs to a
+        # later update exactly when this backward was the last one of its update here.
         if self.rule.update(self.size, order.unfinished) > order.closed:
             # Sums first and steps then: a rank that holds a copy waits for the sum alone.
             for weights in order.weights:

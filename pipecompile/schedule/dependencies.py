@@ -94,6 +94,11 @@ def waits_for_replicas(schedule: Schedule) -> dict[Action, list[Action]]:
     for ranks in schedule.stage_ranks:
         rows = [schedule.rows[rank] for rank in ranks] if len(ranks) > 1 else []
         # Every replica has all steps of its stage.
+        # Two ranks of stage 0: the one goes on with F4 when the
+        # other's B3 is done, and that one with F5 when B2 is.
+        #
+        #     rank 0   F0 F2 B0 B2 STEP F4 …
+        #     rank 1   F1 F3 B1 B3 STEP F5 …
         for steps in zip(*map(_around_steps, rows), strict=False):
             for after in (each.after for each in steps if each.after is not None):
                 waits[after] = [each.before for each in steps if each.after is not after]

@@ -21,6 +21,9 @@ def forward_only(layout: Layout, rank: int, microbatches: int) -> Iterator[Task]
     rank 1   .  F0 F1 F2 .
     rank 2   .  .  F0 F1 F2
     """
+    # Stages of one run follow each other without a message, so a microbatch
+    # takes them at once: 0F0 1F0 0F1 1F1 where stages 0 and 1 share a rank.
+    # Were 0F1 before 1F0, the next rank would only wait longer.
     for run in _runs(layout[rank]):
         for _ in range(microbatches):
             yield from forwards(run)
@@ -64,6 +67,9 @@ def one_f_one_b(layout: Layout, rank: int, microbatches: int) -> Iterator[Task]:
     rank 1   F1 F3 .  .  .  B1 .  .  .  B3
     rank 2   .  F0 B0 F1 B1 F2 B2 F3 B3 .
     """
+    # Rank 0 of 3, without replicas:  F0 F1 F2 │ B0 F3 B1 │ B2 B3. The gradient of
+    # microbatch 0 comes back behind the forwards of all ranks from this one on, of
+    # which each has a microbatch by then. More forwards would only hold memory.
     replicas, behind = layout.count(layout[rank]), len(layout) - layout.index(layout[rank])
     for _ in range(-(-behind // replicas)):
         yield from forwards(layout[rank])
@@ -95,6 +101,10 @@ def interleaved(layout: Layout, rank: int, microbatches: int) -> Iterator[Task]:
     # 11 microbatches on 4 ranks are two groups of size 6, of which the second one lacks one.
     groups = max(1, microbatches // ranks)
     size = max(ranks, -(-microbatches // groups))
+    # Rank 0 of 2 with stages 0 and 2, groups of 2, lead 4:
+    #     0F0 0F1 2F0 2F1 │ 0F2 2B0 0F3 2B1 2F2 0B0 2F3 0B1 │ 2B2 2B3 0B2 0B3
+    # The last stage of the rank comes up after a group for each stage before it. Each rank
+    # behind it adds two to the way of a microbatch, its own forward and its own backward.
     lead = 2 * (ranks - 1 - rank) + (len(stages) - 1) * size
     # One group after the other; within a group one stage after the other.
     forward_tasks = [task for task in forwards(stages) for _ in range(size)] * groups

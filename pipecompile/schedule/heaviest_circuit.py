@@ -34,6 +34,8 @@ def heaviest_circuit(edges: Sequence[Edge], nodes: int) -> Fraction:
     wait for itself.
     """
     ratio = Fraction(0)
+    # A loop of weight 3 in 1 period and a circuit of 5 + 4 in 2 periods: 9/2. Each circuit found
+    # is heavier than the one before and visits no node twice, of which there are finitely many.
     while circuit := _heavier_circuit(edges, nodes, ratio):
         periods = sum(edge.periods for edge in circuit)
         assert periods > 0, "a circuit that waits for itself"
@@ -48,6 +50,8 @@ def _heavier_circuit(edges: Sequence[Edge], nodes: int, ratio: Fraction) -> list
     circuit, it is such a one.
     """
     scale, less = ratio.denominator, ratio.numerator
+    # With the ratio 3/1 the circuit 5 + 4 in 2 periods gains 9 × 1 − 2 × 3 = 3, and the loop 0:
+    # only what beats the ratio gains. Multiplied by the denominator, all of it is in whole numbers.
     gains = [(e.source, e.target, e.weight * scale - e.periods * less, e) for e in edges]
     distances, last = [0] * nodes, dict[int, Edge]()
     while True:

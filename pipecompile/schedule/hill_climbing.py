@@ -91,6 +91,8 @@ class _Climb:
         row[first : first + len(segment)] = segment
         times = self.instance.times(self.rows)
         # A move may deadlock the order; then it is undone as well.
+        # An order of equal length is kept: where several paths are critical, one move shortens
+        # none of them all, and it takes a drift along the plateau to come to one that helps.
         if times is None or objective_ns(times, self.objective) > max(allowed, self.present):
             row[first : first + len(segment)] = before
             return
@@ -151,6 +153,9 @@ class _Climb:
         while True:
             operation = path[-1]
             start = ends[operation] - durations[operation]
+            # Times are whole, so what an operation waited for ended exactly
+            # when it began; no operation begins later than it must, so
+            # there always is such a one, but at the start of the step.
             tight = [
                 source
                 for source, transfer_ns in sources[operation]

@@ -72,6 +72,13 @@ def _blocked_by_memory(
         seen = wait.position
         held = held_bytes[wait.position - 1] if wait.position else 0
         # What the rank could still take during this wait.
+        # A rank that may hold one activation, of two stages with F and B of 1 ns:
+        #
+        #     rank 0   F0 .  .  B0 F1 .  .  B1 F2 .  .  B2      memory 4, dependency 2
+        #     rank 1   .  F0 B0 .  .  F1 B1 .  .  F2 B2 .
+        #
+        # In its first two waits F1 and F2 have their inputs and no room. Behind
+        # the third there is no forward left that memory could have kept back.
         room = problem.caps[rank] - held
         first_ns = min(
             (

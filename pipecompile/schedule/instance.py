@@ -49,6 +49,9 @@ class ScheduleInstance:
 
     def operation(self, kind: int, stage: int, microbatch: int) -> int:
         """Return the code of an operation."""
+        # With 2 stages and 3 microbatches 0F0 0F1 0F2 1F0 1F1 1F2 0B0
+        # … are 0 1 2 3 4 5 6 …, so that the lists by operation below
+        # need no dictionary, and neighbours in a task differ by one.
         return (kind * self.problem.stages + stage) * self.problem.microbatches + microbatch
 
     def decode(self, operation: int) -> tuple[int, int, int]:
@@ -167,6 +170,7 @@ class ScheduleInstance:
     @cached_property
     def gradient_reach(self) -> tuple[int, ...]:
         """The last stage from which gradients flow back to each stage, stage by stage."""
+        # Four stages, no gradient over the boundary behind stage 1: 1 1 3 3.
         reach = list(range(self.problem.stages))
         for stage in reversed(reach[:-1]):
             if self.problem.gradient[stage]:
@@ -186,11 +190,16 @@ class ScheduleInstance:
         free, heads, lengths = [0] * len(rows), [0] * len(rows), [len(row) for row in rows]
         waiting: dict[int, list[int]] = {}
         ready = list(range(len(rows)))
+        # Which rank goes on first does not matter: what an operation waits for is
+        # fixed by the rows, so that every order of evaluation gives the same ends.
         while ready:
             rank = ready.pop()
             row, clock, head, length = rows[rank], free[rank], heads[rank], lengths[rank]
             while head < length:
                 operation = row[head]
+                # The `else` of this loop runs when no input is missing. The `break` behind it
+                # leaves the row where an input is, and its clock may have moved on to an input that
+                # is there. That does no harm: the operation cannot begin before that one either.
                 for source, transfer_ns in sources[operation]:
                     end = ends[source]
                     if end < 0:
@@ -271,6 +280,8 @@ class ScheduleInstance:
         stage, kind, microbatch, _ = action
         assert microbatch is not None
         operation = self.operation(_OPERATION_KINDS[kind], stage, microbatch)
+        # Named schedules of whole backwards are seeds of an instance
+        # that splits them, which the search then improves by moving W.
         if kind is Kind.BACKWARD and self.split[stage]:
             return [operation, self.operation(WEIGHT, stage, microbatch)]
         # Where this instance does not split, the other half counts as the full backward.

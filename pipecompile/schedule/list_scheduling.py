@@ -127,6 +127,7 @@ class _OrderBuilder:
         while self.queue:
             now, rank = heappop(self.queue)
             # Moments may be out of date: the rank has started something since.
+            # They are never taken out of the queue: to find them would cost more than to skip them.
             if self.free[rank] <= now:
                 choice = self.choose(rank, now)
                 if choice is not None:
@@ -231,6 +232,9 @@ class _OrderBuilder:
         # Only the first backward counts: later ones have others to fill the pipeline.
         if self.done[BACKWARD][self.instance.stages_by_rank[rank][-1]]:
             return False
+        # A forward of 4 ns at time 10 with a gradient due at 12: the
+        # rank idles for 2 ns, and the ranks before it get their first
+        # gradient 2 ns earlier, with which their own backwards begin.
         return next_backward - now < self.task_ns[FORWARD][stage]
 
     def _weight(
@@ -264,6 +268,9 @@ class _OrderBuilder:
             backwards[other] for other in self.instance.stages_by_rank[rank]
         )
         # The time until the goal in which the rank has nothing to do.
+        # A wait of 1 ns with 10 microbatches to come, if there is one
+        # before each of them, takes 10 ns: with a slack of 8 ns that is
+        # allowed, as up to two shares of it are, and with 4 ns it is not.
         slack_ns = self.goal_ns - now - self.todo_ns[rank]
         return (next_ns - now) * to_come <= SHARES * slack_ns
 
@@ -286,6 +293,7 @@ class _OrderBuilder:
         )
         if forwards[stage] == oldest:
             of_oldest += kept[stage]
+        # Pending weight backwards wait for nothing, so what they free can be had at any moment.
         freed = self._pending_weight_bytes(stages)
         return held - freed - of_oldest + self.single_peaks[rank] <= cap
 

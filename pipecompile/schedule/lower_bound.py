@@ -68,6 +68,10 @@ def jackson_makespan(jobs: list[tuple[int, int, int]]) -> int:
             index += 1
         tail, left = heappop(ready)
         # The job runs until it ends or until the next head, when a larger tail may take over.
+        # Jobs (0, 2, 1) and (1, 1, 5): the first one runs from 0 to 1, the
+        # second from 1 to 2 and ends by 2 + 5, the rest of the first from 2 to
+        # 3. That is 7, where without interruption the second would end by 3 +
+        # 5. No real order interrupts an operation, so 7 is below all of them.
         until = jobs[index][0] if index < len(jobs) else now + left
         spent = min(left, until - now)
         now += spent
@@ -95,6 +99,8 @@ def _drain_bound(
     # The cap does not limit what can be left at the end.
     if per_byte == inf or cap * per_byte >= total:
         return 0
+    # F and B of 1 ns, 4 microbatches of 1 byte and a cap of 2: behind F3
+    # at most 2 backwards are left, so 6 of the 8 ns are done by then.
     left = int(cap * per_byte)
     now, done = 0, 0
     # The earliest time by which all work except `left` can be done on this rank.
@@ -115,6 +121,8 @@ def _most_work_per_byte(instance: ScheduleInstance, stages: tuple[int, ...]) -> 
     or before the weight backward of a stage.
     """
     times, kept = instance.task_ns, instance.task_bytes[FORWARD]
+    # F, I and W of 1 ns and 1 byte until W: 2 ns for the byte behind F, 1 ns for it behind I. So a
+    # cap of 2 leaves up to 4 ns. A state without bytes can be left by any number of microbatches.
     states = [(times[WEIGHT][s], -instance.task_bytes[WEIGHT][s]) for s in stages]
     left, held = sum(times[kind][s] for s in stages for kind in range(4)), 0
     for stage in stages:
@@ -139,6 +147,8 @@ def _heads(instance: ScheduleInstance) -> TaskTimes:
     for j in range(instance.problem.microbatches):
         for kind, stage in _dependency_order(instance):
             # Microbatches of a task follow each other.
+            # Each line below is true in every order, so their largest is too; none has to be tight.
+            # All that it looks at is of an earlier microbatch, or earlier in the dependency order.
             head = heads[kind][stage][j - 1] + times[kind][stage] if j else 0
             for other, source, transfer_ns in inputs[kind][stage]:
                 head = max(head, heads[other][source][j] + times[other][source] + transfer_ns)
@@ -253,6 +263,9 @@ def _rank_span(instance: ScheduleInstance, rank: int) -> int:
     backward_heads = _round_trips(instance, stages[0])
     jobs = []
     for stage in stages:
+        # The span begins with the first forward of stages[0], so heads
+        # count from there. Every microbatch enters the rank after it,
+        # and so none is back sooner than the first one could be.
         backward_head = backward_heads[stage]
         heads = {BACKWARD: backward_head, WEIGHT: backward_head + times[BACKWARD][stage]}
         for kind in instance.kinds[stage]:

@@ -153,8 +153,11 @@ def lasting_microbatches(name: str, placement: Sequence[int], microbatches: int)
     """
     if name not in ASYNCHRONOUS:
         return microbatches
+    # Four stages and minibatches of 2: the first stage begins 3 microbatches before
+    # the one ahead of them is back, so it holds 4. An order of 2 would show 2.
     size = PipelineSize.of(placement, microbatches)
     most = max(size.ahead(stage) + size.replicas[stage] for stage in range(size.stages))
+    # Whole turns, since all replicas of a stage take equally many.
     turns = lcm(*size.replicas)
     return -(-max(microbatches, most) // turns) * turns
 
@@ -165,6 +168,7 @@ def steady_microbatches(name: str, placement: Sequence[int], microbatches: int) 
     """
     if name not in ASYNCHRONOUS:
         return microbatches
+    # In the example above 4 fill the pipeline, and the other 4 of 8 meet a full one.
     filled = lasting_microbatches(name, placement, 1)
     return lasting_microbatches(name, placement, max(microbatches, 2 * filled))
 
@@ -175,6 +179,8 @@ def held_microbatches(name: str, placement: Sequence[int], microbatches: int) ->
     """
     if name not in ASYNCHRONOUS:
         return microbatches
+    # Four stages and minibatches of 2: the 3 microbatches ahead are
+    # of the next two minibatches, so the inputs of 6 are there.
     return microbatches * (1 + PipelineSize.of(placement, microbatches).read_ahead)
 
 
@@ -217,6 +223,7 @@ def generate(
     # Generators number ranks as a microbatch meets them, which need not be the placement's order.
     rows: list[list[Action]] = [[] for _ in range(max(placement) + 1)]
     generated = _rows(name, placement, microbatches)
+    # Placed 1 0 0 1, rank 1 is met first, and the first row of the generator is its.
     met = dict.fromkeys(chain.from_iterable(stage_ranks(placement)))
     for rank, row in zip(met, generated, strict=True):
         rows[rank] = list(insert_recomputes(row, is_recomputed))
@@ -244,6 +251,7 @@ def peak_in_flight(name: str, placement: Sequence[int], microbatches: int) -> tu
     for row in rows:
         for stage, kind, *_ in row:
             held[stage] += kind is Kind.FORWARD
+            # An I lets nothing go that is counted here: W still reads it.
             held[stage] -= kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT)
             peaks[stage] = max(peaks[stage], held[stage])
     return tuple(peaks)
@@ -276,6 +284,7 @@ def fullest_moment(name: str, placement: Sequence[int], microbatches: int) -> Fu
             held[stage] += kind is Kind.FORWARD
             ended[stage] += kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT)
             held[stage] -= kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT)
+            # Of equal moments the last one: the later it is, the more stages have gradients too.
             if sum(held.values()) >= most:
                 most = sum(held.values())
                 for each in stages:
@@ -309,6 +318,8 @@ def _has_shape(name: str, placement: Sequence[int]) -> bool:
     # GPipe and an evaluation run on every placement.
     if shape == "any":
         return True
+    # One stage on each rank is a line, a loop and a V at once. Then only the number
+    # of stages on a rank tells that a V schedule, which needs two, does not fit.
     number = len(placement) // len(set(placement))
     return shape in shapes_of(placement) and stages_per_rank in (None, number)
 
@@ -340,6 +351,7 @@ def _refuse_misfit(name: str, placement: Sequence[int], microbatches: int) -> No
             f"schedule {name!r} needs at least {least} microbatches on {ranks} ranks, "
             f"but there are {microbatches}; use more, or {alternatives}"
         )
+    # Stages with 2 and with 3 replicas need a multiple of 6.
     turns = lcm(*map(len, stage_ranks(placement)))
     if name in ASYNCHRONOUS and microbatches % turns:
         raise InputError(

@@ -56,6 +56,8 @@ class Noise:
         if name not in self.known:
             # A lognormal factor exp(σ·z − σ²/2) has mean 1 and variance exp(σ²) − 1.
             sigma = math.sqrt(math.log1p(self.share**2))
+            # A text as seed is hashed by SHA-512, the same in
+            # every process; `hash` of a text is not.
             source = random.Random(f"{self.seed} {name}")
             self.known[name] = np.array(
                 [source.lognormvariate(-(sigma**2) / 2, sigma) for _ in range(self.draws)]
@@ -133,6 +135,7 @@ class _DrawnRun:
         task, microbatch = self._task(action), action.microbatch
         begin = np.maximum(self.free_ns[rank], self.arrivals.pop((task, microbatch), self.start_ns))
         end = self.free_ns[rank] = begin + self._duration_ns(action)
+        # The rank of a target does not matter here: within a rank the transfer takes no time.
         for target, _, transfer_ns, _ in self.waiting[task]:
             before = self.arrivals.get((target, microbatch), self.start_ns)
             self.arrivals[target, microbatch] = np.maximum(before, end + transfer_ns)

@@ -21,6 +21,8 @@ def place(shape: str, ranks: int, stages_per_rank: int) -> tuple[int, ...]:
     if shape == "linear":
         return tuple(rank for rank in range(ranks) for _ in range(stages_per_rank))
     placement: list[int] = []
+    # A loop begins each leg at rank 0, so that the last rank sends to the first one. A V turns
+    # round instead: stages r and 2 ranks − 1 − r share a rank, and at the turn there is no message.
     for leg in range(stages_per_rank):
         is_way_back = shape == "v" and leg % 2 == 1
         placement += reversed(range(ranks)) if is_way_back else range(ranks)

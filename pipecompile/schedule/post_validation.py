@@ -30,6 +30,8 @@ def leading_forwards(schedule: Schedule) -> tuple[int, ...]:
     sent = set[tuple[int, int | None]]()
     before = None
     # What a rank sends may let others lead with more, and a V comes back to the first rank.
+    # ZB-V on 2 ranks: rank 1 leads with 1F0 2F0 1F1 2F1 and sends 2F0, so that
+    # rank 0 leads with 3F0 as well, behind 0F0 0F1 0F2. Its 3I0 ends that.
     while counts != before:
         before = list(counts)
         for rank, row in enumerate(schedule.rows):
@@ -62,18 +64,20 @@ def step_in_a_row_ns(schedule: Schedule, timeline: Timeline) -> int:
     step, and reads the norm when all ranks have. The time of the norm's messages and of the update
     is not in it, as it is not in the step.
     """
+    # A rank begins a step when it has done the last one, so no rank's step is shorter than its
+    # own span. And nobody passes the norm before all ranks have done the last step: from its
+    # earliest non-leading action to the end of the step it takes as long as in the timeline.
     rows = [
         sorted([*row, *sums], key=lambda event: event.end_ns)
         for row, sums in zip(timeline.events, timeline.reductions, strict=True)
     ]
     spans = [row[-1].end_ns - row[0].start_ns for row in rows if row]
-    behind = (
-        event.start_ns
-        for row, events, count in zip(
-            schedule.rows, timeline.events, leading_forwards(schedule), strict=True
-        )
-        for event in events[_forwards(row[:count]) :][:1]
-    )
+    behind = []
+    leading = leading_forwards(schedule)
+    for row, events, count in zip(schedule.rows, timeline.events, leading, strict=True):
+        first = _forwards(row[:count])
+        if first < len(events):
+            behind.append(events[first].start_ns)
     return max([*spans, timeline.makespan_ns - min(behind, default=0)], default=0)
 
 

@@ -33,6 +33,8 @@ def add_earliest_receives(schedule: Schedule) -> Schedule:
         (action, message_of(action, len(placement), gradient)) for row in rows for action in row
     ]
     producers = {message[1]: action for action, message in messages if message}
+    # Of 0F2, rank 1 has 2 actions in the past: whenever 0F2 is done, so are 1F0 and 1B0. So the
+    # message cannot be under way before these, and `arriving[1, 2]` puts its receive behind them.
     past = past_of(rows, producers)
     arriving: dict[tuple[int, int], list[Action]] = defaultdict(list)
     for receive, producer in producers.items():

@@ -49,6 +49,8 @@ def _order(problem: PlacedProblem, stage: int, microbatch: int) -> Iterator[Edge
     size, costs = _size(problem), problem.costs[stage]
     forward, backward = _forward(stage, microbatch), _backward(stage, microbatch)
     ahead, replicas = size.ahead(stage), size.replicas[stage]
+    # d microbatches of this rank before this one: its own are
+    # `replicas` apart, and `ahead` is (d − 1) × replicas.
     before = _backward(stage, microbatch - ahead - replicas)
     yield _edge(problem, before, forward, costs.forward_ns)
     is_recomputed = problem.recomputes(Action(stage, Kind.RECOMPUTE, microbatch))
@@ -61,6 +63,7 @@ def _sums(problem: PlacedProblem, stage: int) -> Iterator[Edge]:
     size, costs = _size(problem), problem.costs[stage]
     last_round = range(problem.microbatches - size.replicas[stage], problem.microbatches)
     for own in last_round:
+        # This is the forward that its row has directly behind B(own), by the order in `_order`.
         begun = _forward(stage, own + size.ahead(stage) + size.replicas[stage])
         for other in last_round:
             yield _edge(problem, _backward(stage, other), begun, costs.forward_ns)
@@ -86,6 +89,7 @@ def _edge(problem: PlacedProblem, source: Action, target: Action, weight: int) -
 def _place(problem: PlacedProblem, action: Action) -> tuple[int, int]:
     """Return the minibatch of an action, from this one on, and its number there."""
     assert action.microbatch is not None, "compute actions name their microbatch"
+    # Python rounds down: with 4 microbatches, −1 is number 3 of the minibatch before.
     minibatch, within = divmod(action.microbatch, problem.microbatches)
     row = action.stage + (problem.stages if action.kind is Kind.BACKWARD else 0)
     return minibatch, row * problem.microbatches + within

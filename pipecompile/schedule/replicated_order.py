@@ -115,6 +115,11 @@ class ReplicatedOrder:
         for rank in self._ranks:
             rank.begin(done, read)
         while any(rank.head is not None for rank in self._ranks):
+            # Two ranks of stage 0 and one of stage 1, minibatches of 2. The turns give
+            #
+            #     0F0 0F1 1F0 0F2 0F3 1B0 0B0 1F1 1B1 0B1 1REDUCE 1STEP …
+            #
+            # on every process, which keeps of it what its own rank does and where its messages are.
             heads = [rank.head for rank in self._ranks]
             for rank in self._ranks:
                 yield from self._turn(rank)
@@ -139,6 +144,8 @@ class ReplicatedOrder:
 
     def _is_possible(self, rank: _Rank, action: Action) -> bool:
         """Return whether all that an action waits for is done on other ranks."""
+        # Every process keeps these books alike, without a message: the question is whether
+        # ranks have come as far in the common order, and not whether they have in time.
         if action.kind is Kind.REDUCE and action.stage == rank.stage:
             # Those that have gone on by now have closed it.
             waiting = [each for each in self._replicas(rank.stage) if each.closed == rank.closed]

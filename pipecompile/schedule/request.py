@@ -148,6 +148,7 @@ def _best_answer(
 ) -> ScheduleAnswer:
     """Return the best of the candidates; `began` is when the work on them began."""
     # An order that fits is better than any that does not.
+    # Of those that do not fit the one that is over by the least, so that the answer is also a hint.
     best = min(candidates, key=lambda candidate: (candidate.over_bytes, candidate.value_ns))
     violations = _memory_violations(best)
     named = tuple(order for candidate in candidates for order in _named_orders(candidate))
@@ -286,6 +287,8 @@ def _searched(
     candidates, refusals = [], []
     for problem in problems:
         try:
+            # The budget is divided, and not used up by the first placement: the
+            # order in which placements are tried must not decide which of them wins.
             result = search(
                 problem, objective=request.objective, seconds=request.seconds / len(problems)
             )
@@ -338,6 +341,8 @@ def _memory_violations(candidate: _PlacementCandidate) -> list[str]:
     schedule = add_transfers(problem, candidate.schedule)
     violations = faults = check_schedule(schedule, problem)
     if violations and candidate.over_bytes:
+        # Orders over their caps are reported, as the user may want to see by how much; whatever
+        # else is wrong is an error, and the caps may have kept the check from coming to it.
         faults = check_schedule(schedule, replace(problem, caps=None))
     if faults:
         more = f"; and {len(faults) - 3} more" if len(faults) > 3 else ""

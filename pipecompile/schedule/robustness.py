@@ -23,6 +23,7 @@ def is_gain_robust(problem: PlacedProblem, searched: Schedule, named: Schedule) 
     the same problem gives the same plan.
     """
     source = random.Random(0)
+    # Both orders meet each draw, so that what differs is the order and not the luck.
     draws = [_disturbed(problem, source) for _ in range(DRAWS)]
     shorter = sum(
         simulate(draw, searched).makespan_ns < simulate(draw, named).makespan_ns for draw in draws

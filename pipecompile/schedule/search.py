@@ -76,6 +76,9 @@ def search(
     # A named order that meets the bound cannot be improved.
     if best is None or best.value_ns > bound_ns:
         # Whole seconds, so that it is zero except for large problems.
+        # Simulating the named orders and turning them into seeds comes
+        # out of the budget, as the search counts its time in operations;
+        # but half is left for the search, however large it is.
         spent = len(named) * instances[0].operation_count * LOOKS_PER_NAMED // OPERATIONS_PER_SECOND
         left_seconds = max(seconds / 2, seconds - spent)
         instances = _affordable(instances, left_seconds)
@@ -85,6 +88,8 @@ def search(
             order = OrderSearch(instance, objective, bound_ns, share, seeds).run()
             # Recomputes may still fit into earlier gaps, of which the search knows nothing.
             schedule = move_recomputes(problem, order)
+            # The search counts with links that are free for every message; what is
+            # compared in the end is the simulator's word, which knows the network.
             candidates.append((objective_ns(simulate(problem, schedule), objective), schedule))
     value_ns, schedule = min(candidates, key=lambda candidate: candidate[0])
     return SearchResult(schedule, objective, value_ns, bound_ns, named)

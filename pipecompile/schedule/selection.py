@@ -324,6 +324,9 @@ def _fitting_results(
     from pipecompile.schedule.search import search
 
     lowered = problem
+    # What else a rank holds depends on where its peak is, so no cap on activations is exact:
+    # that of `problem` leaves too much room in some orders, that of `safe` too little in most.
+    # A cap that is lowered by what was exceeded lies between, and is tried before the safe one.
     for _ in range(SEARCHES):
         try:
             result = search(lowered, seconds=SEARCH_SECONDS)

@@ -42,6 +42,7 @@ def snapshots_by_rank(order: Schedule, microbatches: int) -> tuple[tuple[Snapsho
         if action.kind in BACKWARDS
     }
     rows = [peak_snapshots(row, unread) for row in order.rows]
+    # Else every backward makes an update of its own, and so finds no gradients of earlier ones.
     sums = rule is DOUBLE_BUFFERED or size.least_update > 1
     return tuple(tuple(_without_end(row, size, sums=sums)) for row in rows)
 
@@ -53,9 +54,13 @@ def _without_end(
     microbatches are summed before an update.
     """
     for snapshot in snapshots:
+        # At its updates the row holds less than a run without an end does, as drawn above.
+        # The snapshots that take their place are yielded behind each backward, below.
         if snapshot.kind in (Kind.REDUCE, Kind.STEP):
             continue
+        # Asynchronous schedules have one stage on each rank.
         ((stage, state),) = snapshot.states.items()
+        # With replicas a receive is posted when its message is sent, which is where the row has it.
         if not size.has_replicas:
             state = _as_posted(state, needs_gradient=snapshot.kind is not Kind.FORWARD)
         held = state if sums else state._replace(has_gradients=0)

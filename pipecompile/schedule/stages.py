@@ -69,6 +69,7 @@ def problem_of_stages(
     # crosses_ranks[s] is about the boundary before stage s; the ends have none.
     crosses_ranks = [False, *(left != right for left, right in boundaries), False]
     forward_ns, backward_ns, costs = [], [], []
+    # Not strict: behind the last stage there is no boundary.
     for stage, (left, right) in zip(stages, pairwise(stage_ranks(placement)), strict=False):
         values = [tensor.bytes for tensor in stage.outputs]
         gradients = [tensor.gradient_bytes for tensor in stage.outputs]
@@ -133,10 +134,13 @@ def _with_exchanges(costs: StageCosts, stage: Stage, ring: Link) -> StageCosts:
     gather_and_sum = gather + _exchange_ns(ring, stage.backward_sum)
     return replace(
         costs,
+        # An I needs the gathered weights too, but only W
+        # completes gradients, and only these are summed.
         forward_ns=costs.forward_ns + gather,
         backward_ns=costs.backward_ns + gather_and_sum,
         backward_input_ns=costs.backward_input_ns + gather,
         backward_weight_ns=costs.backward_weight_ns + gather_and_sum,
+        # A recompute is another forward, for which the weights are gathered once more.
         recompute_ns=costs.recompute_ns + (gather if costs.recompute else 0),
     )
 
@@ -165,6 +169,8 @@ def _costs(
     # A forward that is recomputed keeps only what it sends and what it writes to.
     copies = footprint.buffer_copies.bound if recomputes else 0
     bare = footprint.outputs.bound + copies
+    # A whole stage is recomputed by an action R, which can move into a wait. Regions are recomputed
+    # and encodings decoded inside the backward, when it comes to them, and lengthen that.
     region_ns = stage.recompute_ns if stage.recompute == "regions" else 0
     encoding_ns = sum(run.forward_ns for run in stage.encoded_runs)
     decoding_ns = sum(run.backward_ns for run in stage.encoded_runs)
@@ -243,6 +249,9 @@ def memory_by_rank(
     them. The bound holds for the order of its compute actions under any times.
     """
     lasting = _lasting(stages, schedule)
+    # A receive allocates its buffer where it is posted, which is where the message
+    # may first come. So predicted times decide what is expected, but must not decide
+    # what is promised: such a bound would break with the first message that is early.
     in_time = snapshots_by_rank(lasting, schedule.microbatches)
     timed = _memory_of(stages, schedule, in_time, allocator)
     most = most_by_rank(stages, schedule, allocator)

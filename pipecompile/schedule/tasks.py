@@ -47,6 +47,8 @@ def backwards(stages: Sequence[int]) -> Iterator[Task]:
 
 def own_microbatches(layout: Layout, rank: int, microbatches: int) -> range:
     """Return the microbatches of a rank: every r-th one if its stage has r replicas."""
+    # The second of 2 replicas has 1 3 5 … Replicas lie side by side in a layout and
+    # have equal stages, so the first rank with these stages is the first replica.
     return range(rank - layout.index(layout[rank]), microbatches, layout.count(layout[rank]))
 
 
@@ -63,6 +65,7 @@ def numbered(tasks: Iterable[Task], microbatches: range) -> tuple[Action, ...]:
     actions = []
     for stage, kind in tasks:
         # DualPipeV has full and split backwards of one stage.
+        # After 3B1 the next 3I must not be 3I0 or 3I1 once more: a full backward uses both numbers.
         halves = (Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT) if kind is Kind.BACKWARD else (kind,)
         microbatch = used[stage, halves[0]]
         for half in halves:

@@ -85,6 +85,7 @@ def _writable(action: Action, line: int, column: int) -> Action:
 
 def _placement(rows: list[list[Action]]) -> list[int]:
     """Return the rank of each stage: the line that has its actions."""
+    # The format has no placement: each line is a rank, and its cells say which stages lie there.
     ranks: dict[int, int] = {}
     for rank, row in enumerate(rows):
         for action in row:

@@ -43,6 +43,8 @@ def add_transfers(problem: PlacedProblem, schedule: Schedule) -> Schedule:
             "between, which torch's runtime cannot do; relay the tensor through them"
         )
     followers = _followers(schedule)
+    # In the example above the message of 0F1 comes before that of 1B0 on both ranks. With 1RECV_F1
+    # behind 1SEND_B0, and 0SEND_F1 before 0RECV_B0, each rank could stay in its send for ever.
     rows: list[list[Action]] = [[] for _ in range(schedule.ranks)]
     for rank, (action, *_) in _by_completion(problem, schedule):
         rows[rank].append(action)

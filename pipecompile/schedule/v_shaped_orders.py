@@ -57,7 +57,13 @@ def v_min(layout: Layout, microbatches: int) -> list[list[Task]]:
     Every offset is one slot, which is the shortest block.
     """
     ranks = len(layout)
+    # Without gaps the late stage's I is 2 × ranks slots behind the early one's F, on every rank.
+    # With 3 or 6 ranks that is a multiple of the period, so the I of one microbatch and the F of
+    # a later one would take the same slot: 0F at 0 and 5I at 6 on rank 0 of 3. Gaps of 2 put
+    # them at 0 and 8, and all four of that rank at 0 7 8 15, which are 0 1 2 3 within a period.
     gaps = (0, 0, 0) if ranks % 3 else (2, 0, 2)
+    # Counted in activations of one such stage, of which two make the layers of a rank: on 12
+    # ranks the first one would hold 24 under 1F1B; here all hold 10, and 14 under V-Half.
     limit = 2 * ((ranks + 1) // 3 + 1)
     block = BuildingBlock((1, 1, 1, 1), gaps, limit, takes_early=False)
     return _repeated(layout, microbatches, block)
@@ -73,6 +79,8 @@ def v_half(layout: Layout, microbatches: int) -> list[list[Task]]:
     The offsets of F and I of a stage add up to three slots.
     """
     ranks = len(layout)
+    # As in `v_min`: the two are 3 × ranks − 1 slots apart before there are gaps. A gap of 1 makes
+    # that 3 × ranks, a multiple of the period if ranks are even; then 3 makes it 3 × ranks + 2.
     gaps = (1, 0, 0) if ranks % 2 else (3, 0, 4)
     limit = 2 * (ranks // 2 + 1)
     return _repeated(layout, microbatches, BuildingBlock((2, 1, 2, 1), gaps, limit))
@@ -88,6 +96,7 @@ def zb_v(layout: Layout, microbatches: int) -> list[list[Task]]:
     It needs the memory of 1F1B. With F, I and W of equal length and two microbatches for each rank,
     every rank is busy from its first action to its last.
     """
+    # The two of `v_min` are 6 × (ranks − 1) + 2 slots apart, never a multiple of the period.
     block = BuildingBlock((3, 3, 3, 3), (0, 0, 0), 2 * len(layout))
     return _repeated(layout, microbatches, block)
 
@@ -95,6 +104,12 @@ def zb_v(layout: Layout, microbatches: int) -> list[list[Task]]:
 def _repeated(layout: Layout, microbatches: int, block: BuildingBlock) -> list[list[Task]]:
     """Return the tasks of each rank, where each microbatch's block begins a period later."""
     rows = []
+    # Rank 0 of 3 under V-Min: 0F at 0, 5F at 7, 5I at 8, 0I at 15, and the next microbatch 6 later:
+    #
+    #     slot     0   6   7   8   13  14  15  21
+    #     rank 0   0F0 0F1 5F0 5I0 5F1 5I1 0I0 0I1
+    #
+    # Only this order is taken over, not the slots: the W come later, and bubbles are closed.
     for slots in _slots(layout, block):
         # Blocks of different microbatches never collide, so slots give one order of the tasks.
         shifted = [(slot + _PERIOD * i, task) for i in range(microbatches) for slot, task in slots]
@@ -180,6 +195,7 @@ def _early_forward(queue: Iterable[Task], done: dict[Task, int], room: int) -> i
     for index, task in enumerate(queue):
         if room < 1:
             break
+        # A forward does not look at `last`.
         if task[1] is _F and _can_begin(task, done, last=0):
             return index
         # A forward that is overtaken needs room later, and an I lets a W free some.
@@ -208,6 +224,13 @@ def dualpipe_v(layout: Layout, rank: int, microbatches: int) -> Iterator[Task]:
     each other. Backwards are split only where their W fills a bubble.
     """
     (early, late), after = layout[rank], len(layout) - 1 - rank
+    # By the eight steps of dualpipev.py, rank 0 of 2 with 4 microbatches:
+    #
+    #     1 0F0 0F1 │ 2 0F2 3F0 │ 3 3I0 3W0 3F1 │ 4 0F3 3B1 3F2 0B0 │
+    #     5 3B2 3F3 0B1 │ 6 3B3 0I2 │ 7 0W2 0I3 │ 8 0W3
+    #
+    # Forwards of each stage add up to the number of microbatches, rank + 1 + 2 × after +
+    # steady, unless steady is below zero: two microbatches for each rank are enough for that.
     yield from [(early, _F)] * (2 * after)
     yield from [(early, _F), (late, _F)] * (rank + 1)
     yield from [(late, _I), (late, _W), (late, _F)] * after

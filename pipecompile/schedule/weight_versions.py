@@ -93,6 +93,7 @@ def _stale_versions(schedule: Schedule) -> Iterator[str]:
         newest = made[rank, action.stage]
         # Forwards that name no version are reported by another rule.
         version = newest if action.version is None else action.version
+        # An older one would train as well, but with more delay than the rule promises.
         must_be_newest = schedule.weight_versions == "stashed" or action.stage == 0
         if must_be_newest and action.kind is Kind.FORWARD and version < newest:
             yield f"rank {rank}: {action} does not use version {newest}, the newest of its stage"
@@ -112,6 +113,7 @@ def _wrong_buffers(schedule: Schedule) -> Iterator[str]:
             forward = forwards.get((action.stage, action.microbatch))
             if action.kind not in BACKWARDS or forward is None:
                 continue
+            # The gradient of update 2 is that of version 1: W(3) = W(2) − ν ∇f(W(1)).
             required = max(0, updates[action.stage] - 1)
             if forward.version not in (None, required):
                 yield (

@@ -44,6 +44,10 @@ def zb_h2(layout: Layout, rank: int, microbatches: int) -> Iterator[Task]:
 
 def _tasks(stage: int, microbatches: int, *, lead: int, lag: int) -> Iterator[Task]:
     """Yield `lead` forwards, then I, W and F in turn, each W `lag` microbatches behind its I."""
+    # ZB-H1 on rank 1 of 3:  F0 F1 │ I0 F2 │ I1 W0 F3 │ I2 W1 │ I3 W2 │ W3, lead 2 and lag 1.
+    # The rank holds lead + lag microbatches at most, since only a W lets one go. The sum is
+    # the same on all ranks: 3 here, which the first rank of 1F1B holds too, and 5 under ZB-H2.
+    # So the later ranks, which need fewer forwards ahead, spend what they spare on delaying W.
     yield from [(stage, Kind.FORWARD)] * lead
     for microbatch in range(microbatches):
         yield stage, Kind.BACKWARD_INPUT

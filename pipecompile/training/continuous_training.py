@@ -84,6 +84,13 @@ class ContinuousTraining(Iterator[Any]):
 
     def __next__(self) -> Any:
         """Return the loss of the next minibatch, where the last stage runs, and None elsewhere."""
+        # Two stages and two microbatches in a minibatch, so that one minibatch is read ahead:
+        #
+        #     first loss     read 0 and 1, perform until 0 has gone back
+        #     second loss    read 2, perform until 1 has gone back
+        #     …
+        #     last loss      nothing to read, perform until the pipeline is empty
+        #
         if not self._losses and not self.is_over:
             with self._watched(f"minibatch {self._run.steps}"):
                 self._read_ahead()
@@ -148,6 +155,9 @@ class ContinuousTraining(Iterator[Any]):
         """Return by how many updates the versions lie before the newest that the weights of a stage
         still need after `done` minibatches.
         """
+        # With three stages, PipeDream and one microbatch in a minibatch, stage 0 after five: the
+        # newest version is 5, and the next microbatch reads 3. So 4 and 3 are kept, 1 and 2
+        # before the newest.
         microbatch = done * self._size.microbatches
         newest = self._rule.update(self._size, microbatch)
         oldest = self._rule.version(self._size, owner, microbatch)
@@ -186,6 +196,8 @@ class ContinuousTraining(Iterator[Any]):
     def _read_ahead(self) -> None:
         """Read as many minibatches as the first stage begins before the next one has gone back."""
         while self._read < self._done + 1 + self._size.read_ahead:
+            # Steps that the run took before, perhaps by another training, count too: what is
+            # drawn at random follows from this number.
             number = self._run.steps - self._done + self._read
             self._is_reading = True
             try:
@@ -198,6 +210,8 @@ class ContinuousTraining(Iterator[Any]):
             if self._flow is None:
                 self._flow = self._begun(minibatch)
             else:
+                # Only the first minibatch begins with an agreement. Of later ones the values are
+                # compared, and seldom: in such an exchange each rank waits for all.
                 self._parts.runner.compare_in_flight(minibatch)
             if self._done == self._read:
                 self._begin_recording(self._flow.minibatches)
@@ -247,6 +261,8 @@ class ContinuousTraining(Iterator[Any]):
             for action in flow.order.until((number + 1) * each, self._read * each):
                 flow.minibatches.perform(action)
             if number + 1 == self._read:
+                # No forward follows that would need these versions, so nothing else would make
+                # them.
                 for action in flow.order.deferred_steps():
                     flow.minibatches.perform(action)
         result = flow.minibatches.end(number)
@@ -293,6 +309,8 @@ class ContinuousTraining(Iterator[Any]):
             try:
                 yield
             except BaseException:  # also Ctrl+C
+                # In one process a batch that is refused while it is read has touched nothing.
+                # Over ranks others may have read theirs, and gone on.
                 self.has_failed = watch is not None or not self._is_reading
                 if watch is not None and self._flow is not None:
                     watch.lose_messages()
@@ -309,6 +327,8 @@ class ContinuousTraining(Iterator[Any]):
         each = self._size.microbatches
         update = partial(self._rule.update, self._size)
         recomputed = recomputed_microbatches(list(chain(*parts.plan.schedule.rows)))
+        # The microbatches of one update. Of four in a minibatch PipeDream makes four updates,
+        # each of one microbatch, and 2BW one of four.
         divisor = each // update(each) * parts.share.place.replicas
         updates = WeightUpdates(
             self.weights,

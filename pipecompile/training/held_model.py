@@ -74,8 +74,10 @@ class HeldModel:
         self.drain()
         model = self._model
         own, known = self.state_dict(), model.state_dict().keys()
+        # Such a state is that of the model alone, or is older than a loss with parameters.
         if self._loss_names.isdisjoint(state):
             own = {name: value for name, value in own.items() if name not in self._loss_names}
+        # All three before the first write: a state dict is loaded as a whole, or nothing of it.
         _refuse("are missing from", own.keys() - state.keys())
         _refuse("are not in the model, but in", state.keys() - known)
         _refuse(

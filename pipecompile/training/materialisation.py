@@ -128,6 +128,7 @@ def _marker(tensor: Tensor) -> float | int | bool:
 
 def _is_unset(tensor: Tensor) -> bool:
     if tensor.is_floating_point() or tensor.is_complex():
+        # Any element, since a module may set only a part of a tensor.
         return bool(tensor.isnan().any())
     return tensor.dtype is not torch.bool and bool((tensor == _marker(tensor)).any())
 
@@ -165,6 +166,8 @@ def _reset(path: str, module: nn.Module, held: list[str], seed: int) -> None:
     """
     own = dict(named_state(module))
     cpu = torch.device("cpu")
+    # Drawn on the CPU whatever the device, whose generator would draw other numbers; and whole,
+    # because what a module draws second depends on how much it has drawn first.
     whole = {id(tensor): _unset(tensor, cpu) for tensor in own.values()}
     with swapped_state(module, whole), torch.random.fork_rng(devices=()):
         # Parts first, as in constructors: what has them may change what they have set.

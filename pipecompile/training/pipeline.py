@@ -115,6 +115,7 @@ class Pipeline(HeldModel):
         self._training = BegunTraining(parts, self)
         if was_on_meta:
             self._set_values(weights)
+        # Last: while values were read or drawn each rank had its parameters whole.
         if parallelize is not None:
             self._programs.model_as_built = self._runner.parallelize(parallelize)
             for program in self._programs.declared:
@@ -223,6 +224,8 @@ class Pipeline(HeldModel):
                 "everywhere=True": everywhere,
             }
             return self._training.step(batch, target, flags)
+        # What `train` has updated early may still have to be rolled back, and this step reads the
+        # weights.
         self._training.validate()
         return self._step.take(
             batch, target, accumulate=accumulate, scaler=scaler, everywhere=everywhere
@@ -406,6 +409,7 @@ class Pipeline(HeldModel):
         else:
             self.load_safetensors(weights)
         read = () if weights is None else self._model.state_dict()
+        # Before ranks send each other values: a NaN of one that nothing has set would spread.
         check_all_set(self._model, self._share, read)
         if self._share.is_distributed:
             self._runner.equalise()
@@ -416,6 +420,8 @@ class Pipeline(HeldModel):
 
     def _begin_norm(self, norm_type: float = 2.0) -> NormOnItsWay:
         """Begin to reduce the norm of all gradients over ranks; a tied parameter counts once."""
+        # Each rank with a tied parameter has the sum of its gradients. Of one that is divided
+        # each process gives its part, and the norm of the parts' norms is the norm of the whole.
         named = self.named_parameters()
         counted = gradient_parts(each for name, each in named if self._share.counts(name))
         return self._runner.begin_norm(counted, norm_type)

@@ -87,6 +87,8 @@ class Runner:
         self._stage_replicas = group_of_own_stage(peers)
         self._copies = TensorCopies(plan, target, share, planned, self._stage_replicas)
         if share.is_distributed:
+            # In this order: stages move first, since NCCL sends what is on a GPU; then the
+            # program learns which objects it has; then ranks send each other values.
             self.watch = StepWatch(sorted(chain(*place.pipelines)), peers, step_timeout)
             self.move_stages()
             # Buffers that moved to a GPU are other objects now.
@@ -129,6 +131,8 @@ class Runner:
         """
         planned, model = self._planned, self._target.model_with_loss
         with world.failing_together():
+            # Together, because a stage is divided by exchanges: a rank whose stage cannot be
+            # divided would leave the others waiting in theirs.
             expected = self._trial(lambda _: nullcontext())
             shard = self._plan.options.shard
             self._parallel = ParallelStages(
@@ -181,6 +185,9 @@ class Runner:
             order = self._orders.actions(schedule)
             smaller = None if remainder is None else self._stages.local(remainder)
             return one_process.step(self._stages.local(program), order, batch, observers, smaller)
+        # For a step like earlier ones, the exchange of what ranks say begins here and ends before
+        # their first message, so that it takes no time of its own: stage 0 computes its first
+        # forward meanwhile.
         history = self._stages.distributed(program).history
         agreement = self._agreement.of_step(program, batch, self.watch, flags, history)
         sums = self._replica_sums(program) if reduces else None
@@ -366,6 +373,8 @@ class Runner:
         if not place.is_distributed:
             return returned
         last = self._plan.schedule.placement[-1]
+        # A broadcast of objects has no deadline: if a rank is gone, it ends only with the timeout
+        # of the process group.
         self.deadline.wait_for(place.pipeline_group)
         return world.broadcast_value(returned, place.global_ranks[last], place.pipeline_group)
 
@@ -383,6 +392,7 @@ class Runner:
             stage.to(self.device)
             for name, buffer in stage.named_buffers(remove_duplicate=False):
                 path, _, last = name.rpartition(".")
+                # Only what the model has: a stage holds constants of the graph besides.
                 if name in own:
                     model.get_submodule(path)._buffers[last] = buffer
 
@@ -394,6 +404,7 @@ class Runner:
             return
         try:
             self._parallel.sharded.gather(all_stages=all_stages)
+            # Freed after a failure too: the next step gathers anew.
             yield [self._parallel.sharded]
         finally:
             self._parallel.sharded.free()

@@ -48,6 +48,8 @@ class SavedVersions:
         for weights in self._training.weights.values():
             versions = weights.versions
             for version, values in versions.live.items():
+                # With versions 3, 4 and 5 of `w` these are `version.2.w` and `version.1.w`; 5 is
+                # `model.w`.
                 lag = versions.newest - version
                 for parameter, value in zip(versions.parameters, values, strict=True):
                     if lag:
@@ -69,6 +71,7 @@ class SavedVersions:
         """
         if self._training.is_over:
             return  # the newest weights are all that it has
+        # A checkpoint of a synchronous run has none: its weights are version 0 of this run.
         *rule, done = state.get("versions", (*self._training.rule, 0))
         if tuple(rule) != self._training.rule:
             schedule, stages, microbatches, *replicas = rule

@@ -56,6 +56,7 @@ class TensorCopies:
         """The tied parameters of this process that are trained, and who else holds each."""
         return [
             (self._tied[name], group)
+            # Sorted, since ranks must start the sums of their common ties in one order.
             for name, group in sorted(self._tie_groups.items())
             if name in self._tied and self._share.holds(name) and self._tied[name].requires_grad
         ]
@@ -96,6 +97,9 @@ class TensorCopies:
             index: [parameter for parameter in each if parameter not in tied]
             for index, each in parameters.items()
         }
+        # A tied gradient is complete in two sums, in this order: over the ranks of a tie in each
+        # replica (0 with 1, 2 with 3 in the drawing above), and then over replicas (0 with 2, 1
+        # with 3). So it cannot begin with its stage's other gradients.
         # Each once, in the same order on every replica.
         read = [p for each in parameters.values() for p in each if p in tied]
         late = dict.fromkeys([*read, *(p for p in summed if p not in managed)])

@@ -72,6 +72,7 @@ def record_forward(
         recorded = _record_once(model, call, options, symbolic)
     finally:
         is_stale = caches.clear()
+    # Once more at most: the caches are empty now, so that none holds tensors before its use.
     return record_forward(model, call, options, symbolic=symbolic) if is_stale else recorded
 
 
@@ -83,6 +84,7 @@ def _record_once(
     inputs = InputStructure.of(model, call)
     tensors = inputs.flatten(call)
     environment = ShapeEnv()
+    # Tensors that no module owns, such as those in globals, are real, and become constants.
     mode = FakeTensorMode(shape_env=environment, allow_non_fake_inputs=True)
     recorder = ForwardRecorder(model, mode, fake_state(model, mode), options)
     # Inputs that are the same tensor get a fake each, since each is a placeholder.

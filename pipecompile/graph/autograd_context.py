@@ -132,6 +132,7 @@ def shared_cast_readers(nodes: Iterable[fx.Node]) -> Iterator[list[fx.Node]]:
             continue
         # An autocast around the whole model is the outermost region of all nodes.
         region = 0 if outside.is_autocast else context.region_number
+        # A node that casts a weight twice is one reader.
         for parameter in {id(parameter) for parameter in node.meta["cast_parameters"]}:
             readers.setdefault((region, parameter), []).append(node)
     yield from (members for members in readers.values() if len(members) > 1)

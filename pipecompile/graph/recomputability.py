@@ -49,6 +49,8 @@ def recompute_limits(module: fx.GraphModule) -> RecomputeLimits:
         reason = _reason_against(node, parameters)
         if reason is not None:
             never[node.name] = reason
+    # A view and what is written through it, say: a region with the view alone would be written to
+    # by a node that its second run does not have.
     groups = _groups(_operations(module.graph))
     together = tuple(tuple(node.name for node in nodes) for nodes in groups if len(nodes) > 1)
     return RecomputeLimits(_with_bound_nodes(never, together), together)
@@ -68,6 +70,7 @@ def copied_bytes(module: fx.GraphModule) -> dict[str, tuple[int, ...]]:
     singles = [[node] for node in nodes if node.meta["group"] is None]
     sizes: dict[str, tuple[int, ...]] = {}
     for members in (*_groups(nodes), *singles):
+        # By identity: a buffer that a module owns and the graph reads too has one copy.
         buffers = {id(buffer): buffer for buffer in _copied_buffers(module, members)}
         if buffers:
             first = next(node.name for node in members if node.meta["mutates"])
@@ -106,6 +109,7 @@ def _reason_against(node: fx.Node, parameters: Collection[int]) -> str | None:
     if node.target is torch.autograd.grad:
         return "it goes back through the nodes before it while the forward runs"
     for value in node.meta["mutates"]:
+        # A second run would write a second time: only buffers have copies to run on.
         if isinstance(value, nn.Parameter) or storage_key(value) in parameters:
             return "it writes to a parameter"
     return None

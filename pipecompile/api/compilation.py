@@ -29,10 +29,10 @@ from pipecompile.cost_models.table import CostFunction
 from pipecompile.errors import InputError, ScheduleError
 from pipecompile.frontend.batch_dims import BatchDim
 from pipecompile.frontend.loss_reduction import LossReduction
-from pipecompile.frontend.self_check import restored_state
 from pipecompile.frontend.signature import arguments_of
 from pipecompile.frontend.target import LossFunction, Target
 from pipecompile.frontend.target_capture import Captured, capture_target
+from pipecompile.frontend.training_step import restored_state
 from pipecompile.ir.links import FREE
 from pipecompile.ir.option_names import known_name
 from pipecompile.ir.plan import Options, Plan

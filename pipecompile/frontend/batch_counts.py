@@ -23,9 +23,9 @@ import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
 from pipecompile.errors import InputError
-from pipecompile.frontend.self_check import restored_state
 from pipecompile.frontend.signature import Arguments
 from pipecompile.frontend.target import Target
+from pipecompile.frontend.training_step import restored_state
 from pipecompile.graph.pytrees import leaves_with_paths
 
 __all__ = ["OUTPUT", "refuse_batch_counts", "refuse_counts"]

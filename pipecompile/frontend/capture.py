@@ -281,8 +281,8 @@ def _capture_by(
         # A graph that keeps its masks is for batches with and without padding: so is a further one.
         recapture=partial(recapture, as_outside=method.reads_inputs),
         asks_layout=forward.recorder.asks_layout,
-        value_reads=tuple(forward.recorder.value_reads),
-        constant_answers=tuple(forward.recorder.constant_answers.values()),
+        value_reads=tuple(forward.recorder.values.of_values),
+        constant_answers=tuple(forward.recorder.values.constants.values()),
         masks_nothing=_masks_nothing(call),
     )
 

@@ -29,7 +29,7 @@ InputShapes = Sequence[tuple[int, ...]]
 
 @dataclass(frozen=True)
 class MicrobatchSizes:
-    """How many samples each microbatch of a minibatch has, and how many the plan was made for."""
+    """The numbers of samples: of each microbatch of a minibatch, and of those of the plan."""
 
     planned: int
     sizes: tuple[int, ...]
@@ -60,7 +60,7 @@ class MicrobatchSizes:
 
     @property
     def samples(self) -> int:
-        """How many samples the minibatch has."""
+        """The number of samples of the minibatch."""
         return sum(self.sizes)
 
     @property

@@ -95,9 +95,9 @@ def _record_once(
     # Before the run, in which a guard may replace the symbol by a number.
     symbol = batch_symbol(fakes)
     if symbol is not None:
-        recorder.sizes = {symbol: sympy.Integer(inputs.batch_size(tensors))}
+        recorder.values.sizes = {symbol: sympy.Integer(inputs.batch_size(tensors))}
     if all(map(has_values, tensors)):
-        recorder.inputs = dict(zip(inputs.tensor_names, tensors, strict=True))
+        recorder.values.inputs = dict(zip(inputs.tensor_names, tensors, strict=True))
     outputs = _run_model(recorder, model, inputs, fakes)
     eliminate_dead_code(recorder.recording.graph)
     guards = Guards.of(inputs.batch_size(tensors), symbol, environment)

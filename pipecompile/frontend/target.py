@@ -125,7 +125,7 @@ class Target:
 
     @property
     def samples(self) -> int:
-        """How many samples the minibatch has."""
+        """The number of samples of the minibatch."""
         return self.inputs.batch_size(self.inputs.flatten(self.call))
 
     def precision(self) -> AbstractContextManager[Any]:

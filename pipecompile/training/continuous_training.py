@@ -139,7 +139,7 @@ class ContinuousTraining(Iterator[Any]):
 
     @property
     def done(self) -> int:
-        """How many minibatches have gone back since training began with version 0."""
+        """The number of minibatches that have gone back since training began with version 0."""
         return self._done
 
     @property
@@ -366,7 +366,7 @@ class ContinuousTraining(Iterator[Any]):
 
     @property
     def _turns(self) -> int:
-        """How many processes take the microbatches of the stages here in turns."""
+        """The number of processes that take the microbatches of the stages here in turns."""
         share = self._parts.share
         return self._size.replicas[share.stages[0]] if share.is_distributed else 1
 

@@ -13,7 +13,7 @@ the pipeline would be emptied.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -21,21 +21,20 @@ from itertools import chain
 from typing import Any, Self
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from pipecompile.errors import InputError
 from pipecompile.frontend.microbatch import MicrobatchSizes
 from pipecompile.runtime.in_flight import MinibatchesInFlight
 from pipecompile.runtime.messages import Messages
 from pipecompile.runtime.rank_step import Minibatch, recomputed_microbatches
-from pipecompile.runtime.weight_updates import OwnedWeights, WeightUpdates
-from pipecompile.runtime.weight_versions import WeightVersions
-from pipecompile.schedule.asynchronous_versions import PipelineSize, rule_of
-from pipecompile.schedule.continuous_order import ContinuousOrder, UpdatedWeights
+from pipecompile.runtime.weight_updates import WeightUpdates
+from pipecompile.schedule.continuous_order import ContinuousOrder
 from pipecompile.schedule.replicated_order import ReplicatedOrder
 from pipecompile.training.batch_reader import input_and_target
 from pipecompile.training.pipeline_parts import PipelineParts
 from pipecompile.training.run_conditions import refuse_hooks_in_flight
+from pipecompile.training.run_weights import RunWeights
 from pipecompile.training.stage_optimizers import StageOptimizers, owned_parameters
 from pipecompile.training.training_run import TrainingRun
 
@@ -60,18 +59,15 @@ class ContinuousTraining(Iterator[Any]):
         optimizers: StageOptimizers,
         max_norm: float | None = None,
     ) -> None:
-        rule = rule_of(parts.plan.schedule.weight_versions)
-        assert rule is not None, "synchronous schedules are trained by steps"
         self.optimizers = optimizers
         self._parts = parts
         self._run = run
         self._batches = _GivenMinibatches() if batches is None else iter(batches)
-        self._rule = rule
-        self._size = PipelineSize.of(parts.plan.schedule.placement, parts.plan.microbatches)
         self._program = parts.programs.current(0)
         self._max_norm = max_norm
         owned = owned_parameters(self._program, parts.target.model_with_loss, parts.share)
-        self.weights = {owner: self._weights(owner, each) for owner, each in owned.items()}
+        self.weights = RunWeights(parts.plan, parts.share, owned, optimizers, max_norm)
+        self._rule, self._size = self.weights.rule, self.weights.size
         self._flow: _MinibatchFlow | None = None
         self._done = self._read = 0  # minibatches since training began
         self._filled = 0  # and those that had gone back when the pipeline was last empty
@@ -142,27 +138,6 @@ class ContinuousTraining(Iterator[Any]):
         """The number of minibatches that have gone back since training began with version 0."""
         return self._done
 
-    @property
-    def rule(self) -> tuple[Any, ...]:
-        """The schedule, the number of stages, that of microbatches, and the ranks of each stage if
-        some have several, which decide the versions of weights.
-        """
-        replicas = self._size.replicas if self._size.has_replicas else ()
-        name = self._parts.plan.schedule.name
-        return name, self._size.stages, self._size.microbatches, *replicas
-
-    def older_versions(self, owner: int, done: int) -> range:
-        """Return by how many updates the versions lie before the newest that the weights of a stage
-        still need after `done` minibatches.
-        """
-        # With three stages, PipeDream and one microbatch in a minibatch, stage 0 after five: the
-        # newest version is 5, and the next microbatch reads 3. So 4 and 3 are kept, 1 and 2
-        # before the newest.
-        microbatch = done * self._size.microbatches
-        newest = self._rule.update(self._size, microbatch)
-        oldest = self._rule.version(self._size, owner, microbatch)
-        return range(1, newest - oldest + 1)
-
     def restore(self, done: int, older: Mapping[int, Mapping[int, tuple[Tensor, ...]]]) -> None:
         """Go on after `done` minibatches: the parameters are the newest version, and `older` ones
         are given by owner and by how many updates they lie before it. InputError if this training
@@ -174,10 +149,7 @@ class ContinuousTraining(Iterator[Any]):
                 "begun; load it right after train(batches, factory)"
             )
         self._done = self._read = done
-        newest = self._rule.update(self._size, done * self._size.microbatches)
-        for owner, weights in self.weights.items():
-            before = {newest - lag: values for lag, values in older.get(owner, {}).items()}
-            weights.versions.restore(before, newest)
+        self.weights.restore(done, older)
 
     def _end(self) -> None:
         if self._flow is not None and self._flow.messages is not None:
@@ -188,8 +160,7 @@ class ContinuousTraining(Iterator[Any]):
     def _free(self) -> None:
         """Free what only minibatches in flight need: all versions but the newest, and messages."""
         self._flow = None
-        for weights in self.weights.values():
-            weights.versions.forget_older()
+        self.weights.forget_older()
 
     # -- minibatches
 
@@ -331,7 +302,7 @@ class ContinuousTraining(Iterator[Any]):
         # each of one microbatch, and 2BW one of four.
         divisor = each // update(each) * parts.share.place.replicas
         updates = WeightUpdates(
-            self.weights,
+            self.weights.by_owner,
             divisor if parts.target.loss_reduction == "mean" else 1,
             parts.runner.exchange(),
             self._max_norm,
@@ -342,9 +313,9 @@ class ContinuousTraining(Iterator[Any]):
             each,
             recomputed,
             updates,
-            {index: self._owners(stage.module) for index, stage in stages.items()},
+            {index: self.weights.owners(stage.module) for index, stage in stages.items()},
             update,
-            turns=self._turns,
+            turns=self.weights.turns,
             messages=messages,
             observers=[] if parts.runner.watch is None else [parts.runner.watch],
             recorders=parts.recorders,
@@ -356,46 +327,13 @@ class ContinuousTraining(Iterator[Any]):
         self, recomputed: Collection[tuple[int, int | None]], *, has_messages: bool
     ) -> ContinuousOrder | ReplicatedOrder:
         share, first = self._parts.share, self._done * self._size.microbatches
-        weights = {stage: self._updated_by(stage) for stage in share.stages}
+        weights = {stage: self.weights.updated_by(stage) for stage in share.stages}
         if self._size.has_replicas:
             rank = share.place.rank if share.is_distributed else None
             return ReplicatedOrder(self._size, self._rule, weights, recomputed, rank, first)
         return ContinuousOrder(
             self._size, self._rule, weights, recomputed, messages=has_messages, first=first
         )
-
-    @property
-    def _turns(self) -> int:
-        """The number of processes that take the microbatches of the stages here in turns."""
-        share = self._parts.share
-        return self._size.replicas[share.stages[0]] if share.is_distributed else 1
-
-    def _weights(self, owner: int, parameters: Sequence[nn.Parameter]) -> OwnedWeights:
-        version = partial(self._rule.version, self._size, owner)
-        return OwnedWeights(
-            WeightVersions(parameters, version),
-            self.optimizers.optimizers.get(owner),
-            self.optimizers.schedulers.get(owner),
-            norm_share=1 / self._turns if owner in self._parts.share.stages else 0,
-        )
-
-    def _owners(self, module: nn.Module) -> list[int]:
-        """Return the stages that own parameters which `module` reads."""
-        read = set(module.parameters())
-        return [
-            owner
-            for owner, weights in self.weights.items()
-            if not read.isdisjoint(weights.versions.parameters)
-        ]
-
-    def _updated_by(self, stage: int) -> list[UpdatedWeights]:
-        """Return the weights that a stage updates: its own, and on a rank all that are there."""
-        owners = self.weights if self._parts.share.is_distributed else [stage]
-        # What belongs to an earlier stage is complete only when that one has closed the update too.
-        return [
-            UpdatedWeights(owner, deferred=owner != stage or self._max_norm is not None)
-            for owner in owners
-        ]
 
 
 class _GivenMinibatches(Iterator[Any]):

@@ -12,7 +12,7 @@ NaN (a count of the smallest number), which tells what nothing has set.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -29,7 +29,7 @@ from pipecompile.graph.model_state import (
 from pipecompile.runtime import world
 from pipecompile.runtime.local_share import LocalShare
 
-__all__ = ["allocate", "bind", "check_all_set", "initialise", "lacks_values", "on_meta"]
+__all__ = ["allocate", "bind", "check_all_set", "initialise", "lacks_values", "move", "on_meta"]
 
 
 def lacks_values(model: nn.Module) -> bool:
@@ -69,6 +69,20 @@ def bind(stage: nn.Module, model: nn.Module) -> None:
     for name, _ in list(named_state(stage)):
         if name in own:
             _put(stage, name, own[name])
+
+
+def move(stages: Iterable[nn.Module], model: nn.Module, device: torch.device) -> None:
+    """Move stages of a model to a device. Buffers become other objects there, which the model then
+    gets.
+    """
+    own = {name for name, _ in model.named_buffers(remove_duplicate=False)}
+    for stage in stages:
+        stage.to(device)
+        for name, buffer in stage.named_buffers(remove_duplicate=False):
+            path, _, last = name.rpartition(".")
+            # Only what the model has: a stage holds constants of the graph besides.
+            if name in own:
+                model.get_submodule(path)._buffers[last] = buffer
 
 
 def initialise(model: nn.Module, share: LocalShare, seed: int) -> None:

@@ -37,6 +37,7 @@ from pipecompile.schedule.asynchronous_versions import PipelineSize
 from pipecompile.schedule.plan_orders import PlanOrders
 from pipecompile.schedule.post_validation import leading_forwards
 from pipecompile.training.eager_stages import rank_stages
+from pipecompile.training.materialisation import move
 from pipecompile.training.parallel_stages import Parallelize, ParallelStages, first_holders
 from pipecompile.training.program import Program
 from pipecompile.training.program_stages import ProgramStages
@@ -322,18 +323,7 @@ class Runner:
 
     def exchange(self) -> GradientExchange:
         """Return with whom this process sums gradients."""
-        place = self._share.place
-        if not place.is_distributed:
-            return GradientExchange()
-        return GradientExchange(
-            lambda: self.deadline,
-            place.replica_group or self._stage_replicas,
-            self._copies.ties,
-            self._stage_replicas is not None,
-            place.pipeline_group,
-            is_distributed=len(place.global_ranks) > 1,
-            device=self.device,
-        )
+        return self._copies.exchange(lambda: self.deadline, self.device)
 
     def evaluates_with_everyone(self, *, with_loss: bool) -> bool:
         """Return whether an evaluation needs the ranks of all replicas: to take the mean of their
@@ -383,18 +373,8 @@ class Runner:
         self._copies.equalise()
 
     def move_stages(self) -> None:
-        """Move the stages to this rank's device. Buffers become other objects there, which the
-        model then gets.
-        """
-        model = self._target.model_with_loss
-        own = {name for name, _ in model.named_buffers(remove_duplicate=False)}
-        for stage in self.stages:
-            stage.to(self.device)
-            for name, buffer in stage.named_buffers(remove_duplicate=False):
-                path, _, last = name.rpartition(".")
-                # Only what the model has: a stage holds constants of the graph besides.
-                if name in own:
-                    model.get_submodule(path)._buffers[last] = buffer
+        """Move the stages to this rank's device."""
+        move(self.stages, self._target.model_with_loss, self.device)
 
     @contextmanager
     def _sharded(self, *, all_stages: bool = False) -> Iterator[Sequence[ActionObserver]]:

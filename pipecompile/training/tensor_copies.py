@@ -8,9 +8,10 @@ All copies begin with the same values, and their gradients are summed in each st
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from functools import cached_property
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
@@ -24,6 +25,7 @@ from pipecompile.runtime.model_state import set_to_that_of
 from pipecompile.runtime.replicas import ReplicaSums
 from pipecompile.runtime.sharded_stages import ShardedStages
 from pipecompile.runtime.ties import Ties, tie_groups
+from pipecompile.runtime.weight_updates import GradientExchange
 from pipecompile.training.eager_stages import tied_parameters
 from pipecompile.training.program import Program
 
@@ -106,6 +108,21 @@ class TensorCopies:
         if self._stage_replicas is not None:
             late = {}  # replicas of a stage are among the ranks over which ties are summed
         return ReplicaSums(own, list(late), group, deadline, sharded, hook)
+
+    def exchange(self, deadline: Callable[[], Deadline], device: torch.device) -> GradientExchange:
+        """Return with whom this process sums gradients while minibatches are in flight."""
+        place = self._share.place
+        if not place.is_distributed:
+            return GradientExchange()
+        return GradientExchange(
+            deadline,
+            place.replica_group or self._stage_replicas,
+            self.ties,
+            self._stage_replicas is not None,
+            place.pipeline_group,
+            is_distributed=len(place.global_ranks) > 1,
+            device=device,
+        )
 
     @cached_property
     def _tied(self) -> dict[str, nn.Parameter]:

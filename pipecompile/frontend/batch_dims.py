@@ -103,6 +103,8 @@ def output_dim(value: Tensor, inputs: BatchDims, samples: int | None = None) -> 
     if samples is None:
         grows = [dim for dim, size in enumerate(value.shape) if not isinstance(size, int)]
     else:
+        # With 8 samples in dimension 1 of the inputs, (5, 8) has them in 1; of (8, 8) nobody
+        # knows; and (8, 4, 8) has them in 0, since no input has dimension 2 for them.
         likely = (dim for dim in sorted({0, *known}) if dim < value.dim())
         grows = [dim for dim in likely if value.shape[dim] == samples]
     # Also a multiple of the batch: along dimension 0 the rows of a sample lie together, so that

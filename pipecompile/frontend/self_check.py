@@ -72,6 +72,8 @@ def check_capture(
         _refuse_changes(outside)
     _refuse_sparse(original.gradients)
     captured = _captured_step(model, runnable, capture.inputs.flatten(call))
+    # In the order of the step: where outputs differ gradients mostly do too, and the first one is
+    # the nearest to its cause.
     for kind in KINDS:
         wanted, found = getattr(original, kind), getattr(captured, kind)
         name = _first_difference(wanted, found)
@@ -148,6 +150,8 @@ def _writers(module: fx.GraphModule) -> Iterator[str]:
     """Yield the modules and lines that write to something, each once."""
     seen: set[str] = set()
     for node in module.graph.nodes:
+        # Each module once, with its first line: a layer that writes in ten places is one thing to
+        # mend.
         path = node.meta["module"] or "the forward"
         line = f" ({node.meta['source']})" if node.meta["source"] else ""
         if node.meta["mutates"] and path not in seen:
@@ -244,6 +248,8 @@ def with_autograd_contexts(module: fx.GraphModule) -> fx.GraphModule:
 
 def rewritten_copy(module: fx.GraphModule, passes: Sequence[Pass]) -> fx.GraphModule:
     """Return a copy of `module`, rewritten by `passes`; both share parameters and modules."""
+    # Nodes are copied, and values are not: a copy of the parameters would need the memory of the
+    # model once more, and its gradients would be those of other tensors.
     graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
     for node in module.graph.nodes:
         copies[node] = graph.node_copy(node, copies.__getitem__)

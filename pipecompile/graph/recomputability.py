@@ -71,6 +71,8 @@ def copied_bytes(module: fx.GraphModule) -> dict[str, tuple[int, ...]]:
     sizes: dict[str, tuple[int, ...]] = {}
     for members in (*_groups(nodes), *singles):
         # By identity: a buffer that a module owns and the graph reads too has one copy.
+        # A node that calls BatchNorm1d(64) has (256, 256, 8) bytes: running mean, running
+        # variance, and the number of batches.
         buffers = {id(buffer): buffer for buffer in _copied_buffers(module, members)}
         if buffers:
             first = next(node.name for node in members if node.meta["mutates"])
@@ -87,6 +89,8 @@ def _copied_buffers(module: fx.GraphModule, nodes: Sequence[fx.Node]) -> list[Te
         for source in sources
         if is_written_buffer_read(source, written)
     ]
+    # Of a module that is called as a whole nothing tells which of its buffers it writes to: all
+    # of them are copied.
     for target in writing_modules(nodes, written):
         copied += module.get_submodule(target).buffers()
     return copied
@@ -127,6 +131,8 @@ def _with_bound_nodes(
     while grown:
         grown = False
         for members in together:
+            # A pass over all groups may bind a node that a group before it contains too, so there
+            # are passes until none finds more.
             cause = next((name for name in members if name in reasons), None)
             if cause is None:
                 continue

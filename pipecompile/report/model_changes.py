@@ -183,6 +183,7 @@ def drift_findings(
     `limit`, a share; there is one for those in a row that drifted alike. If there are none, return
     one that passed; nothing where no times are known.
     """
+    # A block whose nodes changed takes another time for that reason, which `node_findings` says.
     drifts = {
         change.block: (change.before.ns, change.after.ns)
         for change in _changes(old, new)
@@ -195,6 +196,8 @@ def drift_findings(
         _drift_finding(
             _blocks_text(alike, list(new)), [drifts[block] for block in alike], limit, unit
         )
+        # Alike is what has the same tenth of a per cent: in measured times no two layers agree in
+        # more.
         for alike in _runs(over, lambda block: f"{_drift(*drifts[block]):.3f}")
     ]
 
@@ -239,6 +242,7 @@ def memory_drift_findings(old: Plan, new: Plan, limit: float) -> list[Finding]:
     `limit`, a share; the plans have the same ranks.
     """
     needs = zip(old.prediction.memory, new.prediction.memory, strict=True)
+    # Only more than planned is a finding: a rank that needs less breaks no cap.
     bounds = [(before.total.bound, after.total.bound) for before, after in needs]
     return [
         Finding(
@@ -276,4 +280,7 @@ def _block_text(block: str) -> str:
 
 def _runs(items: Iterable[T], key: Callable[[T], Hashable]) -> Iterator[list[T]]:
     """Yield the runs of neighbours that have the same key."""
+    # groupby joins neighbours only, which is what is wanted: twelve layers that each got a node are
+    #     h.0 … h.11 (12 blocks): each 1 came (…)
+    # and the fourth of them, if it changed otherwise, splits that into three lines.
     return (list(run) for _, run in groupby(items, key=key))

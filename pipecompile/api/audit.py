@@ -12,6 +12,7 @@ memory of their own. Of them only the cut differs:
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -34,6 +35,7 @@ from pipecompile.layouts.assignment import assignment_of, layers_of
 from pipecompile.layouts.grains import Sections, kept_whole, sections_by_node
 from pipecompile.layouts.layer_times import read_layer_times
 from pipecompile.layouts.reading import read_layout
+from pipecompile.layouts.sections import Section
 from pipecompile.layouts.shared_state import shared_tensors
 from pipecompile.partition.cheap_nodes import with_cheap_nodes_copied
 from pipecompile.partition.objective import lower_bound
@@ -88,9 +90,13 @@ def audit_file(path: str | Path, *, links: LinksInput = None, **choices: Any) ->
     `choices` are those of `pipecompile.Choices`, `layout` among them. FormatError if the file is
     neither; InputError as in `audit_graph`.
     """
+    # Asked before the file is read: the file brings its own costs, and to pass over the others
+    # would give an audit that a reader takes for one by those.
     costs = choices.pop("costs", None)
     if costs is not None:
         raise InputError(f"costs={costs!r}, but {path} has the costs; leave one of them out")
+    # "flops" only stands in: it needs no file and no device to be checked, and is replaced below
+    # by the name of the table.
     requested = requested_options(costs="flops", **choices)
     if requested.optimizer is None and requested.master_weights:
         raise InputError("master weights are kept for an optimizer; name one (optimizer)")
@@ -113,6 +119,8 @@ def audit_graph(graph: CostGraph, options: Options, links: Links = FREE) -> Audi
         raise InputError("an audit is of training steps; choose a schedule with backwards")
     layout = read_layout(options.layout, options.layout_format)
     options = msgspec.structs.replace(options, objective="max-load")
+    # Both by the graph as it came: copies of cheap nodes, which come next, are no part of what
+    # the owner of the layout wrote.
     sections, notes = _sections(graph, options.layers)
     assignment = assignment_of(layout, graph, options.layers)
     graph = with_cheap_nodes_copied(graph, options.k, links, options.pin)
@@ -121,6 +129,9 @@ def audit_graph(graph: CostGraph, options: Options, links: Links = FREE) -> Audi
     hand = _drafted(graph, free, links, assignment)
     if not hand.fits:
         notes.append("the layout does not fit the memory cap; it is planned without one")
+    # The layout itself is a candidate for the best cut of its grain, and of every finer one, so
+    # no row of the answer can be worse than the layout: the search for a cut need not find it
+    # again.
     known = [(_grain_of(hand.plan, graph, sections), hand.plan)] if hand.fits else []
     best = _best_cuts(_graphs(graph, sections), free, links, known, notes)
     return _audit_of(graph, options, sections, hand, best, notes)
@@ -151,6 +162,8 @@ def _drafted(
     nothing fits it.
     """
     if options.memory_bytes is not None:
+        # Two ways not to fit: the planner may find no cut, or may be given one (`assignment`)
+        # that holds more than the cap, which only the prediction tells.
         with suppress(InfeasibleError):
             plan = _plan(graph, options, links, assignment)
             needed = (rank.total.bound for rank in plan.prediction.memory)
@@ -217,6 +230,8 @@ def _best_cuts(
             notes.append(f"no cut {WHERE[grain]} was found that fits the memory cap")
         best = min(within or [drafted.plan], key=_worth)
         uncapped = msgspec.structs.replace(options, memory_bytes=None)
+        # Two bounds are kept. One of cuts within the cap may be higher, but says nothing of a
+        # layout that does not fit; for that the bound without a cap is used (`bound_for`).
         problem = replace(problem_of(graph, uncapped, links), objective="max-load")
         bounds = drafted.plan.search.bound, lower_bound(problem), _step_bound_ns(problem)
         found.append(_Grained(grain, best, bool(within), *bounds))
@@ -228,6 +243,11 @@ def _graphs(graph: CostGraph, sections: Mapping[Grain, Sections]) -> dict[Grain,
     one.
     """
     graphs: dict[Grain, CostGraph] = {}
+    # With an embedding, 2 layers of an attention and an MLP each, and a head, and no other nodes:
+    #     layers      E | A M | A M | L      4 units
+    #     halves      E | A | M | A | M | L  6 units
+    # Where a model's halves cannot be told, `sections` lacks them, and where halves allow no more
+    # cuts than layers, a second search would only print the same row twice.
     most = 0
     for grain in GRAINS:
         whole = kept_whole(graph, sections[grain]) if grain in sections else graph
@@ -245,32 +265,40 @@ def _grain_of(plan: Plan, graph: CostGraph, sections: Mapping[Grain, Sections]) 
     """Return the coarsest grain that a cut is of."""
     stage = plan.assignment
     for grain, found in sections.items():
-        places = {
-            (section, stage[node.name])
-            for node, section in zip(graph.nodes, found, strict=True)
-            if section is not None
-        }
-        if len(places) == len({section for section, _ in places}):
+        stages_of = defaultdict[Section, set[int]](set)
+        for node, section in zip(graph.nodes, found, strict=True):
+            # What lies in no section goes where its inputs are: it parts nothing.
+            if section is not None:
+                stages_of[section].add(stage[node.name])
+        if all(len(stages) == 1 for stages in stages_of.values()):
             return grain
     return "operators"
 
 
 def _step_bound_ns(problem: PartitionProblem) -> int:
     """Return a lower bound of the step of all cuts, under any order of actions."""
+    # A rank that runs its backwards whole does M microbatches one after the other, so the step
+    # takes at least M times the heaviest load. The halves of a split backward may take less than
+    # the whole by which the loads are counted.
     from_loads = problem.microbatches * lower_bound(problem) if problem.whole_backwards else 0
     return max(lower_bound(replace(problem, objective="step-time")), from_loads)
 
 
 def _with_finer_bounds(found: Sequence[_Grained]) -> list[_Grained]:
     """Return the cuts with the best bounds of their own grain and of finer ones."""
-    return [
-        each._replace(
-            bound_ns=max(finer.bound_for(each.fits) for finer in found[index:]),
-            free_bound_ns=max(finer.free_bound_ns for finer in found[index:]),
-            step_bound_ns=max(finer.step_bound_ns for finer in found[index:]),
+    # A cut between layers is one between operators too, so no such cut goes below what bounds
+    # those. Bounds may come out the other way around, since solvers bound large problems loosely:
+    #     layers 90, halves 80, operators 85   →   layers 90, halves 85, operators 85
+    bounded = []
+    for index, each in enumerate(found):
+        own_and_finer = found[index:]
+        better = each._replace(
+            bound_ns=max(other.bound_for(each.fits) for other in own_and_finer),
+            free_bound_ns=max(other.free_bound_ns for other in own_and_finer),
+            step_bound_ns=max(other.step_bound_ns for other in own_and_finer),
         )
-        for index, each in enumerate(found)
-    ]
+        bounded.append(better)
+    return bounded
 
 
 # The result

@@ -57,6 +57,8 @@ def _more_memory(plan: Plan) -> ChangedOptions:
     if options.memory_bytes is None:
         return ChangedOptions("memory", text, None, "there is no cap")
     caps = tuple(cap + GIB for cap in caps_by_rank(options.memory_bytes, plan.ranks))
+    # A single cap stays a single one: the command that is printed says --memory once, as the user
+    # did.
     more = caps[0] if isinstance(options.memory_bytes, int) else caps
     return ChangedOptions("memory", text, replace(options, memory_bytes=more))
 
@@ -78,6 +80,7 @@ def removals(plan: Plan) -> Iterator[ChangedOptions]:
     """Yield the options of a plan without each of the constraints that they put on its cut."""
     options = plan.options
     for node, stage in options.pin.items():
+        # One at a time: removed together they would not tell which of them costs the time.
         rest = {name: other for name, other in options.pin.items() if name != node}
         yield ChangedOptions("pin", f"without pin {node}={stage}", replace(options, pin=rest))
     for index, names in enumerate(options.groups):

@@ -33,6 +33,8 @@ def check_plan(
     """
     if drift is not None and factory is None:
         raise InputError("a drift is that of a model's costs; name the TARGET behind the plan")
+    # What a plan says is checked before what a team wants of it, and both before PyTorch is
+    # imported, but none ends the list: all that is wrong is in one run of CI.
     faults = faults_of(plan)
     # A plan that breaks its own caps has a fault that says so.
     own_caps = None if faults else plan.options.memory_bytes

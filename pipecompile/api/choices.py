@@ -104,6 +104,10 @@ def plan_options(given: dict[str, Any]) -> Options:
     """Return the options of a plan, with what is open chosen; whether they go together is not
     checked.
     """
+    # What is open is chosen in the order in which the choices need each other:
+    #     costs → schedule → objective → memory → layout → k → microbatches
+    # The costs may name the device of inference, whose memory is then the cap; k of `ranks` needs
+    # the stages that the schedule puts on each; and microbatches are one for each of k.
     given["costs"] = given["costs"] or DEFAULT_COSTS
     given["recompute"] = given["recompute"] or "none"
     _check_costs(given["costs"])
@@ -126,6 +130,8 @@ def _default_microbatches(given: Mapping[str, Any]) -> int:
     replicas = given["stage_replicas"]
     if replicas is None:
         return int(given["k"])
+    # With stages on 7 and 1 ranks there are 8 microbatches under 1f1b, and under pipedream 14: a
+    # multiple of 7 that has as many in flight as ranks follow.
     return lasting_microbatches(given["schedule"], placement_of(replicas), sum(replicas))
 
 
@@ -201,6 +207,7 @@ def _stage_replicas(value: object) -> tuple[int, ...]:
     """Return the ranks of each stage; InputError shows how to write them."""
     parts = value.split(",") if isinstance(value, str) else value
     try:
+        # One path for "7,1" and for [7, 1]: what is neither, such as None or 7, fails here too.
         counts = tuple(int(part) for part in parts)  # type: ignore[attr-defined]
     except (TypeError, ValueError):
         counts = ()
@@ -212,6 +219,7 @@ def _stage_replicas(value: object) -> tuple[int, ...]:
 def _noise(value: object) -> float:
     """Return a noise as a share; InputError shows how to write it."""
     share = parse_share(value) if isinstance(value, str) else value
+    # bool first, since True is an int and would be a noise of 100 %.
     if isinstance(share, bool) or not isinstance(share, int | float) or not 0 <= share < 1:
         raise InputError(f"noise={value!r} is not a share from 0 to 1; write 5% or 0.05")
     return float(share)
@@ -251,6 +259,7 @@ def _layout(given: dict[str, Any]) -> Layout | None:
 
 def _stages_of_layout(given: Mapping[str, Any], layout: Layout) -> int:
     """Return the number of stages of a layout; InputError if k or ranks say another one."""
+    # DEFAULT_STAGES must not contradict a layout: only a number that the user wrote may.
     requested = None if given["k"] is None and given["ranks"] is None else _stages(given)
     if requested not in (None, layout.k):
         what = "k" if given["k"] is not None else f"ranks={given['ranks']}, which is k"
@@ -284,6 +293,7 @@ def _stages(given: Mapping[str, Any]) -> int:
         return _replicated_stages(given)
     if ranks is None:
         return DEFAULT_STAGES if k is None else int(k)
+    # ranks=4 is k=4 under 1f1b, and k=8 under zb-v or interleaved-1f1b, which put two on a rank.
     each = _stages_per_rank(given["schedule"], given["stages_per_rank"])
     if k is not None and k != ranks * each:
         raise InputError(
@@ -357,5 +367,7 @@ def _names(what: str, given: Iterable[str] | None) -> tuple[str, ...]:
 
 def _encodings(given: Iterable[str]) -> tuple[Encoding, ...]:
     """Return the encodings in the order in which they are tried."""
+    # Two lists with the same names are one choice: the order in which a user writes them must not
+    # give another plan, nor another fingerprint.
     names = [known_name("encoding", name, ENCODINGS) for name in _names("encodings", given)]
     return tuple(encoding for encoding in ENCODINGS if encoding in names)

@@ -61,6 +61,9 @@ def _nodes(text: str, part: str) -> tuple[tuple[str, ...], ...]:
         )
     # Names are known in whatever case; the path of a device file is taken as it is.
     kind = match["kind"]
+    # 8xH100 is 8xh100, and 8x./Mine.json stays as it is. "2x8xh100" is read from the left, as
+    # 2 nodes of 8; in "8xrtx4090" the second x belongs to the name, since no digit follows the
+    # first x.
     name = kind.lower() if kind.lower() in named_devices() else kind
     return ((name,) * int(match["devices"]),) * int(match["nodes"] or 1)
 
@@ -69,6 +72,8 @@ def _named_cluster(parts: Iterable[tuple[tuple[str, ...], ...]]) -> Cluster:
     """Return the cluster of `parts`, each some nodes of one kind, joined as such devices are."""
     nodes = tuple(node for part in parts for node in part)
     devices = [_device(node[0]) for node in nodes]
+    # A node with one device has no link within it, and a single node none between: a device file
+    # that says nothing of them is then complete all the same.
     within = [
         _link(device, device.within_node) if len(node) > 1 else Link()
         for node, device in zip(nodes, devices, strict=True)

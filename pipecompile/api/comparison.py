@@ -31,6 +31,7 @@ def comparison_of(plan: Plan, run: RecordedRun) -> RunComparison:
 
     Raise InputError if the run is of another plan.
     """
+    # Before the fingerprints, which would differ too, but say less.
     if run.ranks != plan.ranks:
         raise InputError(
             f"the run is of {run.ranks} ranks, but the plan has {plan.ranks}; give the plan that "
@@ -43,6 +44,8 @@ def comparison_of(plan: Plan, run: RecordedRun) -> RunComparison:
         )
     if plan.schedule.weight_versions == "synchronous":
         return compare_run(plan, simulate_plan(plan), run)
+    # Asynchronous steps overlap, so one of them alone is not what ran: as many minibatches are
+    # simulated as were recorded in a row.
     minibatches = compared_steps(plan, run)[0].microbatches // plan.microbatches
     return compare_run(plan, simulate_minibatches(plan, minibatches), run)
 

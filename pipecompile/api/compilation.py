@@ -29,10 +29,10 @@ from pipecompile.cost_models.table import CostFunction
 from pipecompile.errors import InputError, ScheduleError
 from pipecompile.frontend.batch_dims import BatchDim
 from pipecompile.frontend.loss_reduction import LossReduction
-from pipecompile.frontend.self_check import restored_state
 from pipecompile.frontend.signature import arguments_of
 from pipecompile.frontend.target import LossFunction, Target
 from pipecompile.frontend.target_capture import Captured, capture_target
+from pipecompile.frontend.training_step import restored_state
 from pipecompile.ir.links import FREE
 from pipecompile.ir.option_names import known_name
 from pipecompile.ir.plan import Options, Plan
@@ -124,6 +124,8 @@ def pipecompile(
     Under torchrun rank 0 plans for all ranks. Raises InputError, CaptureError, InfeasibleError or
     StalePlanError, and FormatError or ScheduleError for a file that is damaged or out of order.
     """
+    # From what costs nothing to what costs minutes: names, kinds of values, the process group,
+    # the model, its capture, the plan. Each step may rely on those before it.
     check_names(choices)
     known_name("engine", engine, get_args(Engine))
     _check_kinds(step_timeout, mesh, autocast, shapes)
@@ -152,9 +154,13 @@ def pipecompile(
                 if plan is None
                 else _committed(plan, links, choices)
             )
+            # The plan came first here, and it may be for a share of the minibatch (devices=): the
+            # capture has to be of that share, or its shapes would be those of another graph.
             target = planned_target(target, committed)
             captured = _captured(target, committed.options, self_check=self_check)
         _check_fit(committed, captured)
+        # A further shape is captured and proven as the planned one was, and by every rank, since
+        # `_captured` is a call that all make.
         capture = partial(_captured, options=committed.options, self_check=self_check)
         declared = declared_shapes(target, captured, committed, shapes, capture)
     # Not within `on_meta`: the pipeline gives values to its stages.
@@ -199,6 +205,8 @@ def _unchanged(loss_fn: object) -> AbstractContextManager[object]:
 
 def _check_weights(target: Target, weights: str | Path | None) -> None:
     """Raise InputError if `weights` and what the model has of its own do not go together."""
+    # A model of which only a part is on the meta device counts as one that is there as a whole:
+    # its values come after the cut, from `weights` or from the modules themselves.
     if lacks_values(target.model):
         if target.autocast is not None:
             raise InputError(
@@ -223,6 +231,8 @@ def _request(
     """
 
     def on_first() -> PlanRequest:
+        # Within `on_first`, since k may be that of a layout in a file, which only rank 0 has to
+        # have.
         replicas = choices.get("replicas") or _replicas_here(k, choices, mesh)
         name = "function" if callable(costs) else costs
         all_choices: Choices = {**choices, "replicas": replicas}
@@ -254,7 +264,8 @@ def _replicas_here(k: int | None, choices: Choices, mesh: DeviceMesh | None) -> 
     """Return how many replicas run of a pipeline of these choices."""
     if world.size() == 1:
         return 1
-    # Whether shards go with the number of replicas can be said when that is known.
+    # 8 processes and a plan of 4 ranks are 2 replicas. To know the 4, all choices are checked once
+    # without replicas: whether shards go with their number can be said when that is known.
     shape: Choices = {**choices, "shard": None}
     return max(1, running_replicas(max(placements(requested_options(k=k, **shape))[0]) + 1, mesh))
 
@@ -263,6 +274,13 @@ def _new(
     target: Target, request: PlanRequest | None, links: LinksInput, *, self_check: bool
 ) -> tuple[Captured, Plan]:
     """Return the captured model and a plan for it, the same plan on every rank; rank 0 makes it."""
+    # Who does what, where lines with an arrow are calls that all ranks make together:
+    #     rank 0                                    other ranks
+    #     options, perhaps by a small search   ──►  options
+    #     capture and prove; its method        ──►  capture by the same method, unproven
+    #     make the plan, asking for times     ◄──►  `assist`: measure the stages that are asked for
+    #     plan                                 ──►  plan
+    # Files of costs and links are read by rank 0 alone, so no other machine has to have them.
     connected, chosen = FREE, None
 
     def options_on_first() -> bytes:
@@ -274,6 +292,8 @@ def _new(
 
     options = decode(world.share_from_first(options_on_first), Options, origin="rank 0")
     captured = _captured(target, options, self_check=self_check)
+    # Both sides decide by the same options whether stages are measured: if only one did, it would
+    # wait for the other until the process group's timeout.
     if world.rank():
         assist(target, options, captured)
     plan = world.share_from_first(
@@ -304,6 +324,9 @@ def _captured(target: Target, options: Options, *, self_check: bool) -> Captured
 
     Rank 0 proves it, and the others capture by the method that it used.
     """
+    # The proof runs a training step on real values, which takes time and memory: once is enough,
+    # and the digests are compared afterwards (`_check_fit`). The method must be rank 0's: another
+    # way to capture gives nodes of other names, and the plan's stages name nodes.
     captured = world.run_on_first(lambda: capture_target(target, options, verify=self_check))
     method = world.share_from_first(
         lambda: captured.capture.method.encode() if captured else b""

@@ -66,6 +66,8 @@ def cost_model(
     `device` is where the model is: costs are measured there unless the name says where.
     """
     kind, _, place = name.partition(":")
+    # The pair tells "roofline:h100" from "roofline" alone, which no case takes: so the error
+    # below is raised, which lists the forms.
     match kind, bool(place):
         case "flops", False:
             return Flops()
@@ -136,6 +138,7 @@ def cost_graph(
     Measured costs come from the cache if they were measured under the same conditions, unless
     `fresh` ones are asked for. Where ranks have devices of several kinds, it is of all of them.
     """
+    # Each kind as if it were alone, from here on: all that follows is of one kind.
     if len(kinds_of(costs)) > 1:
         return of_ranks(costs, lambda kind: cost_graph(target, kind, microbatches, captured))
     model = cost_model(kinds_of(costs)[0], target.costs, target.device)
@@ -165,6 +168,8 @@ def of_ranks(costs: str, of_kind: Callable[[str], CostGraph]) -> CostGraph:
     where they are of several, which must hold the same tensors, else InputError.
     """
     kinds = kinds_of(costs)
+    # "roofline:h100,a100,h100" has 3 ranks and 2 kinds: two graphs are made, and [0, 1, 0] says
+    # whose is whose.
     graphs = list(map(of_kind, kinds))
     if len(kinds) == 1:
         return graphs[0]
@@ -185,6 +190,8 @@ def _measured(
     New ones are stored.
     """
     conditions = conditions_of(model, target, microbatches, captured)
+    # Without conditions that describe all, nothing is read and nothing stored: a wrong time would
+    # look like a right one.
     known = cached_costs(conditions) if conditions and not fresh else None
     if known is not None:
         # Only times come from the cache. Sizes are counted each time, since that takes no device.
@@ -212,6 +219,8 @@ def interpolated_graph(
     Its notes say so. It is None if microbatches of these sizes have not the same nodes.
     """
     names = {node.name for node in _operations(captured)}
+    # Times are interpolated node by node. A size that takes another path, such as another kernel
+    # of attention, has other nodes, and then there is nothing between the two.
     if any(graph.by_name.keys() != names for graph in known.values()):
         return None
     size, first = target.samples // microbatches, next(iter(known.values()))
@@ -284,6 +293,8 @@ def loss_of(
     """
     if target.loss_fn is None or target.targets is None:
         return None, []
+    # The profile calls the loss with tensors of its own, in a flat list. What is cut out of the
+    # tree here is put back in `loss`.
     leaves, spec = torch.utils._pytree.tree_flatten(target.cut_targets(microbatches)[0])
 
     def loss(outputs: Sequence[Any], given: Sequence[Tensor]) -> Tensor:

@@ -89,6 +89,8 @@ class CutFigures:
             if section is not None:
                 ns = node.forward_ns + node.backward_ns
                 whole[section] += ns
+                # A layer of 10 ms, of which 4 ms lie on the heaviest rank, counts as 0.4 of one;
+                # with three whole layers beside it that rank has {"t": 3.4}.
                 here[section] += ns * (heaviest in ranks[stage[node.name]])
         shares: dict[str, float] = {}
         for section, ns in here.items():
@@ -104,6 +106,8 @@ def parts_of(graph: CostGraph, sections: Sections) -> Iterator[AuditedPart]:
         if section is not None:
             forward[section] += node.forward_ns
             backward[section] += node.backward_ns
+    # Thirty-two layers that take the same times are one line "32 ×", and one that differs by a
+    # nanosecond is another: rounding is left to who prints it.
     alike = Counter((part.symbol, forward[part], backward[part]) for part in forward)
     for (name, forward_ns, backward_ns), count in alike.items():
         yield AuditedPart(name=name, count=count, forward_ns=forward_ns, backward_ns=backward_ns)

@@ -27,6 +27,7 @@ def corrected_device(comparison: RunComparison) -> Device:
             f"the plan's costs are {costs!r}, which have no device to correct; plan "
             "with --costs roofline:DEVICE, record that, or measure anew with --costs measured"
         )
+    # A run that took 3 ms where 2 ms were predicted has a ratio of 1.5: rates are divided by it.
     ratio = comparison.compute.ratio
     if not ratio:
         raise InputError("the plan predicts no time, or the run took none; record whole steps")

@@ -56,9 +56,12 @@ def explain(
     from pipecompile.planner.heaviest_stage import edge_moves, undivided
 
     costs = _costs(plan, target)
+    # Before anything is solved: advice for another model would be wrong without looking wrong.
     costs.check(plan)
     planner = Planner(plan, costs)
     current = planner.current()
+    # All of `current`, and nothing of `plan`: a step by old costs beside changes by new ones
+    # would show differences that the changes do not make.
     facts, problem = plan_facts(current), planner.problem(current)
     cut, heaviest = current.assignment, facts.heaviest
     name = _named_target(plan, target)

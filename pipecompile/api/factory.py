@@ -80,6 +80,8 @@ def _check_package(place: str, text: str) -> None:
     package = place.partition(".")[0]
     sys.path.insert(0, str(Path.cwd()))
     try:
+        # Only the package: to look for the module within it would import the package, and a
+        # model's package imports PyTorch.
         is_there = package in sys.modules or importlib.util.find_spec(package) is not None
     except (ImportError, ValueError):  # an empty name, as in ".module"
         is_there = False

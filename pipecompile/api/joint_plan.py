@@ -31,13 +31,20 @@ def joint_plan_of(target: Target, request: JointRequest, *, self_check: bool = T
     request = replace(request, base=completed(target, request.base))
     space = request.space(target.samples)
     sizes = sizes_to_measure({target.samples // each.parts for each in space.settings()})
+    # Between two sizes one can interpolate; a single one is simply measured.
     sizes = sizes if len(sizes) > 1 else ()
+    # The search captures without a proof, since each of its sizes would take one. So the winner is
+    # proven, and if the proof takes another way to capture it, all is searched again in that way:
+    #     [None]         plan in the first way that works; the proof takes way B
+    #     [None, "B"]    plan in way B; the proof takes it too: done
+    # Each round adds a new method, of which there are a few, so the loop ends.
     methods: list[str | None] = [None]
     while True:
         costs = ModelCosts(target, methods[-1], sizes)
         plan = joint_plan(space, costs, request.links, request.cluster.text, request.limits)
         part = planned_target(target, plan)
         captured = searched = costs.captured(
+            # The search counts the microbatches of all replicas, the plan those of one.
             msgspec.structs.replace(plan.options, microbatches=plan.replicas * plan.microbatches)
         )
         if self_check and target.has_values:

@@ -60,19 +60,24 @@ def joint_request(devices: ClusterInput, links: LinksInput = None, **choices: An
             "a joint search gives all stages equally many ranks; leave out stage_replicas, or "
             "devices"
         )
+    # Before costs and memory are implied, or those would look as if the user had given them.
     unequal = _unequal(cluster, given) if len(cluster.kinds) > 1 else None
     limits = _limits(given)
+    # Likewise: `plan_options` fills in what is open, after which nobody could tell it from a
+    # choice.
     fixed = {name: given[name] for name in JOINT_CHOICES if given[name] is not None}
     _refuse_other_steps(fixed)
     implied = {"costs": f"roofline:{cluster.kinds[0]}", "memory": min(caps_of(cluster))}
     for name, value in implied.items():
         given[name] = value if given[name] is None else given[name]
     _refuse_table(given["costs"], fixed)
-    # A layout has its own k; any other number stands for one that is chosen.
+    # A layout has its own k. Options have no word for "open": a number that is to be chosen is 1
+    # until it is.
     k = None if given["layout"] is not None else 1
     base = plan_options({**given, "ranks": None, "k": k, "replicas": None, "microbatches": 1})
     if base.layout is not None:
         fixed["k"] = base.k
+    # Links that are given win over those of the devices, but must cover all of them.
     connected = cluster.links if links is None else links_of(links)
     if not connected.fits(len(cluster.devices)):
         raise InputError(
@@ -95,6 +100,7 @@ def _unequal(cluster: Cluster, given: Mapping[str, Any]) -> UnequalDevices:
             "of its device"
         )
     sizes = dict(zip(cluster.devices, caps_of(cluster), strict=True))
+    # By kind and not by rank: which device runs which stage is a part of the search.
     caps = {kind: size if memory is None else memory for kind, size in sizes.items()}
     return UnequalDevices(cluster.devices, caps)
 

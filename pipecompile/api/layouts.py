@@ -27,6 +27,7 @@ def export_of(plan: Plan, to: str, layers: str | None = None, *, rounded: bool =
         # torch adds transfers and reductions by itself.
         compute = Schedule.of(order.name, order.microbatches, order.placement, order.compute)
         return Exported(write_csv(compute))
+    # The same text as `to`, but with the type of a format, which `known_name` cannot give.
     form = next(form for form in LAYOUT_FORMATS if form == to)
     return export_layout(plan, form, layers or plan.options.layers, rounded=rounded)
 

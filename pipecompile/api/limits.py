@@ -106,7 +106,10 @@ def _relayed(plan: Plan, limit: int) -> Finding:
 
 def _relayed_bytes(stage: Stage) -> int:
     """Return what a stage passes on for others: the values, and their gradients on the way back."""
-    # What it receives and sends on under the same name was made by an earlier stage.
+    # What it receives and sends on under the same name was made by an earlier stage:
+    #     stage 0 ── x ──► stage 1 ── x ──► stage 2, which reads it
+    # If x has 4 MiB and a gradient of as much, stage 1 relays 8 MiB for a microbatch: x on the
+    # way there, and its gradient on the way back.
     received = {tensor.name for tensor in stage.inputs}
     passed_on = (tensor for tensor in stage.outputs if tensor.name in received)
     return sum(tensor.bytes + tensor.gradient_bytes for tensor in passed_on)
@@ -129,6 +132,7 @@ def _at_most(
     code: Code, text: str, value: float, limit: float, limit_text: str, excess: str = ""
 ) -> Finding:
     """Return the finding that a value is within its limit, or over it: then `excess` ends it."""
+    # At the limit is within it: `--max-bubble 0%` is passed by a pipeline of one stage.
     passed = value <= limit
     verdict = f"within {limit_text}" if passed else f"over {limit_text}{excess}"
     return Finding(code=code, message=f"{text} {verdict}", passed=passed, value=value, limit=limit)

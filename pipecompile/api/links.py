@@ -44,6 +44,8 @@ def links_for(options: Options, given: LinksInput) -> Links:
 
     Raise InputError if they are for another number of ranks.
     """
+    # All processes of a job count, as many as a probe would have started: 4 ranks in 2 replicas
+    # are 8.
     links, ranks = links_of(given), (max(placements(options)[0]) + 1) * options.replicas
     if not links.fits(ranks):
         source = f"{given} is" if isinstance(given, str | Path) else "the links are"

@@ -64,6 +64,8 @@ def _described_loss(target: Target, microbatches: int) -> str:
 
     if target.loss_fn is None or target.targets is None:
         return ""
+    # The code of a function counts, and not its name: an edited loss of the same name costs
+    # another time.
     return describe((target.loss_fn, target.cut_targets(microbatches)[0]), refuse, code=True)
 
 

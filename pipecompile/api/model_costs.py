@@ -77,6 +77,10 @@ class ModelCosts:
     def graph(self, options: Options) -> CostGraph:
         """Return the cost graph of a microbatch, with the groups of `options`."""
         captured = self.captured(options)
+        # Two tables, by what each thing depends on:
+        #     captures    the number of microbatches               (shapes)
+        #     graphs      that, and the kind of device             (times of these shapes)
+        # Groups are in neither key: they are set anew each time, on what both tables give.
         graph = of_ranks(options.costs, partial(self._of_kind, options, captured))
         # Groups change no cost: the nodes are neither observed nor measured again.
         apply_passes(captured.module.graph, [Group(options.groups)])
@@ -99,6 +103,8 @@ class ModelCosts:
             return None
         known = {
             each: self.graph(replace(options, microbatches=samples // each))
+            # This calls itself for a size that is in `sizes`, which is measured: no deeper than
+            # once.
             for each in nearest_sizes(self.sizes, size)
         }
         graph = interpolated_graph(self.target, options.microbatches, captured, known)
@@ -127,6 +133,8 @@ class ModelCosts:
                 checked,
                 verify=False,
                 method=self.method,
+                # An earlier capture whose batch size is open holds for this number too, without a
+                # new one.
                 known=[captured.capture for captured in self.captures.values()],
             )
         return self.captures[number]

@@ -103,6 +103,8 @@ def _least_memory_plan(
 
     InfeasibleError if that is in vain too, or if k is too large under any setting.
     """
+    # More microbatches are smaller ones, and recompute holds less again: what this cannot fit, no
+    # other of the settings is likely to.
     setting = max(settings, key=lambda each: (each.microbatches, each.recompute == "auto"))
     options = space.options(setting)
     sized = replace(options, microbatches=setting.parts)
@@ -126,6 +128,8 @@ def plan_with_choice(
     Where whole stages are measured, all ranks measure them: the others call `assist` meanwhile.
     """
     is_measured = measured_on(options.costs, target) is not None
+    # The choice was made on an unproven capture. If the proof led to another graph, only its
+    # options are kept, and the plan is made for the graph that will run.
     if chosen is None or is_measured or captured.digest != chosen.fingerprint.graph:
         plan = make_plan(target, options, captured, links)
         return replace(plan, joint=chosen.joint) if chosen and is_measured else plan

@@ -29,6 +29,8 @@ def options_for(target: Target, **choices: Any) -> Options:
 
 def completed(target: Target, requested: Options) -> Options:
     """Return `requested` options with the target's optimizer, which inference does not have."""
+    # What the user names wins over what the target brings: a plan for Adam of a model that trains
+    # with SGD is a question that one may ask.
     optimizer = requested.optimizer or target.optimizer
     if requested.is_inference:
         optimizer = None

@@ -154,6 +154,7 @@ class CutRequest:
             raise InputError(
                 f"{option} {text}: give one value, or one for each of the {ranks} ranks"
             )
+        # For 4 ranks "16GiB" is 16 GiB on each, and "16GiB,8GiB" an error, never a pattern.
         return values * ranks if len(values) == 1 else values
 
     def _step_simulator(self, graph: CostGraph) -> Callable[[Mapping[str, int]], int] | None:
@@ -198,6 +199,9 @@ def partition_over_ranks(path: str | Path, request: CutRequest, *, seconds: floa
             "--objective max-load, or the number of stages with -k"
         )
     cuts, began = list[Cut](), time.perf_counter()
+    # k stages over R ranks, with replicas for some: from one stage on all ranks (no pipeline at
+    # all) to one rank each. The seconds are shared out evenly, so that the whole takes what was
+    # asked for.
     numbers = range(1, min(request.ranks, len(graph.nodes)) + 1)
     for k in numbers:
         try:
@@ -205,6 +209,7 @@ def partition_over_ranks(path: str | Path, request: CutRequest, *, seconds: floa
         except InfeasibleError:
             if k == numbers[-1] and not cuts:
                 raise
+    # `min` returns the first of equals, and the numbers of stages rise.
     best = min(cuts, key=lambda cut: cut.value)
     # No cut into any number of stages is better than the lowest of their bounds.
     bound = min(cut.bound for cut in cuts)
@@ -274,6 +279,8 @@ def _what_would_fit(graph: CostGraph, request: CutRequest) -> str:
     """
     # Ranks that run several stages need a multiple of them.
     step = request.stages_per_rank
+    # For k=2 that is 3, 4, 5 and 6, and for k=4 with two stages a rank 6, 8 and 10: a few more
+    # stages are advice, ten times as many are none.
     more = [replace(request, k=k) for k in range(request.k + step, 2 * request.k + 3, step)]
     fitting = [f"k={other.k}" for other in more if _is_feasible(graph, other)]
     return f"; this would fit: {' or '.join(fitting[:SUGGESTIONS])}" if fitting else ""

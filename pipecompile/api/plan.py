@@ -47,6 +47,8 @@ def make_plan(
     `assignment` is a feasible cut (node to stage) that is to be kept. Where costs are measured,
     whole stages are measured too, by all ranks: the others call `assist` meanwhile.
     """
+    # Here and in `assist`: rank 0 and the others must measure the same stages, with or without a
+    # loss.
     target = _counted_target(target, options)
     tensors = captured.capture.inputs.flatten(captured.sample)
     plan_for = partial(
@@ -62,6 +64,8 @@ def make_plan(
     timer = _stage_timer(target, options, captured)
     try:
         graph = cost_graph(target, options.costs, options.microbatches, captured)
+        # Measured whole stages are not the sum of measured nodes, so the times of nodes are
+        # corrected by them, and the cut is made again: a few rounds of plan, measure, correct.
         plan = plan_for(graph) if timer is None else correct_stages(graph, plan_for, timer)
     except InfeasibleError as error:
         raise InfeasibleError(f"{error}{_explain_casts(captured.module.graph)}") from None
@@ -96,6 +100,10 @@ def with_digests(plan: Plan, captured: Captured) -> Plan:
 
 
 def _stage_with_digests(stage: Stage, digests: Mapping[str, str]) -> Stage:
+    # A stage lists its nodes once, and the modules that they are of as runs of so many nodes:
+    #     own_nodes    a b c d e        module_runs    (embed, 2) (block.0, 3)
+    #     digests                                      [a, b]     [c, d, e]
+    # One iterator walks through both lists: each run takes its share from where the last one ended.
     names = iter(stage.own_nodes)
     runs = (
         msgspec.structs.replace(
@@ -149,6 +157,8 @@ def _warn_if_too_large(plan: Plan) -> None:
         return
     # `roofline:DEVICE` names the device that the plan is for, so its memory is known.
     names = devices_of(text)
+    # The rank that exceeds its device by the most is named, with the cap to give; of several
+    # kinds of devices that need not be the rank that holds most.
     devices = names * plan.ranks if len(names) == 1 else names
     needs = [rank.total.bound for rank in plan.prediction.memory]
     sizes = [load_device(name).memory_bytes for name in devices]

@@ -40,6 +40,8 @@ class PlanRequest:
         """
         if "microbatches" not in self.left_open:
             return self
+        # Before the search, and for the plain defaults too: 30 samples cannot be 4 equal
+        # microbatches, and an error for a number that nobody gave would be no help.
         number = _nearest_number(samples, self.options.microbatches)
         return PlanRequest(replace(self.options, microbatches=number), self.left_open)
 
@@ -62,6 +64,8 @@ class PlanRequest:
         microbatches is that of the plain defaults unless their sizes may be others.
         """
         options, ranks = self.options, self._ranks
+        # What is fixed has one value each; what is open has a few. With k=4, 32 samples and a cap
+        # that is 3 numbers of microbatches × 2 schedules × 2 policies: 12 settings.
         fixed = {name: getattr(options, name) for name in OPEN if name not in self.left_open}
         fixed |= {
             "replicas": options.replicas,
@@ -102,6 +106,9 @@ class PlanRequest:
         least = self.options.microbatches
         # Costs in a table are of microbatches of one size.
         most = least if self.options.costs.startswith("table:") else MOST_ROUNDS * self.options.k
+        # k=4 and 60 samples: from 4 up to 16 the numbers 4, 5, 6, 10, 12 and 15 divide them, with
+        # microbatches of 15, 12, 10, 6, 5 and 4 samples. Of these sizes 15, 6 and 4 are tried (the
+        # ends, and the one nearest to the geometric mean), which are 4, 10 and 15 microbatches.
         numbers = range(least, max(least, most) + 1)
         sizes = {samples // number for number in numbers if samples % number == 0}
         return tuple(samples // size for size in sorted(sizes_to_measure(sizes), reverse=True))
@@ -127,6 +134,8 @@ def _nearest_number(samples: int, wanted: int) -> int:
     """Return the wanted number if it divides the batch, or else the next larger one up to 4 × as
     many that does, the next smaller one above 1, or the least above 1.
     """
+    # wanted = 4:  32 samples → 4,  30 → 5 (the next larger),  34 → 2 (17 is beyond 4 × 4),
+    #              37 → 37 (a prime: microbatches of one sample are still a pipeline, 1 is none)
     divisors = [each for each in range(1, samples + 1) if samples % each == 0]
     larger = [each for each in divisors if wanted <= each <= MOST_ROUNDS * wanted]
     smaller = [each for each in divisors if 1 < each < wanted]

@@ -28,6 +28,7 @@ def profiled(
             f"costs={options.costs!r} lists several devices, but a profile is of one; name it alone"
         )
     captured = capture_target(target, options, verify=self_check)
+    # Fresh: who profiles wants to see what is so now, perhaps because the cache is doubted.
     graph = cost_graph(target, options.costs, options.microbatches, captured, fresh=True)
     profile = profile_of(
         graph, options.costs, verified=captured.verified, optimizer=options.optimizer

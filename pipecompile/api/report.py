@@ -97,6 +97,7 @@ def trace_of(plan: Plan) -> bytes:
 def step_text_of(plan: Plan, draw: DrawTable = plain_table) -> str:
     """Return one step for people: when ranks wait, and which actions decide how long it takes."""
     timeline = timeline_of(plan)
+    # The path is found in the timeline that is printed beside it: simulated once, used twice.
     path = critical_path(problem_of_plan(plan), timeline)
     return step_text(plan, timeline, path, draw, _in_a_row_ns(plan, timeline))
 

@@ -33,6 +33,7 @@ def order_for(path: str | Path, **request: Any) -> ScheduleAnswer:
 
     `request` are the fields of `ScheduleRequest`.
     """
+    # Its names are checked before a file is opened, as everywhere on the command line.
     checked = ScheduleRequest(**request)
     if _is_plan(path):
         return answer_for_plan(read(path, Plan), checked)
@@ -70,6 +71,7 @@ def csv_of(answer: ScheduleAnswer) -> str | None:
 
     Raise InputError if torch has no words for it.
     """
+    # Refused also if the order does not fit: the user asked for a file that can never be written.
     if answer.skips:
         raise InputError(
             "torch's runtime sends to the next stage only, so an order with skips has no CSV; "

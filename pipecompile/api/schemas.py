@@ -54,6 +54,9 @@ _DIALECT = "https://json-schema.org/draft/2020-12/schema"
 def schemas() -> dict[str, bytes]:
     """Return the JSON Schema of each format, as the content of its file."""
     return {
+        # `encode` sorts and indents as in all files of ours, so a schema that did not change is
+        # not rewritten with other bytes, and its diff in a pull request is the change of the
+        # format.
         f"{name}.json": encode({"$schema": _DIALECT, **_described(msgspec.json.schema(format_))})
         for name, format_ in FORMATS.items()
     }
@@ -62,6 +65,8 @@ def schemas() -> dict[str, bytes]:
 def _described(schema: Any) -> Any:
     """Return `schema` with descriptions, which are docstrings, without the indentation of code."""
     match schema:
+        # First, since a dict with a description is a dict too, and the first case that matches is
+        # taken.
         case {"description": str(text), **rest}:
             return {"description": cleandoc(text), **_described(rest)}
         case dict():

@@ -59,11 +59,15 @@ def declared_shapes(
     shapes: list[DeclaredShape] = []
     for index, sample in enumerate(samples):
         try:
+            # Each is compared with all before it, so two equal ones among the further shapes are
+            # found too.
             known = [target, *(shape.target for shape in shapes)]
             other = _target_with(target, planned.capture.inputs, known, sample)
             shapes.append(DeclaredShape(other, capture(other)))
         except PipecompileError as error:
+            # The same kind of error, since exit codes and callers tell errors apart by it.
             raise type(error)(f"shapes[{index}]: {error}") from error
+    # After the loop, in which all ranks capture: memory is the same wherever it is computed.
     world.run_on_first(partial(_check_memory, plan, target, planned, shapes))
     return shapes
 
@@ -106,6 +110,9 @@ def _check_memory(
     if not shapes:
         return
     as_planned = _ShapeProgram(plan.assignment, plan.copied, plan.regions, plan.encoded_runs)
+    # Both sides by the same rule, the planned one too, although the plan has a prediction: that
+    # counts the loss, which a further shape has no targets for. So only differences of shapes
+    # count.
     before = _memory(plan, target, planned, as_planned)
     for shape in shapes:
         for rank, pair in enumerate(zip(before, _memory_at(plan, planned, shape), strict=True)):
@@ -125,6 +132,8 @@ def _check_memory(
 def _memory_at(plan: Plan, planned: Captured, shape: DeclaredShape) -> Sequence[RankMemory]:
     """Return what ranks hold at their peaks where the graph of a shape is cut like the plan."""
     source, module = planned.capture.graph, shape.captured.module
+    # The nodes of another capture may have other names, so the cut is carried over by
+    # correspondence, and by the stages that hold the parameters that a node reads.
     holders = {n: p.stages for p in plan.parameters for n in (p.name, *p.aliases)}
     stages = transfer(plan.assignment, source, module, holders)
     copied = transfer_copied(plan.copied, source, module, stages, holders)
@@ -175,6 +184,8 @@ def _memory(
 def _sizes(inputs: InputStructure, call: Arguments) -> list[list[int | None]]:
     """Return what tells shapes apart: all sizes but that of the batch."""
     pairs = zip(inputs.flatten(call), inputs.batch_dims, strict=True)
+    # (8, 128) and (4, 128) are one shape, (8, 128) and (8, 64) are two: with the batch first both
+    # of the former are [None, 128].
     return [[None if i == dim else size for i, size in enumerate(t.shape)] for t, dim in pairs]
 
 

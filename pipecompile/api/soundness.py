@@ -41,6 +41,9 @@ def findings(plan: Plan) -> list[Finding]:
     reported.
     """
     try:
+        # The order is that of trust. A deadlocked schedule has no timeline, so no memory and no
+        # prediction can be computed of it; stages that no options allow have a memory that means
+        # nothing; and a plan over its cap is the user's to mend, which an edited one is not.
         problem = problem_of_plan(plan)
         # Without caps: `_over_cap` compares them with all that a rank holds.
         faults = check_schedule(plan.schedule, replace(problem, caps=None))
@@ -76,6 +79,8 @@ def _fault_of(stage: Stage, options: Options) -> str | None:
     """Return why no plan with these options has such a stage; None if one may."""
     if stage.recompute not in KINDS.get(options.recompute, {options.recompute}) | {"none"}:
         return f"recomputes by {stage.recompute!r}, but recompute is {options.recompute!r}"
+    # What follows are pairs of fields that say the same thing twice. No single one is wrong by
+    # itself; an edit of one is found by the other.
     if (stage.recompute == "regions") != bool(stage.regions):
         return f"recomputes by {stage.recompute!r}, but has {len(stage.regions)} regions"
     if stage.recompute == "none" and stage.recompute_ns:
@@ -112,11 +117,15 @@ def _misplaced_run(stage: Stage) -> str | None:
     """
     encoded = [run.nodes for run in stage.encoded_runs]
     for nodes in chain(stage.regions, encoded):
-        # If there is no such node, any position will do: the comparison below fails.
+        # A run is a stretch of the stage's list: of (a, b, c, d) that is b, c but not b, d. It is
+        # compared with what lies there from the place of its first node on. If there is no such
+        # node, any position will do: the comparison fails.
         first = stage.nodes.index(nodes[0]) if nodes and nodes[0] in stage.nodes else 0
         if not nodes or nodes != stage.nodes[first : first + len(nodes)]:
             name = nodes[0] if nodes else "nothing"
             return f"has {name} … as a region or a run, which is no run of its nodes"
+    #     allowed    [a b c d]  with  [b c]      or  [a b]  beside  [c d]
+    #     refused    [a b c]    with  [c d e]    c would be recomputed by both
     for one, other in combinations(map(set, stage.regions), 2):
         shared = one & other
         if shared and not (one < other or other < one):
@@ -165,6 +174,9 @@ def _has_named_order(plan: Plan, problem: PlacedProblem) -> bool:
     name = plan.schedule.name
     if name == "search":
         return True
+    # Not only the name is compared: by hand two rows may be swapped in a way that runs, and that
+    # is a schedule of nobody's. The order is made again as the planner makes it, caps included,
+    # since with a cap recomputes lie elsewhere.
     order = named_schedule_within(name, *_capped_problems(plan, problem), _excess(plan))
     return order.compute == plan.schedule.compute
 
@@ -202,6 +214,8 @@ def _has_true_comparison(plan: Plan, ordering: Ordering, problem: PlacedProblem)
     else:
         steps_ns = [best]
     return (
+        # bound ≤ searched ≤ best named order; and the step of the plan is that of the order that it
+        # took.
         (ordering.named_ns, ordering.bound_ns)
         == named_steps_and_bound(*_capped_problems(plan, problem), _excess(plan))
         and ordering.bound_ns <= ordering.searched_ns <= best

@@ -55,6 +55,7 @@ def _misplaced_node(plan: Plan, graph: fx.Graph) -> str | None:
     stage_of_group: dict[str, int] = {}
     nodes = [node for node in graph.nodes if node.op != "get_attr"]
     names = {node.name for node in nodes}
+    # Before the loop, which looks nodes up: a name that is missing would end it by a KeyError.
     if stages.keys() != names:
         return f"its nodes are not those of the model ({min(stages.keys() ^ names)})"
     for node in nodes:
@@ -142,6 +143,8 @@ def _model_outline(plan: Plan, target: Target, captured: Captured) -> Outline:
     for node in graph.nodes:
         if node.name in stages:  # on the device that the plan has it on
             rank = plan.schedule.placement[stages[node.name]]
+            # Of unequal devices each has times of its own, and a plan's figures are those of the
+            # rank that runs the node.
             node = graph.on_rank(rank).by_name[node.name]
         ns_by_module[node.module] += node.forward_ns + node.backward_ns
     return outline(nodes, ns_by_module)
@@ -157,6 +160,10 @@ def _cost_findings(
         if drift is None:
             return [same_plan]
         return [same_graph, *_drift(plan, target, captured, drift)]
+    # Three ways not to be current, of which the first is told:
+    #     another graph     with the nodes that changed (`check_current`, before this)
+    #     other costs       with the blocks that drifted
+    #     another file      somebody edited it: same model, same costs, and yet other bytes
     now = make_plan(target, plan.options, captured, plan.links)
     before, after = plan.fingerprint.costs, now.fingerprint.costs
     if before != after and drift is not None:

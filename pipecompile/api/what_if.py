@@ -48,6 +48,8 @@ class Planner:
 
     def made_with(self, options: Options) -> Plan:
         """Return the plan with these options; InputError or InfeasibleError if there is none."""
+        # First: doubled microbatches or another schedule may not go with an option of the plan,
+        # which is then the reason that `explain` prints beside the change.
         check_together(options)
         links = links_for(options, self.plan.links)
         return draft(
@@ -65,6 +67,7 @@ class Planner:
 
     def problem(self, plan: Plan) -> PartitionProblem:
         """Return the problem that the cut of `plan` solves; of a layout's, without the layout."""
+        # A layout is a fixed assignment, under which nothing could be moved.
         options = replace(plan.options, layout=None, layout_format=None, layers=None)
         graph = planned_graph(self.costs.graph(options), options, plan.links)
         return problem_of(graph, options, plan.links, plan.schedule.placement)
@@ -82,6 +85,8 @@ def what_ifs(planner: Planner, current: Plan, target: str, time_limit: float) ->
         return time.monotonic() < deadline
 
     for change in _all_changes(planner, current, may_go_on):
+        # Listed all the same, without a figure: a reader must not take what was not tried for
+        # something that does not help.
         if change.options is not None and not may_go_on():
             reason = f"not tried: the time limit of {time_limit:g} s had passed"
             change = change._replace(options=None, reason=reason)
@@ -102,6 +107,10 @@ def _next_best_cut(planner: Planner, plan: Plan, may_go_on: Callable[[], bool]) 
     if options.layout is not None:
         return ChangedOptions("next cut", text, None, "the layout fixes the cut")
     logger.info("what if: %s", text)
+    # "Any cut but this one" is no constraint that the solver has, but another cut moves something
+    # across a boundary. So what lies at one is pinned to the other side, each in turn, and the
+    # best of these cuts is taken:
+    #     plan        a b | c d       pins tried    b in stage 1,    c in stage 0
     pin = next_best_pin(
         planner.problem(plan), plan.assignment, seconds=CUT_SECONDS, may_go_on=may_go_on
     )
@@ -130,6 +139,9 @@ def best_command(before: Outcome, tried: tuple[WhatIf, ...]) -> str:
 
     What has to be bought is not advised where something else helps.
     """
+    # Tuples are compared from the left, and False comes before True:
+    #     (False, 90, "… --schedule search")  <  (True, 70, "… --memory 17GiB")
+    # So what has to be bought wins only if nothing else helps by a per cent.
     helpful = [
         (what_if.kind in TO_BE_BOUGHT, what_if.after.step_ns, what_if.command)
         for what_if in tried

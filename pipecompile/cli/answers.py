@@ -61,6 +61,10 @@ class AnswerGroup(click.Group):
     def invoke(self, ctx: click.Context) -> Any:
         """Run a command, and exit with its code."""
         try:
+            # From the narrow to the wide, since the first `except` that matches is taken:
+            #     1    an answer: it does not fit, it is stale
+            #     2    another error of ours, misuse of the command line, what nobody foresaw
+            # Help and --version leave by exceptions of click's, which are no errors and pass.
             code = super().invoke(ctx)
         # "It does not fit" and "it is stale" are answers: the question was understood.
         except (InfeasibleError, StalePlanError, StaleProfileError) as error:

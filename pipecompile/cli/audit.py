@@ -44,6 +44,8 @@ def audit(target: str, page: str | None, form: str, **options: Any) -> int:
     check_writable(page)
     if options["layout"] is None:
         raise InputError("an audit is of a layout; give one: --layout LAYOUT")
+    # `check_writable` has opened nothing: an audit that fails leaves a page that was there as it
+    # was.
     result = _audited(target, options)
     if page is not None:
         write(page, audit_page(target, result).encode())
@@ -71,7 +73,10 @@ def _audited(target: str, options: dict[str, Any]) -> Audit:
     from pipecompile.api.factory import Factory
     from pipecompile.api.links import links_for
 
+    # The rest of the options are keywords of `requested_options`, so no list of them is kept
+    # here.
     self_check, links_from_options = options.pop("self_check"), options.pop("links")
+    # The name decides, so that `times.csv` needs no PyTorch, neither here nor later.
     if is_file_of_costs(target):
         return audit_file(target, links=links_from_options, **options)
     factory = Factory.of(target)

@@ -74,6 +74,7 @@ def check(arguments: Sequence[str], form: str, **limits: Any) -> int:
 
     paths, target = _plans_and_target(arguments)
     factory = None if target is None else Factory.of(target)
+    # All plans are checked, also after one that is not sound: one run of CI says all there is.
     checked = [
         CheckedPlan.of(path, check_plan(read(path, Plan), factory, **limits)) for path in paths
     ]
@@ -85,6 +86,10 @@ def _plans_and_target(arguments: Sequence[str]) -> tuple[Sequence[str], str | No
     """Return the paths of plans, and what names a target behind them, if anything does."""
     *paths, last = arguments
     # A missing plan is to be named as a file that cannot be read, and not as a wrong target.
+    #     check a.json                 one plan
+    #     check a.json b.json          two plans
+    #     check a.json nets:unet       a plan, and the factory behind it
+    #     check a.json old.plan        two plans, if there is such a file
     is_plan = not paths or last.endswith(".json") or Path(last).is_file()
     return (arguments, None) if is_plan else (paths, last)
 

@@ -31,6 +31,8 @@ def logging_to_stderr(*, quiet: bool, verbose: bool) -> Iterator[None]:
     # A bar follows every step of long work, which is logged for debugging.
     has_bar = sys.stderr.isatty() and not quiet
     handler = _TerminalHandler(level) if has_bar else _LineHandler(level)
+    # On the handler and not on the logger: a logger's filter does not see the records of its
+    # children, and each room logs under a name of its own.
     handler.addFilter(_NotSaidBefore())
     before = logger.level, logger.propagate
     logger.setLevel((logging.DEBUG if has_bar else level) if is_first_rank() else logging.CRITICAL)
@@ -62,6 +64,8 @@ class _NotSaidBefore(logging.Filter):
 
     def filter(self, record: logging.LogRecord) -> bool:
         """Return whether the line is new, whatever seconds it ends with."""
+        # "captured the model (3.4 s)" and "captured the model (3.1 s)" are the same news. Records
+        # of progress pass always, as each moves the bar on.
         line = SECONDS.sub("", record.getMessage())
         is_new = hasattr(record, "progress") or line not in self._said
         self._said.add(line)
@@ -105,6 +109,8 @@ class _TerminalHandler(logging.Handler):
         from rich.progress import Progress
 
         if self._bar is None:
+            # Transient: a bar that is full says nothing, and the line that follows says what was
+            # done.
             self._bar = Progress(console=self._console, transient=True)
             self._task = self._bar.add_task(progress.label, total=progress.total)
             self._bar.start()

@@ -86,6 +86,8 @@ def plan_option(name: str, **changes: Any) -> Callable[[Callable[..., Any]], Cal
     """Return the decorator for the option of a plan that is called `name` in Python, with
     `changes` of its declaration.
     """
+    # One declaration for the command line and for Python: a default or a name that changes in the
+    # table changes in both.
     option = next(option for option in OPTIONS if option.name == name)
     # A command with a default of its own must not show that of `OPTIONS` in its help.
     if "default" in changes:
@@ -102,6 +104,8 @@ def _on_command_line(option: Option) -> tuple[str, dict[str, Any]]:
         flag = f"{option.flag}/--no-{option.flag[2:]}" if option.default else option.flag
         return flag, {**shown, "is_flag": True, "default": option.default}
     shown["metavar"] = option.metavar
+    # What is given several times comes as a tuple of texts, which a callback turns into what the
+    # Python keyword takes: --pin a=0 --pin b=-1 into {"a": 0, "b": -1}.
     match option.form:
         case "list":
             return option.flag, {**shown, "default": "", "callback": _listed}

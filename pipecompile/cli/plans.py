@@ -79,6 +79,8 @@ def view(path: str, output: str, run_path: str | None, against: str | None) -> i
 
     check_writable(output)
     plan = _read_plan(path)
+    # All files are read before the page is made, which takes seconds: a path that is misspelt is
+    # answered at once.
     run = None if run_path is None else read(run_path, RecordedRun)
     old = None if against is None else (Path(against).name, read(against, Plan))
     write(output, page_of(plan, run=run, against=old).encode())
@@ -191,6 +193,8 @@ def export(path: str, to: str, rounded: bool, layers: str | None, output: str | 
 
     check_writable(output)
     plan = _read_plan(path)
+    # What rounding costs is a warning and no error: who gives --round knows that it moves
+    # something, but not how much.
     exported = export_of(plan, to, layers, rounded=rounded)
     if exported.moved:
         logger.warning("%s", cost_text(plan, exported))

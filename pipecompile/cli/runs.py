@@ -41,6 +41,7 @@ def compare(path: str, run_path: str, page: str | None, trace_path: str | None, 
     )
 
     check_writable(page, trace_path)
+    # Compared before anything is written: a run of another plan must leave no page behind.
     comparison = comparison_of(read(path, Plan), read(run_path, RecordedRun))
     if trace_path is not None:
         write(trace_path, run_trace(comparison))

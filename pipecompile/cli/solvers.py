@@ -95,6 +95,8 @@ def partition(
     connected = links_from_options(links, bandwidth, latency)
     request = CutRequest(k=1 if k is None else k, links=connected, communication=comm, **options)
     search = cut if k is not None else partition_over_ranks
+    # Without -k the number of stages is searched too, which is another search. `k=1` in the
+    # request only stands in: that search does not read it.
     result = search(path, request, seconds=time_limit)
     click.echo(
         encode(result).decode().rstrip()

@@ -37,6 +37,11 @@ def plan(target: str, output: str | None, form: str, **options: Any) -> int:
     check_writable(output)
     factory = Factory.of(target)
     self_check, links_from_options = options.pop("self_check"), options.pop("links")
+    # What is checked before PyTorch is imported, which takes seconds, and what needs it:
+    #     output    can be written            ┐
+    #     target    module or file is there   │ at once
+    #     options   names, numbers, files     ┘
+    #     the factory is called, the model captured, proven, costed and cut
     request: Any = None
     if options["devices"] is not None:
         from pipecompile.api.joint_request import joint_request
@@ -58,6 +63,8 @@ def plan(target: str, output: str | None, form: str, **options: Any) -> int:
         made = plan_of(subject, requested, links, self_check=self_check)
     result = with_target(made, target)
     if output is not None:
+        # Before it is printed: if the reader of standard output has gone (`| head`), the file is
+        # there all the same.
         write(output, encode(result))
         logger.info("wrote %s", output)
     print_plan(result, form)

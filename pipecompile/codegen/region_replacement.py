@@ -113,8 +113,12 @@ class _RegionReplacement:
         )
         # The sort is stable: within one rank the order of first use stays.
         arguments = sorted((*self._module_reads(graph), *sources), key=self._argument_rank)
+        # In the drawing above: the arguments are linear's module and x, and relu is the only
+        # result.
         results = [node for node in self.nodes if not inside.issuperset(node.users)]
         body = fx.GraphModule({}, _body_graph(self.nodes, arguments, results), class_name=name)
+        # Behind its last node: all that the region reads stands before it, since its nodes follow
+        # each other, and all that read its results stand behind.
         with graph.inserting_after(self.nodes[-1]):
             call = graph.call_function(self._callable(name, body, arguments), tuple(arguments))
         call.meta.update(self._meta(), val=tuple(node.meta["val"] for node in results))
@@ -126,6 +130,7 @@ class _RegionReplacement:
             # The region's own nodes are erased below and keep reading each other until then.
             node.replace_all_uses_with(item, delete_user_cb=lambda user: user not in inside)
             new_nodes.append(item)
+        # From the last one, since fx erases only what nobody reads.
         for node in reversed(self.nodes):
             graph.erase_node(node)
         return new_nodes

@@ -81,6 +81,8 @@ def _check_runs_are_apart(
     stage: int, runs: Sequence[Sequence[str]], regions: Iterable[Sequence[str]]
 ) -> None:
     """Raise InputError if a node of a run is in another run or in a region too."""
+    # What a region saves is made by its second run, in the backward: between the two there is
+    # nothing to be encoded.
     counts = Counter(name for names in (*runs, *regions) for name in set(names))
     for name in (name for names in runs for name in names):
         if counts[name] > 1:
@@ -94,6 +96,7 @@ def _check_nesting(stage: int, regions: Sequence[Sequence[str]]) -> None:
     """Raise InputError if two regions overlap and neither contains the other."""
     for one, other in combinations(map(frozenset, regions), 2):
         is_nested = one < other or other < one
+        # Of two that overlap, neither could be inside the other's body.
         if one == other or (one & other and not is_nested):
             raise InputError(
                 f"two regions of stage {stage} share {_shortened(sorted(one & other))}; two "
@@ -117,6 +120,8 @@ def region_error(
     for name in region:
         if name not in stage_nodes:
             return f"names {name}, which is no node of the stage"
+    # A region becomes one node, at one place. With a gap, a node in it could read one end of the
+    # region and be read by the other: then there would be no place for it.
     first = order.index(region[0])
     if list(region) != list(order[first : first + len(region)]):
         return "is no run of the stage's nodes; name nodes that follow each other, in their order"

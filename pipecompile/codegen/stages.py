@@ -152,6 +152,7 @@ def _stage(
     else:
         (output,) = (node for node in nodes if node.op == "output")
         _finish(graph, tuple(copies[node] for node in output.args[0]))
+    # Plans name nodes as the captured graph does, and fx may have named the copies otherwise.
     copy_by_name = {origin_of(node): copies[node] for node in nodes if node in copies}
     replace_regions(
         graph,
@@ -212,6 +213,8 @@ def _crossing(graph: fx.Graph, stage: int) -> list[fx.Node]:
     """
     nodes = [node for node in graph.nodes if stage_of(node) == stage]
     crossing = [node for node in nodes if any(stage_of(user) == stage + 1 for user in node.users)]
+    # Sender and receiver each sort for themselves, and tensors have no names on their way: both
+    # must find the same order, also where the sender has relays among its nodes.
     return sorted(crossing, key=lambda node: int(node.meta["order"]))
 
 
@@ -230,6 +233,8 @@ def _restore_layout(
         value.meta.update(_forwarded_meta(node))
     if boundary_tensor.is_permuted:
         order = boundary_tensor.order
+        # (0, 2, 3, 1) becomes (0, 3, 1, 2): where in the message each dimension of the tensor
+        # lies.
         inverse = sorted(range(len(order)), key=order.__getitem__)
         value = graph.call_method("permute", (value, inverse))
         value.meta.update(_forwarded_meta(node))

@@ -52,6 +52,7 @@ def transfer(
     for node in new:
         # No node runs before its inputs.
         input_stages = [stages[value] for value in node.all_input_nodes if value in stages]
+        # A node without a counterpart begins at 0, and its inputs move it on.
         planned = min(planned_stages.get(node, 0), latest.get(node, len(assignment)))
         earliest = max([planned, *input_stages])
         stages[node] = _first_possible_stage(module, node, earliest, holders)
@@ -79,6 +80,8 @@ def _latest_stages(
     for node in reversed(nodes):
         bounds = [latest[user] for user in node.users if user in latest]
         allowed = _holding_stages(module, node, holders)
+        # From the end back: relu → linear, where the linear's weight lies in stage 1, gives both
+        # the bound 1. A relu behind it that nothing follows has none.
         possible = [stage for stage in allowed or () if all(stage <= bound for bound in bounds)]
         if bounds or possible:
             latest[node] = max(possible) if possible else min(bounds)
@@ -174,6 +177,7 @@ def transfer_regions(
             # Nodes in between that only this graph has become a part of the region.
             positions = [p for p, name in enumerate(order) if old_names.get(name) in region]
             names = order[positions[0] : positions[-1] + 1] if positions else []
+            # Two regions of the source that differ in nodes which this graph lacks are one here.
             is_new = names not in transferred.get(stage, ())
             if is_new and region_error(limits, order, names) is None:
                 transferred.setdefault(stage, []).append(names)
@@ -206,6 +210,8 @@ def _counterparts(old: Sequence[fx.Node], new: Sequence[fx.Node]) -> dict[fx.Nod
 
     The place is found as `diff` finds equal lines, by matching blocks of equal keys.
     """
+    # Without `autojunk`, which leaves out of long sequences what is frequent: nearly all
+    # operators are.
     matcher = SequenceMatcher(None, list(map(_key, old)), list(map(_key, new)), autojunk=False)
     return {
         new[block.b + offset]: old[block.a + offset]
@@ -232,6 +238,7 @@ def _unite_groups(
             inputs = [
                 value for node in members for value in node.all_input_nodes if value in stages
             ]
+            # Later and never earlier: inputs of a node that moves are there all the same.
             latest = max(stages[node] for node in (*members, *inputs))
             has_moved = has_moved or any(stages[node] < latest for node in members)
             stages.update(dict.fromkeys(members, latest))

@@ -51,6 +51,7 @@ def refuse_lasting_state(
     `first` is the forward that changed them since `before`; `record` records another one. The
     modules are still as the first forward left them.
     """
+    # Before the second forward, which may change them again.
     after_first = ModuleAttributes.of(model)
     for module, table in (each for each in changed if each[1] in REGISTERED_TABLES):
         names = {*before.registered(module, table)} ^ {*after_first.registered(module, table)}
@@ -59,6 +60,8 @@ def refuse_lasting_state(
             f"{REGISTERED_TABLES[table]}, and stages have what is there before it; {ONCE}"
         )
     try:
+        # The modules are not restored before it: a forward that goes by what the last one left
+        # does so now.
         second = record()
     except UnsupportedError as error:
         raise _other_forward(first, changed[0]) from error
@@ -74,6 +77,7 @@ def refuse_lasting_state(
                 f"with, {COMPUTED_WITH}; {LOOKED_AT}"
             )
         _refuse_unused_gradient(where, attribute, second)
+    # Last, since an attribute that has another value says more than that the graphs differ.
     if first.text != second.text:
         raise _other_forward(first, changed[0])
 

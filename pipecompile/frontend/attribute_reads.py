@@ -63,11 +63,15 @@ class AttributeReads:
         names = defaultdict[int, set[str]](set)
         for key, name in self._read:
             names[key].add(name)
+        # By id, since a read knows its object and not its path: one object that two modules hold
+        # is read at both.
         places = chain(model.named_modules(), _held(model))
         seen = {(path, name) for path, owner in places for name in names.get(id(owner), ())}
         unseen = {
             (path, ALL)
             for path, module in model.named_modules()
+            # Python asks the first class that has one: where that is not nn.Module, what was put
+            # there is not called, or not for all names.
             if any(GETTER in vars(base) for base in type(module).__mro__[:-1])
         }
         return frozenset(seen | unseen)
@@ -83,6 +87,8 @@ class AttributeReads:
         before = vars(kind).get(GETTER)
         with contextlib.suppress(TypeError, AttributeError):  # classes that nobody may change
             setattr(kind, GETTER, get_attribute)
+            # A class that had none of its own must have none again, or later changes of its base
+            # would not be seen.
             undo = (delattr, kind, GETTER) if before is None else (setattr, kind, GETTER, before)
             patches.callback(*undo)
 

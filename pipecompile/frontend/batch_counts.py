@@ -23,9 +23,9 @@ import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
 from pipecompile.errors import InputError
-from pipecompile.frontend.self_check import restored_state
 from pipecompile.frontend.signature import Arguments
 from pipecompile.frontend.target import Target
+from pipecompile.frontend.training_step import restored_state
 from pipecompile.graph.pytrees import leaves_with_paths
 
 __all__ = ["OUTPUT", "refuse_batch_counts", "refuse_counts"]
@@ -50,6 +50,7 @@ def refuse_batch_counts(target: Target, call: Arguments, wanted: Any) -> None:
         return target.trained_by(model(*args, **kwargs), targets)
 
     with restored_state(model), restored_state(target.loss_module or nn.Identity()):
+        # Dropout would give two losses for the same data.
         for module in model.modules():
             module.training = False
         refuse_counts(
@@ -71,6 +72,15 @@ def refuse_counts(
     numbers = dict(_numbers(given, doubled))
     if not numbers:
         return
+    # With samples that add up to 10, and n = 4:
+    #
+    #     once      10 / 4 = 2.5
+    #     twice     20 / 4 = 5       every sample twice
+    #     halved    10 / 2 = 5       the same: n counts them
+    #
+    # A temperature of 4 below a mean of 10 gives 2.5, 2.5 and 5: the mean does not know how many
+    # there are, so it counts nothing. Odd numbers are made even first, to be halved without a
+    # rest.
     even = _with_halves(given, numbers, 2)
     once = _value(loss, even)
     if _is_close(_value(loss, _with_halves(even, numbers, 1)), once):

@@ -50,6 +50,7 @@ def _input_dim(name: str, tensor: Tensor, dim: int | None) -> int | None:
             f"{tuple(tensor.shape)}; give one for each input that differs from the others, such as "
             f"batch_dim={{{name!r}: 0}}, or None for what every microbatch is given whole"
         )
+    # −1 becomes 1 where there are two dimensions, so that inputs can be compared.
     return dim % tensor.dim()
 
 
@@ -102,8 +103,12 @@ def output_dim(value: Tensor, inputs: BatchDims, samples: int | None = None) -> 
     if samples is None:
         grows = [dim for dim, size in enumerate(value.shape) if not isinstance(size, int)]
     else:
+        # With 8 samples in dimension 1 of the inputs, (5, 8) has them in 1; of (8, 8) nobody
+        # knows; and (8, 4, 8) has them in 0, since no input has dimension 2 for them.
         likely = (dim for dim in sorted({0, *known}) if dim < value.dim())
         grows = [dim for dim in likely if value.shape[dim] == samples]
+    # Also a multiple of the batch: along dimension 0 the rows of a sample lie together, so that
+    # parts joined there have the order of the whole.
     if known == {0} and 0 in grows:
         return 0
     return grows[0] if len(grows) == 1 and _is_plain(value.shape[grows[0]]) else None

@@ -44,6 +44,8 @@ class CacheUse:
             is_used = cache.cache_info() != info
             if is_used and (held_tensors or _holds_tensors(cache)):
                 cache.cache_clear()
+                # A cache that was empty before holds fakes only, and what was recorded is their
+                # computation.
                 held_before = held_before or held_tensors
         return held_before
 

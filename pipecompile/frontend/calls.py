@@ -55,6 +55,8 @@ class RecordedCall:
         arguments = tensors_in((self._args, self._kwargs))
         # By id: a tensor may be there several times, and tensors have no useful equality.
         touched = {id(tensor): tensor for tensor in (*arguments, *state)}
+        # Each write in place raises the version, also one through a view, which shares the
+        # counter.
         self._versions = [(tensor, tensor._version) for tensor in touched.values()]
         self.is_random = self._updates_statistics = False
 
@@ -100,6 +102,7 @@ def hook_target(hook: Callable[[Tensor], Tensor | None]) -> Callable[[Tensor], N
         if tensor.requires_grad:
             tensor.register_hook(hook)
 
+    # The digest of a graph knows a function by this name, so it says which hook it is.
     name = getattr(hook, "__qualname__", type(hook).__name__)
     register_hook.__qualname__ = f"{hook.__module__}.{name}.register_hook"
     return register_hook
@@ -172,6 +175,8 @@ def with_objects(
             )
         return leaf
 
+    # What stays in the template is in the function: `apply(sin, x)` has the template (sin,
+    # operand 0).
     template = map_aggregate((args, kwargs), placed)
 
     def call(*values: Any) -> Any:

@@ -132,6 +132,7 @@ def captures(
     answers: ProbedAnswers | None = None
     read_outside = AttributeReads()
     failures: list[CaptureError] = []
+    # What fails after a capture was yielded is no reason to refuse the model.
     has_capture = False
     for method in METHODS:
         # The probe needs real values, which a model on the meta device does not have.
@@ -139,10 +140,15 @@ def captures(
             continue
         # One probe serves all methods.
         if method.allows_data and answers is None:
+            # The probe takes the path that the model takes outside of a capture, also where a
+            # recording for export takes another one: what it reads counts for all captures that
+            # use its answers.
             with read_outside.noted(model):
                 answers = _probe_data(model, call, failures)
         by = partial(_capture_by, model, call, leaves=leaves, recapture=recapture)
         if method is IN_SIGHT and as_outside and any(_masks_nothing(call)):
+            # Before the ways that hide nothing, but only then: for most models it would be one
+            # recording more.
             for recorded in _as_outside(by):
                 has_capture = True
                 yield recorded
@@ -219,6 +225,8 @@ def _as_outside(by: Callable[[_RecordingMethod], Capture]) -> Iterator[Capture]:
     except UnsupportedError:
         return
     read = {name for answer in capture.constant_answers for name in answer.inputs}
+    # With a mask of ones the model leaves the mask out (`if mask.all(): mask = None`): its
+    # placeholder is read by nothing then.
     nodes = capture.graph.nodes
     if any(node.target in read and not node.users for node in nodes if node.op == "placeholder"):
         yield capture
@@ -273,8 +281,8 @@ def _capture_by(
         # A graph that keeps its masks is for batches with and without padding: so is a further one.
         recapture=partial(recapture, as_outside=method.reads_inputs),
         asks_layout=forward.recorder.asks_layout,
-        value_reads=tuple(forward.recorder.value_reads),
-        constant_answers=tuple(forward.recorder.constant_answers.values()),
+        value_reads=tuple(forward.recorder.values.of_values),
+        constant_answers=tuple(forward.recorder.values.constants.values()),
         masks_nothing=_masks_nothing(call),
     )
 

@@ -135,6 +135,8 @@ class Capture:
             return self.recaptured(call).instantiate(call)
         graph = _substituted(self.graph, self.guards.symbol, batch)
         self._set_answers(graph, call)
+        # Of a dict fx puts each object under its path as it is: parameters are the model's own,
+        # under their own names. (torch's `split_module` would rename them.)
         module = fx.GraphModule(self._attributes(), graph)
         # The mode of this module itself; the modules in it are the model's, each in its own mode.
         module.training = self.model.training
@@ -144,6 +146,8 @@ class Capture:
         _refuse_irregular_values(module.graph)
         self._refuse_foreign_writes(module)
         nodes = len(module.graph.nodes)
+        # After the fake run, which tells what writes to what; and then once more, since copies
+        # that it adds need values as well.
         apply_passes(module.graph, [KeepVersions()])
         if len(module.graph.nodes) > nodes:
             module.recompile()
@@ -162,6 +166,7 @@ class Capture:
         """Return where the output tensors of one microbatch have the batch, see `output_dim`."""
         if not self.guards.is_fixed:
             return self.outputs.batch_dims
+        # A graph for one size has no symbol that would tell which dimensions grow with it.
         dims, batch = self.inputs.batch_dims, self.guards.batch
         return [output_dim(value, dims, batch) for value in values]
 
@@ -182,6 +187,7 @@ class Capture:
         sizes = {} if self.guards.symbol is None else {self.guards.symbol: sympy.Integer(batch)}
         inputs = dict(zip(self.inputs.tensor_names, tensors, strict=True))
         for answer in self.constant_answers:
+            # At the size that was recorded an answer out of sizes alone is what it was.
             may_differ = batch != self.guards.batch or answer.inputs
             if may_differ and not answer.holds(sizes, inputs):
                 return answer
@@ -223,6 +229,8 @@ class Capture:
             elif node.op == "get_attr" and _is_parameter(module, node):
                 parameters[storage_key(node.meta["val"])] = str(node.target)
         for node in module.graph.nodes:
+            # By storage, since a write to a view is one to what it is a view of: `x[0].add_(1)`
+            # writes to x.
             written = {storage_key(tensor) for tensor in node.meta["mutates"]}
             for key in written & parameters.keys() if node.op != "call_module" else ():
                 raise CaptureError(
@@ -308,6 +316,7 @@ def _substituted(graph: fx.Graph, symbol: sympy.Symbol | None, batch: int) -> fx
     """Return a copy of `graph` with the values of symbolic numbers at this batch size."""
     values = {} if symbol is None else {symbol: sympy.Integer(batch)}
 
+    # `x.view(s0, 8)` of a recording is `x.view(4, 8)` at a batch of 4.
     def concrete(argument: Any) -> Any:
         return argument.value_for(values) if isinstance(argument, SymbolicNumber) else argument
 

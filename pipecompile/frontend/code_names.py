@@ -69,6 +69,7 @@ def _own_names(code: CodeType) -> CodeNames:
     names = loads.intersection(code.co_names)
     imports = {name for operation, name in found if operation == "IMPORT_NAME"}
     of_globals = {name for operation, name in found if operation in GLOBAL_LOADS}
+    # In `getattr(self, "scale")` the name of the attribute is a constant of the code, not a name.
     is_by_text = bool(names & BY_TEXT)
     texts = strings_in(_loaded_constants(found)) if is_by_text else frozenset[str]()
     # Strings are read of anything: which object getattr is given, code does not show.
@@ -100,6 +101,9 @@ def _loaded_constants(found: list[tuple[str, Any]]) -> tuple[Any, ...]:
 
 def _qualified(found: list[tuple[str, Any]], code: CodeType) -> Iterator[tuple[str, str]]:
     """Yield the names that tensors have too, each behind the name of what it is read of."""
+    # An instruction with a large argument has this one before it, which would stand between a
+    # variable and the attribute that is read of it. For `self.config.dtype` the loads are self,
+    # config, dtype, and ("config", "dtype") is yielded.
     loads = [each for each in found if each[0] != "EXTENDED_ARG"]
     for (_, owner), (operation, name) in pairwise(loads):
         if operation in ATTRIBUTE_LOADS and name in OF_TENSORS:

@@ -70,6 +70,7 @@ def comparable(value: Any) -> Any:
         is_small = view.nbytes <= MOST_ITEMS * view.itemsize
         return (view.format, view.shape, view.tobytes()) if is_small else value
     if isinstance(value, ARRAYS) and value.size <= MOST_ITEMS:
+        # As bytes, of which NaN equals itself.
         return value.dtype.str, value.shape, value.tobytes()
     if isinstance(value, MAPPINGS) and len(value) <= MOST_ITEMS:
         return deep_copy(dict(value))
@@ -84,6 +85,8 @@ def itself(value: Any) -> Any:
 def referent(proxy: Any) -> Any:
     """Return what a weak proxy stands for, `GONE` if that is gone."""
     with suppress(ReferenceError):
+        # A proxy passes all attributes on, so its bound method is that of the object, and knows
+        # it.
         return proxy.__repr__.__self__
     return GONE
 

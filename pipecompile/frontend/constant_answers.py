@@ -76,6 +76,8 @@ class ConstantAnswer:
         None if `node` depends on another input, on the model's tensors or on chance, or if
         something writes to what it depends on.
         """
+        # Whole numbers and truth values are masks or indices, which are often alike from batch to
+        # batch; that numbers with a fraction are, nobody would expect.
         readable = {name for name, value in inputs.items() if not has_gradient_type(value)}
         graph = _computation(node, readable)
         if graph is None:
@@ -98,6 +100,8 @@ def certain_outcome(node: fx.Node) -> bool | None:
         case (fx.Node(target=torch.rand) as draw, int() | float() as bound) if bound >= 0:
             compare = COMPARISONS.get(name)
             if compare is not None and not _is_written(draw):
+                # The least and the greatest draw decide for all between: `rand < 0.0` is False
+                # for both, `rand < 1.0` True, and `rand < 0.1` depends on the draw.
                 outcomes = {compare(each, bound) for each in (0.0, math.nextafter(1.0, 0.0))}
                 return outcomes.pop() if len(outcomes) == 1 else None
     return None
@@ -118,6 +122,7 @@ def _computation(node: fx.Node, inputs: Collection[str]) -> fx.Graph | None:
         current = stack.pop()
         if current in needed:
             continue
+        # Neither reads of parameters nor calls of modules: weights change in each step.
         is_call = current.op in ("call_function", "call_method")
         is_input = current.op == "placeholder" and current.target in inputs
         if not (is_call or is_input) or current.meta.get("random") or _is_written(current):
@@ -125,6 +130,7 @@ def _computation(node: fx.Node, inputs: Collection[str]) -> fx.Graph | None:
         needed.add(current)
         stack += current.all_input_nodes
     graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
+    # In the order of the graph, in which each node stands behind what it reads.
     for each in node.graph.nodes:
         if each in needed:
             copies[each] = graph.node_copy(each, copies.__getitem__)
@@ -158,6 +164,7 @@ def _answer(
             return argument.value_for(dict(sizes))
         return CPU if isinstance(argument, torch.device) else argument
 
+    # This may run amid a recording, whose modes would record it or make its tensors fake.
     with _disable_current_modes(), torch.device(CPU):
         for node in graph.nodes:
             args = map_aggregate(node.args, concrete)

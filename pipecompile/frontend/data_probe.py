@@ -43,6 +43,8 @@ def probe_data(model: nn.Module, call: Arguments) -> ProbedAnswers:
         if module not in paths:
             return original(module, *args, **kwargs)
         path = paths[module]
+        # By number too: a module that is called twice may be asked of other data the second time,
+        # and its two nodes replay their own answers.
         key = (path, calls[path])
         calls[path] += 1
         start = len(record.answers)

@@ -30,6 +30,7 @@ def difference_text(model: Tensor | None, graph: Tensor | None) -> str:
     if (model.shape, model.dtype) != (graph.shape, graph.dtype):
         kinds = [f"{each.dtype} of shape {tuple(each.shape)}" for each in (model, graph)]
         return f"{kinds[0]} in the model, {kinds[1]} in the graph"
+    # Integers and booleans too, whose difference would wrap around or not be defined.
     wide = torch.promote_types(model.dtype, torch.float64)
     expected = model.to(wide)
     difference = (expected - graph.to(wide)).abs().max().item()
@@ -78,6 +79,8 @@ def _results_by_leaf(
         # A copy, because a later node may write to the result.
         results[leaf].append([value.detach().clone() for value in tensor_leaves(result)])
 
+    # Nodes of functions are not compared: the model does not tell what it computes between its
+    # modules.
     leaves = {
         module.get_submodule(str(node.target))
         for node in module.graph.nodes

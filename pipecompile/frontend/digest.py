@@ -71,6 +71,8 @@ def node_digests(module: fx.GraphModule) -> dict[str, str]:
 def _input_text(node: fx.Node, source: fx.Node, place_in_module: Mapping[fx.Node, int]) -> str:
     if source.op == "get_attr":
         return f"{source.target} {_value_text(source)}"
+    # "-2" is the node two before this one in their module. A node that is inserted into another
+    # module, or before both of them, leaves that as it is.
     if source.meta.get("module", "") == node.meta.get("module", ""):
         return f"-{place_in_module[node] - place_in_module[source]}"
     return "elsewhere"
@@ -81,6 +83,7 @@ def _called(module: fx.GraphModule, node: fx.Node) -> str:
     if node.op != "call_module":
         return node.target if isinstance(node.target, str) else qualified_name(node.target)
     leaf = module.get_submodule(str(node.target))
+    # Without code, which has other bytes in each version of Python.
     settings = describe(leaf, lambda value: qualified_name(type(value)), code=False)
     return f"{node.target}={settings}"
 

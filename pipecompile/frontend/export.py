@@ -63,6 +63,7 @@ def export_capture(
     """
     inputs = InputStructure.of(model, call)
     tensors = inputs.flatten(call)
+    # Each input gets a fake of its own, also where two are one tensor.
     program = _exported_program(model, inputs.unflatten(list(distinct_tensors(tensors))))
     with _failing_as_unsupported():
         module = _flat_module(program)
@@ -136,6 +137,7 @@ def _refuse_assignments(model: nn.Module) -> Iterator[None]:
 
     # torch.export restores attributes itself, so changes are noted when the forward ends.
     hook = model.register_forward_hook(note_changes)
+    # After the hook is registered, so that it is in the state that is compared.
     before = ModuleAttributes.of(model)
     try:
         yield

@@ -57,6 +57,8 @@ def weighed(loss_fn: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
                 "counts, as a number or a scalar tensor without gradient, such as "
                 "(labels != -100).sum()"
             )
+        # Means of 2 over 3 tokens and of 6 over 1 token: (3 · 2 + 1 · 6) / 4 = 3, where the mean
+        # of the two losses would be 4. In float64, in which counts of tokens are exact.
         loss, number, *rest = returned
         weight = torch.as_tensor(number, dtype=torch.float64, device=loss.device)
         return weigh(loss, weight), Weighed(weight, rest[0] if rest else None)
@@ -76,6 +78,8 @@ def weigh(value: Tensor, weight: Tensor) -> Tensor:
 
 def total_weight(weights: Sequence[Tensor]) -> Tensor:
     """Return the sum of weights in float64; it is NaN or infinite if one of them is no weight."""
+    # A check of each weight would make the host wait for its GPU: one NaN makes the sum NaN,
+    # which is read once a step.
     stacked = torch.stack(list(weights))
     return torch.where(stacked >= 0, stacked, torch.nan).sum()
 

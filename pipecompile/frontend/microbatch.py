@@ -29,7 +29,7 @@ InputShapes = Sequence[tuple[int, ...]]
 
 @dataclass(frozen=True)
 class MicrobatchSizes:
-    """How many samples each microbatch of a minibatch has, and how many the plan was made for."""
+    """The numbers of samples: of each microbatch of a minibatch, and of those of the plan."""
 
     planned: int
     sizes: tuple[int, ...]
@@ -60,7 +60,7 @@ class MicrobatchSizes:
 
     @property
     def samples(self) -> int:
-        """How many samples the minibatch has."""
+        """The number of samples of the minibatch."""
         return sum(self.sizes)
 
     @property
@@ -93,6 +93,7 @@ class MicrobatchSizes:
                 f"{list(self.sizes)} samples; dimension {dim} must be {self.samples}"
             )
         parts = tensor.split_with_sizes(self.sizes, dim)
+        # Along dimension 0 they are views, and take no memory; see `part_of` for the others.
         return [part.contiguous() for part in parts] if dim else parts
 
     def mean(self, scalars: Sequence[Tensor]) -> Tensor:
@@ -100,6 +101,7 @@ class MicrobatchSizes:
         # Without weights: multiplying by 1 / M rounds otherwise than the mean of equal parts does.
         if self.remainder is None:
             return torch.stack(list(scalars)).mean(dim=0)
+        # Means of 1, 2 and 6 over 4, 4 and 2 samples: 0.4 · 1 + 0.4 · 2 + 0.2 · 6 = 2.4.
         parts = zip(scalars, self.sizes, strict=True)
         return torch.stack([value * (size / self.samples) for value, size in parts]).sum(dim=0)
 
@@ -148,6 +150,7 @@ def is_count(scalar: Tensor) -> bool:
 
 def _merge_leaf(column: Sequence[Any], scalar: Callable[[Sequence[Any]], Tensor]) -> Any:
     first = column[0]
+    # A truth value is a number to Python, but no mean of truth values is one.
     if isinstance(first, Real) and not isinstance(first, bool):
         return scalar(column).item()
     if not isinstance(first, Tensor):

@@ -27,14 +27,14 @@ from __future__ import annotations
 
 import os
 import sys
-from collections import UserList, defaultdict, deque
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from contextvars import ContextVar
-from functools import cache, cached_property, partial, partialmethod, singledispatchmethod
-from types import FunctionType, MemberDescriptorType, MethodType, ModuleType
+from functools import partial
+from types import FunctionType, MemberDescriptorType, ModuleType
 from typing import Any
-from weakref import ProxyTypes, ReferenceType, WeakKeyDictionary, WeakSet, WeakValueDictionary
+from weakref import ProxyTypes, ReferenceType
 
 from torch import Tensor, fx, nn
 
@@ -53,6 +53,7 @@ from pipecompile.frontend.compared_value import (
     itself,
     referent,
 )
+from pipecompile.frontend.implicit_reads import MAKING, PARTS, REGISTRY, operators
 from pipecompile.frontend.known_reads import NOTHING_KNOWN, KnownReads
 from pipecompile.frontend.packages import is_foreign, is_installed, package_of
 from pipecompile.graph.attributes import CONTAINERS, PLAIN, plain_container
@@ -60,40 +61,10 @@ from pipecompile.graph.attributes import CONTAINERS, PLAIN, plain_container
 __all__ = ["NameSearch"]
 
 ENVIRONMENT = frozenset({"environ", "getenv"})
-MAKING = frozenset({"__new__", "__init__", "__post_init__"})
-"""What runs if code makes an object of a class that it names."""
-NOT_READING = frozenset(
-    f"__{name}__"
-    for name in (
-        *("init", "new", "post_init", "init_subclass", "set_name", "setattr", "delattr", "del"),
-        *("repr", "str", "eq", "hash", "copy", "deepcopy", "reduce", "getstate", "setstate"),
-    )
-)
-"""Special methods that a forward is not likely to call, unlike those of operators."""
 PAST_CLASSES = ("object", "__getattribute__")
 STATICALLY = "getattr_static"
 NAMESPACES = frozenset({"types", "argparse", "_thread"})
 """Parts of the standard library whose objects hold what a user gives them."""
-PARTS: Mapping[type, tuple[str, ...]] = {
-    staticmethod: ("__func__",),
-    classmethod: ("__func__",),
-    property: ("fget",),
-    singledispatchmethod: ("dispatcher",),
-    cached_property: ("func",),
-    type(cache(len)): ("__wrapped__",),
-    MethodType: ("__func__", "__self__"),
-    partial: ("func", "args", "keywords"),
-    partialmethod: ("func", "args", "keywords"),
-    UserList: ("data",),
-    WeakKeyDictionary: ("data",),
-    WeakValueDictionary: ("data",),
-    WeakSet: ("data",),
-    defaultdict: ("default_factory",),
-}
-"""Attributes of what leads to a function, which calls it with these, or to items."""
-REGISTRY = "registry"
-"""The attribute in which a function of functools.singledispatch has those that it calls."""
-
 Place = str | Callable[[], str]
 """The name of a place; where there was nothing, what returns it once there is."""
 
@@ -303,7 +274,7 @@ class NameSearch:
             is_own = is_generated or not self._is_foreign(base.__module__)
             if is_own and id(base) not in self._seen:
                 self._seen.add(id(base))
-                names = {*self._named(vars(base)), *_operators(base)}
+                names = {*self._named(vars(base)), *operators(base)}
                 self._look_among(base.__qualname__, vars(base), names, base.__module__)
                 inherited = self._inherited(base.__mro__[1:])
                 self._note_absent(base.__qualname__, vars(base), inherited)
@@ -391,14 +362,6 @@ def _may_be_hidden(kind: type, name: str) -> bool:
     value = vars(kind)[name]
     # Not those of properties, which come first; cached ones put values into objects.
     return isinstance(value, FunctionType) or not hasattr(type(value), "__get__")
-
-
-def _operators(kind: type) -> Iterator[str]:
-    """Yield the methods of a class that code may call without naming them."""
-    for name, method in vars(kind).items():
-        is_special = name.startswith("__") and name.endswith("__") and name not in NOT_READING
-        if is_special and isinstance(method, FunctionType):
-            yield name
 
 
 def _new_name(where: str, items: Mapping[str, Any], absent: frozenset[str]) -> str:

@@ -23,6 +23,7 @@ def items_of(value: Any) -> Iterator[tuple[Callable[..., Any], Any, Any]]:
         yield from ((operator.getitem, index, item) for index, item in enumerate(value))
     elif isinstance(value, dict):
         yield from ((operator.getitem, key, item) for key, item in value.items())
+    # The class itself is a dataclass too, for `is_dataclass`.
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
         # A field may be unset, if the class fills it later (`init=False`).
         names = [field.name for field in dataclasses.fields(value)]

@@ -36,6 +36,8 @@ class OutsideValues:
         self._objects = [each.value for each in search.values]
         small = (each for each in self._objects if isinstance(each, (*CONTAINERS, tuple)))
         self._containers = ContainerItems(each for each in small if len(each) <= MOST_ITEMS)
+        # These change in place while they stay the same object, and have no items that could be
+        # compared as objects: their contents are compared in each step.
         self._read_each_time = [
             each for each in search.values if isinstance(each.value, (*NUMBERS, *MAPPINGS))
         ]
@@ -55,6 +57,8 @@ class OutsideValues:
             code = zip(self._code_places, self._code_reads, self._code, strict=True)
             changed = next(where for where, read, value in code if read() is not value)
             return changed if isinstance(changed, str) else changed()
+        # `parallelize` gives modules classes that torch makes around theirs: these are the same
+        # as before.
         if list(map(type, self._modules)) != self._kinds and (place := self._other_class()):
             return place
         are_the_same = all(map(is_, map(call, self._reads), self._objects))

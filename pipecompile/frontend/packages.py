@@ -32,5 +32,6 @@ def package_of(module: Any) -> str:
 def is_installed(package: str) -> bool:
     """Return whether a package is among those that were installed, and is not the user's code."""
     module = sys.modules.get(package)
+    # A package without an __init__.py has no file, only folders.
     places = [getattr(module, "__file__", None), *getattr(module, "__path__", ())]
     return any(not INSTALLED.isdisjoint(Path(place).parts) for place in places if place)

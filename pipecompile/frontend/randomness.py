@@ -36,6 +36,8 @@ def require_torch_randomness(model: nn.Module) -> Iterator[None]:
         with _refuse_seeding(), _refuse_own_draws():
             yield
     finally:
+        # All are compared and restored before any is refused: an error must not leave a generator
+        # moved.
         is_torch_moved = not torch.equal(torch.get_rng_state(), torch_state)
         torch.set_rng_state(torch_state)
         is_python_moved = random.getstate() != python_state
@@ -74,6 +76,7 @@ class _UnseededGenerator:
 @contextmanager
 def _refuse_seeding() -> Iterator[None]:
     """Raise CaptureError if the block seeds torch's generator, even if it sets it back later."""
+    # The states before and after would not tell: `fork_rng` sets it back, and so may the model.
     functions = vars(torch.random)  # the globals of `torch.manual_seed`, `fork_rng` and the like
     generator = functions["default_generator"]
     functions["default_generator"] = _UnseededGenerator(generator)
@@ -119,6 +122,8 @@ def _refuse_own_draws() -> Iterator[None]:
 
 def _package_that_draws() -> str:
     """Return the package of the code that has called a generator of Python."""
+    # 0 is this function, 1 the method that refuses, 2 what has called it. `random.uniform` is
+    # code of the module `random` that calls `random`, so its frames are passed over.
     frame: types.FrameType | None = sys._getframe(2)
     while frame is not None and frame.f_globals.get("__name__") == "random":
         frame = frame.f_back

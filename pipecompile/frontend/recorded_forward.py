@@ -72,6 +72,7 @@ def record_forward(
         recorded = _record_once(model, call, options, symbolic)
     finally:
         is_stale = caches.clear()
+    # Once more at most: the caches are empty now, so that none holds tensors before its use.
     return record_forward(model, call, options, symbolic=symbolic) if is_stale else recorded
 
 
@@ -83,6 +84,7 @@ def _record_once(
     inputs = InputStructure.of(model, call)
     tensors = inputs.flatten(call)
     environment = ShapeEnv()
+    # Tensors that no module owns, such as those in globals, are real, and become constants.
     mode = FakeTensorMode(shape_env=environment, allow_non_fake_inputs=True)
     recorder = ForwardRecorder(model, mode, fake_state(model, mode), options)
     # Inputs that are the same tensor get a fake each, since each is a placeholder.
@@ -93,9 +95,9 @@ def _record_once(
     # Before the run, in which a guard may replace the symbol by a number.
     symbol = batch_symbol(fakes)
     if symbol is not None:
-        recorder.sizes = {symbol: sympy.Integer(inputs.batch_size(tensors))}
+        recorder.values.sizes = {symbol: sympy.Integer(inputs.batch_size(tensors))}
     if all(map(has_values, tensors)):
-        recorder.inputs = dict(zip(inputs.tensor_names, tensors, strict=True))
+        recorder.values.inputs = dict(zip(inputs.tensor_names, tensors, strict=True))
     outputs = _run_model(recorder, model, inputs, fakes)
     eliminate_dead_code(recorder.recording.graph)
     guards = Guards.of(inputs.batch_size(tensors), symbol, environment)

@@ -19,11 +19,10 @@ import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import sympy
 import torch
 from torch import Tensor, nn
 from torch._dispatch.python import enable_python_dispatcher
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode, _get_current_function_mode, _pop_mode_temporarily
 from torch.utils.checkpoint import CheckpointFunction
 
@@ -44,8 +43,6 @@ from pipecompile.frontend.calls import (
     hook_target,
     with_objects,
 )
-from pipecompile.frontend.constant_answers import ConstantAnswer, certain_outcome
-from pipecompile.frontend.guards import ValueRead
 from pipecompile.frontend.leaves import is_torch_leaf
 from pipecompile.frontend.nested_values import contains_tensor, tensors_in
 from pipecompile.frontend.randomness import require_torch_randomness
@@ -61,6 +58,7 @@ from pipecompile.frontend.torch_patches import (
     run_inference_as_no_grad,
     set_export_flags,
 )
+from pipecompile.frontend.value_reads import VALUE_READS, ValueReads
 from pipecompile.graph.attributes import is_same_value
 from pipecompile.graph.data_answers import DataAnswer, OtherPathError, replay_answers
 from pipecompile.graph.hidden_fakes import hide_fake_tensors
@@ -75,10 +73,6 @@ AUTOGRAD_ATTRIBUTES = ("grad", "grad_fn", "_base")
 LAYOUT_QUESTIONS = frozenset(
     {"is_contiguous", "stride", "storage_offset", "as_strided", "dim_order", "data_ptr"}
 )
-# They make numbers of a tensor's values, which the graph then has in it.
-VALUE_READS = frozenset(
-    {"item", "tolist", "__float__", "__int__", "__bool__", "__index__", "__complex__"}
-)
 
 
 class ForwardRecorder(TorchFunctionMode):
@@ -88,9 +82,8 @@ class ForwardRecorder(TorchFunctionMode):
     because it branches on data to the line that does so. `hooked` are the modules that are recorded
     inside and whose forward hooks ran. `assignments` maps (module, attribute) to the line that set
     the attribute. `failed_in` is the innermost module that raised. `asks_layout` is the first line
-    that asks how a tensor lies in memory, "" without one. `value_reads` are tensors whose values
-    are numbers in the graph; `constant_answers` were read out of what sizes alone make, or inputs.
-    `sizes` are those of the sample, by symbol, and `inputs` its tensors, by name.
+    that asks how a tensor lies in memory, "" without one. `values` are numbers in the graph that
+    were read out of tensors.
     """
 
     def __init__(
@@ -107,11 +100,7 @@ class ForwardRecorder(TorchFunctionMode):
         self.recording = Recording(root, state)
         self.failed_in: str | None = None
         self.asks_layout = ""
-        self.sizes: dict[sympy.Symbol, sympy.Integer] = {}
-        self.inputs: dict[str, Tensor] = {}
-        self.value_reads: list[ValueRead] = []
-        # Once for each question: every layer may ask the same.
-        self.constant_answers: dict[tuple[str, Any], ConstantAnswer] = {}
+        self.values = ValueReads(self.recording, reads_inputs=options.reads_inputs)
         self.data_dependent: dict[str, str] = {}
         self.hooked: set[str] = set()
         self.assignments: dict[tuple[nn.Module, str], str] = {}
@@ -205,10 +194,8 @@ class ForwardRecorder(TorchFunctionMode):
 
     def _call(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
         """Run a function or method; record it if it returns a tensor or has a side effect."""
-        if name in VALUE_READS and not isinstance(args[0], FakeTensor):
-            return self._read_values(func, args[0])
         if name in VALUE_READS:
-            answer = self._known_answer(func, args[0])
+            answer = self.values.answer(func, args[0])
             if answer is not None:
                 return answer
         if name in PLACE_QUESTIONS:
@@ -229,32 +216,6 @@ class ForwardRecorder(TorchFunctionMode):
         elif func is torch._assert_async:
             self._record(*call_target(func, name), call, None, has_effect=True)
         return result
-
-    def _read_values(self, func: Any, tensor: Tensor) -> Any:
-        """Make numbers of a tensor with values: the graph holds as long as it keeps these."""
-        with unset_fake_temporarily():
-            self.value_reads.append(
-                ValueRead(tensor, tensor.detach().clone(), self.recording.where())
-            )
-            return func(tensor)
-
-    def _known_answer(self, func: Any, tensor: Tensor) -> Any:
-        """Return what a call reads out of a tensor that was computed from sizes alone, where the
-        options allow it from inputs, or that is the same for every draw; None for other tensors.
-        """
-        node = self.recording.node_of(tensor)
-        if node is None:
-            return None
-        if func in (Tensor.__bool__, Tensor.item):
-            outcome = certain_outcome(node)
-            if outcome is not None:
-                return outcome
-        inputs = self.inputs if self.options.reads_inputs else {}
-        constant = ConstantAnswer.of(node, func, self.sizes, self.recording.where(), inputs)
-        if constant is None:
-            return None
-        self.constant_answers.setdefault((str(constant.graph), func), constant)
-        return constant.answer
 
     def _read_attribute(self, func: Any, args: Any) -> Any:
         """Run a getter of a tensor; record it if its value is a tensor of the forward, as `x.T`."""

@@ -23,8 +23,8 @@ from torch import Tensor, nn
 
 from pipecompile.errors import InputError
 from pipecompile.frontend.data_probe import cuda_devices
-from pipecompile.frontend.self_check import restored_state
 from pipecompile.frontend.signature import Arguments, InputStructure
+from pipecompile.frontend.training_step import restored_state
 from pipecompile.graph.pytrees import tensor_leaves
 
 __all__ = ["refuse_dependent_rows"]

@@ -8,10 +8,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor, fx, nn
@@ -19,30 +16,31 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from pipecompile.errors import CaptureError, PipecompileError
 from pipecompile.frontend.captured_graph import Capture
-from pipecompile.frontend.data_probe import cuda_devices
 from pipecompile.frontend.deviation import difference_text, first_deviating_call, first_reader
 from pipecompile.frontend.outside_values import OutsideValues
 from pipecompile.frontend.refusals import COMPUTED_WITH, LOOKED_AT
 from pipecompile.frontend.signature import Arguments
-from pipecompile.graph.attributes import attributes_restored
-from pipecompile.graph.pytrees import tensor_leaves
+from pipecompile.frontend.training_step import (
+    SEED,
+    TrainingStep,
+    is_same_tensor,
+    restored_state,
+    training_step,
+    training_steps,
+)
 from pipecompile.passes.autograd_context import EnterContexts
 from pipecompile.passes.contract import Pass, apply_passes
 
 __all__ = [
     "DifferenceError",
     "ModelFailsError",
-    "TrainingStep",
     "check_capture",
     "check_in_flight",
     "may_disturb",
-    "restored_state",
     "rewritten_copy",
     "with_autograd_contexts",
 ]
 
-SEED = 602_214_076
-"""Of all steps that are compared; no forward is likely to seed itself with it."""
 KINDS = ("outputs", "gradients", "buffers")
 
 
@@ -52,22 +50,6 @@ class DifferenceError(CaptureError):
 
 class ModelFailsError(CaptureError):
     """The model itself, and not its graph, cannot take a training step."""
-
-
-@dataclass(frozen=True)
-class TrainingStep:
-    """All that a training step leaves, by name; `buffers` hold written parameters too.
-
-    `draws_in_backward` says whether its backward drew random numbers, `writes_in_backward`
-    whether it wrote to buffers, and `writes` whether it or its forward wrote to anything.
-    """
-
-    outputs: dict[str, Tensor]
-    gradients: dict[str, Tensor]
-    buffers: dict[str, Tensor]
-    draws_in_backward: bool
-    writes_in_backward: bool
-    writes: bool
 
 
 def check_capture(
@@ -90,6 +72,8 @@ def check_capture(
         _refuse_changes(outside)
     _refuse_sparse(original.gradients)
     captured = _captured_step(model, runnable, capture.inputs.flatten(call))
+    # In the order of the step: where outputs differ gradients mostly do too, and the first one is
+    # the nearest to its cause.
     for kind in KINDS:
         wanted, found = getattr(original, kind), getattr(captured, kind)
         name = _first_difference(wanted, found)
@@ -123,9 +107,9 @@ def check_in_flight(capture: Capture, module: fx.GraphModule, call: Arguments) -
     """
     model, runnable = capture.model, with_autograd_contexts(module)
     inputs = capture.inputs.flatten(call)
-    original = _training_steps(model, lambda: model(*call.args, **call.kwargs), 2)
+    original = training_steps(model, lambda: model(*call.args, **call.kwargs), 2)
     try:
-        captured = _training_steps(model, lambda: runnable(*inputs), 2, in_flight=True)
+        captured = training_steps(model, lambda: runnable(*inputs), 2, in_flight=True)
         pairs = zip(original, captured, strict=True)
         names = (
             _first_difference(getattr(one, kind), getattr(other, kind))
@@ -166,6 +150,8 @@ def _writers(module: fx.GraphModule) -> Iterator[str]:
     """Yield the modules and lines that write to something, each once."""
     seen: set[str] = set()
     for node in module.graph.nodes:
+        # Each module once, with its first line: a layer that writes in ten places is one thing to
+        # mend.
         path = node.meta["module"] or "the forward"
         line = f" ({node.meta['source']})" if node.meta["source"] else ""
         if node.meta["mutates"] and path not in seen:
@@ -184,7 +170,7 @@ def _where(
     if kind == "outputs":
         with restored_state(capture.model):
             inputs = capture.inputs.flatten(call)
-            node = first_deviating_call(capture.model, module, inputs, call, _is_same, SEED)
+            node = first_deviating_call(capture.model, module, inputs, call, is_same_tensor, SEED)
     else:
         node = first_reader(module, name)
     if node is None:
@@ -199,7 +185,7 @@ def _where(
 def _original_step(model: nn.Module, call: Arguments) -> TrainingStep:
     """Take a step of the model itself; CaptureError if it fails or returns fake tensors."""
     try:
-        step = _training_step(model, lambda: model(*call.args, **call.kwargs))
+        step = training_step(model, lambda: model(*call.args, **call.kwargs))
     except Exception as error:
         raise ModelFailsError(
             f"a training step of the model itself fails on the sample input: {error}; if it is "
@@ -243,7 +229,7 @@ def _captured_step(
 ) -> TrainingStep:
     """Take a step of the graph; DifferenceError if it fails, which that of the model did not."""
     try:
-        return _training_step(model, lambda: module(*inputs))
+        return training_step(model, lambda: module(*inputs))
     except PipecompileError:
         raise
     except Exception as error:
@@ -262,6 +248,8 @@ def with_autograd_contexts(module: fx.GraphModule) -> fx.GraphModule:
 
 def rewritten_copy(module: fx.GraphModule, passes: Sequence[Pass]) -> fx.GraphModule:
     """Return a copy of `module`, rewritten by `passes`; both share parameters and modules."""
+    # Nodes are copied, and values are not: a copy of the parameters would need the memory of the
+    # model once more, and its gradients would be those of other tensors.
     graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
     for node in module.graph.nodes:
         copies[node] = graph.node_copy(node, copies.__getitem__)
@@ -283,120 +271,6 @@ def _first_difference(original: dict[str, Tensor], captured: dict[str, Tensor]) 
     for name in [*original, *(captured.keys() - original.keys())]:
         if name not in original or name not in captured:
             return name
-        if not _is_same(original[name], captured[name]):
+        if not is_same_tensor(original[name], captured[name]):
             return name
     return None
-
-
-def _is_same(left: Tensor, right: Tensor) -> bool:
-    """Return whether two tensors are equal in shape, type and every element; NaN equals NaN."""
-    if left.shape != right.shape or left.dtype != right.dtype:
-        return False
-    if torch.equal(left, right):
-        return True
-    return bool(((left == right) | (left.isnan() & right.isnan())).all())
-
-
-def _training_step(model: nn.Module, run: Callable[[], Any]) -> TrainingStep:
-    """Return what one seeded step leaves, of which `run` is the forward; `model` is restored."""
-    (step,) = _training_steps(model, run, 1)
-    return step
-
-
-@torch.enable_grad()
-def _training_steps(
-    model: nn.Module,
-    run: Callable[[], Any],
-    count: int,
-    *,
-    in_flight: bool = False,
-) -> list[TrainingStep]:
-    """Return what `count` seeded steps leave, as `_training_step` does; the last one has buffers,
-    and says whether any wrote to something.
-
-    With `in_flight` all forwards come before the backwards.
-    """
-    steps: list[TrainingStep] = []
-    trainable = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-    with restored_state(model) as before:
-        waiting: list[Sequence[Tensor]] = []
-        for index in range(count):
-            # Graph and model draw in the same order, so one global seed gives both the same.
-            torch.manual_seed(SEED + index)
-            waiting.append(tensor_leaves(run()))
-            while waiting and (not in_flight or index == count - 1):
-                outputs = waiting.pop(0)
-                before_backward = _random_state(model)
-                buffers = [buffer.clone() for buffer in model.buffers()]
-                gradients = _gradients(outputs, [parameter for _, parameter in trainable])
-                named = zip(trainable, gradients, strict=True)
-                steps.append(
-                    TrainingStep(
-                        outputs={f"output {i}": v.detach() for i, v in enumerate(outputs)},
-                        gradients={name: g for (name, _), g in named if g is not None},
-                        buffers={},
-                        draws_in_backward=not torch.equal(_random_state(model), before_backward),
-                        writes_in_backward=not all(map(_is_same, buffers, model.buffers())),
-                        writes=False,
-                    )
-                )
-        written = [
-            pair for pair in model.named_parameters() if not _is_same(pair[1], before[pair[1]])
-        ]
-        state = (*model.named_buffers(), *written)
-        steps[-1].buffers.update((name, value.detach().clone()) for name, value in state)
-        # A buffer that the forward has replaced is another tensor.
-        is_same = all(b in before and _is_same(b, before[b]) for b in model.buffers())
-        steps[-1] = replace(steps[-1], writes=bool(written) or not is_same)
-    return steps
-
-
-def _random_state(model: nn.Module) -> Tensor:
-    """Return the states of the generators of the CPU and of the model's GPUs together."""
-    states = [torch.cuda.get_rng_state(device) for device in cuda_devices(model)]
-    return torch.cat([torch.get_rng_state(), *states])
-
-
-def _gradients(outputs: Sequence[Tensor], parameters: Sequence[Tensor]) -> Sequence[Tensor | None]:
-    """Return the gradients of the loss, by a whole backward.
-
-    `torch.autograd.grad` would not do: reentrant checkpoints, for example, only know `backward`.
-    """
-    differentiable = [value for value in outputs if value.requires_grad]
-    gradients_before = [parameter.grad for parameter in parameters]
-    # Hooks that run after a gradient is accumulated may step an optimizer, so they are taken away.
-    hooks = [dict(parameter._post_accumulate_grad_hooks or {}) for parameter in parameters]
-    try:
-        for parameter, own_hooks in zip(parameters, hooks, strict=True):
-            parameter.grad = None
-            if own_hooks:
-                parameter._post_accumulate_grad_hooks.clear()
-        if differentiable:
-            # `abs` makes complex outputs real; `float` gives all sums one type, to be stacked.
-            squares = [value.abs().square().sum().float() for value in differentiable]
-            torch.stack(squares).sum().backward()
-        return [parameter.grad for parameter in parameters]
-    finally:
-        for parameter, gradient, own_hooks in zip(parameters, gradients_before, hooks, strict=True):
-            parameter.grad = gradient
-            if own_hooks:
-                parameter._post_accumulate_grad_hooks.update(own_hooks)
-
-
-@contextmanager
-def restored_state(model: nn.Module) -> Iterator[Mapping[Tensor, Tensor]]:
-    """Restore parameters, buffers, attributes and the random state after the block.
-
-    Yield what each parameter and buffer was before.
-    """
-    # All parameters: nothing shows that a forward writes to one through `.data` in a leaf module.
-    before = {each: each.detach().clone() for each in (*model.buffers(), *model.parameters())}
-    with torch.random.fork_rng(devices=cuda_devices(model)), attributes_restored(model):
-        try:
-            yield before
-        finally:
-            # In place, since the model's tables, and optimizers, refer to these tensors.
-            with torch.no_grad():
-                for tensor, value in before.items():
-                    if not _is_same(tensor, value):
-                        tensor.copy_(value)

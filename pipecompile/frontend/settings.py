@@ -145,6 +145,7 @@ class _Describer:
     def _function(self, function: FunctionType) -> str:
         if not self.code or _is_of_torch(function) or id(function) in self.seen:
             return qualified_name(function)
+        # Before what it encloses is described, which may be the function itself.
         self.seen.add(id(function))
         enclosed = [cell.cell_contents for cell in function.__closure__ or ()]
         parts = (

@@ -125,6 +125,7 @@ class InputStructure:
         CaptureError for leaves of another kind.
         """
         register_dataclasses((call.args, call.kwargs))
+        # A torch.Size is one constant here: torch would take it apart into its numbers.
         spec = pytree.tree_structure((call.args, call.kwargs), is_leaf=is_size)
         leaves = list(leaves_with_paths((call.args, call.kwargs), is_size))
         parameters = tuple(inspect.signature(model.forward).parameters.values())
@@ -166,6 +167,9 @@ class InputStructure:
         if self._has_plain_tensors(call):
             return list(call.args)
         given = call.args, call.kwargs
+        # torch's pytree takes the keys of a dict as they come, and another collate function may
+        # yield them in another order. Most forwards look them up by name, so that the order says
+        # nothing.
         ordered = given if self.is_ordered else _ordered_like(given, self._numbered)
         leaves, spec = pytree.tree_flatten(ordered, is_size)
         if spec != self.spec:
@@ -178,6 +182,8 @@ class InputStructure:
                 raise InputError(
                     f"{name} is a {type(leaf).__name__}, but the plan was made for a tensor"
                 )
+            # A constant is part of the graph: with `scale=2.0` recorded, one of 3.0 would be
+            # computed with 2.0.
             if name is None and not is_same_constant(leaf, constant):
                 shown = f"a tensor {list(leaf.shape)}" if isinstance(leaf, Tensor) else repr(leaf)
                 raise InputError(
@@ -189,6 +195,8 @@ class InputStructure:
         """Return whether the planned arguments are tensors in their order, and those of `call` too:
         a step of a small model takes as long as torch does to flatten them.
         """
+        # Arguments (x, y) are numbered ((0, 1), {}), which (a, b) of tensors fits without being
+        # flattened.
         is_plain = self._numbered == (tuple(range(len(call.args))), {}) and not call.kwargs
         return is_plain and None not in self.names and all(isinstance(a, Tensor) for a in call.args)
 
@@ -277,6 +285,8 @@ def _leaf_name(path: Sequence[Any], parameters: Sequence[inspect.Parameter]) -> 
         last = len(parameters) - 1
         variadic = (i for i, each in enumerate(parameters) if each.kind is each.VAR_POSITIONAL)
         rest = next(variadic, last + 1)
+        # The leaf at args[3] of (x, mask, *rest) has the path (0, 3): rest is 2, so it becomes
+        # ("rest", 1).
         index = keys[1]
         keys[1:2] = [parameters[min(index, rest, last)].name, *[index - rest] * (index >= rest)]
     # ASCII, since Python takes "¼" for a letter of a word, and not of a name.
@@ -297,6 +307,8 @@ def has_loose_keys(model: nn.Module, call: Arguments) -> bool:
     keywords that it takes all together, as **kwargs.
     """
     parameters = inspect.signature(model.forward).parameters.values()
+    # A keyword that is the name of a parameter has its place whatever the order; those that
+    # **kwargs takes are in a dict, over which the forward may iterate.
     names = {each.name for each in parameters if each.kind in BY_KEYWORD}
     values = (*call.args, *call.kwargs.values())
     return len(call.kwargs.keys() - names) > 1 or any(map(_has_keys, values))

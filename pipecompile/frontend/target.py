@@ -113,6 +113,8 @@ class Target:
         """Return the target of one of so many replicas: the first equal part of the minibatch."""
         if replicas == 1:
             return self
+        # Replicas are given parts of a batch just as microbatches are: cut in order, all of one
+        # size.
         calls, targets = self.microbatches(replicas), self.cut_targets(replicas)
         return replace(self, call=calls[0], targets=targets[0])
 
@@ -123,7 +125,7 @@ class Target:
 
     @property
     def samples(self) -> int:
-        """How many samples the minibatch has."""
+        """The number of samples of the minibatch."""
         return self.inputs.batch_size(self.inputs.flatten(self.call))
 
     def precision(self) -> AbstractContextManager[Any]:
@@ -169,6 +171,8 @@ class Target:
         are multiplied by their weights.
         """
         own = self.loss_fn or model_loss
+        # Multiplied where it is computed, so that its backward begins with the weight, and all
+        # sums over microbatches and replicas are plain ones.
         return weighed(own) if self.loss_reduction == "weighted" else own
 
     @staticmethod
@@ -236,6 +240,7 @@ def _check_state(optimizer: torch.optim.Optimizer, model: nn.Module, origin: str
             f"{origin}: optimizer is {kind} with {given[0]}, whose further state is not counted; "
             f"{estimate} without"
         )
+    # The plan counts state for every trained parameter: of one that is not stepped there is none.
     stepped = {id(parameter) for group in groups for parameter in group["params"]}
     trained = ((name, p) for name, p in model.named_parameters() if p.requires_grad)
     left_out = [name for name, parameter in trained if id(parameter) not in stepped]

@@ -85,6 +85,7 @@ def capture_target(
     sample = _microbatch(target, options, 0)
     if verify and target.has_values:
         captured, module, proof = proven_capture(target.model, sample, options.leaf)
+        # What samples know of each other shows only where they are cut apart.
         if options.microbatches > 1:
             refuse_dependent_rows(target.model, sample, _microbatch(target, options, 1))
             if target.loss_reduction == "mean":
@@ -125,6 +126,8 @@ def capture_for_remainder(
     sample = _microbatch(target, options, 0)
     inputs = capture.inputs
     pairs = zip(inputs.flatten(sample), inputs.batch_dims, strict=True)
+    # The first samples of the first microbatch stand for the last ones of any batch: only their
+    # number is in the graph.
     call = inputs.unflatten([part_of(tensor, dim, 0, samples) for tensor, dim in pairs])
     violation = capture.guards.violation(samples)
     planned = capture.guards.batch
@@ -168,6 +171,8 @@ def _captured_by(
     """Return the capture by `method`, or by the first method that works if it is None, or if the
     model cannot be captured so.
     """
+    # That ending is no way to capture: it was found by the proof, which this rank does not
+    # repeat.
     own = (method or "").removesuffix(KEYS_IN_ORDER)
     attempts = captures(target.model, sample, options.leaf) if method is not None else iter(())
     # A way that is not there raises the CaptureError of the first one.

@@ -49,6 +49,8 @@ def cut_targets(
         return list(_cut(targets, _batch_dimension(targets, samples, likely, targets), sizes))
     leaves, spec = pytree.tree_flatten(targets)
     if dims is None:
+        # Eight numbers for eight samples would be eight leaves, each of which every microbatch is
+        # given whole.
         _refuse_lists_of_samples(targets, samples)
         chosen = [_batch_dimension(leaf, samples, likely, targets) for leaf in leaves]
     else:
@@ -98,6 +100,8 @@ def _batch_dimension(leaf: Any, samples: int, likely: Sequence[int], targets: An
         return None
     if not leaf.dim():
         return None
+    # A target (8, 8) of 8 samples fits twice if inputs have the batch in dimension 1: nobody can
+    # know.
     fitting = [dim for dim in likely if dim < leaf.dim() and leaf.shape[dim] == samples]
     if len(fitting) == 1:
         return fitting[0]
@@ -134,6 +138,8 @@ def _cut(leaf: Any, dim: int | None, sizes: Sequence[int]) -> Sequence[Any]:
             "tensor (to_dense, to_padded_tensor)"
         )
     samples = sum(sizes)
+    # Boxes of an image, say: 30 rows of 10 samples are three for each, and a part of 4 samples
+    # has 12.
     rows = leaf.shape[dim] if -leaf.dim() <= dim < leaf.dim() else 0
     if not rows or rows % samples:
         raise InputError(

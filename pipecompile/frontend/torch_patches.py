@@ -82,6 +82,7 @@ def redirect_calls(
     `call_module` and `call_function` get the original as their first argument. `note_assignment` is
     called before an attribute is set on a module.
     """
+    # Of the class, where Python looks special methods up: on an instance they would not be found.
     call, assign = nn.Module.__call__, nn.Module.__setattr__
 
     def set_attribute(module: nn.Module, name: str, value: Any) -> None:
@@ -101,6 +102,9 @@ def redirect_calls(
 @contextlib.contextmanager
 def redirect_autograd_functions(call_function: Callable[..., Any]) -> Iterator[None]:
     """Redirect calls of `autograd.Function.apply`; the original is the first argument."""
+    # If nobody did this, the recorder would see the calls inside the function's forward, and the
+    # graph would differentiate these: other gradients than those of its own backward, without an
+    # error.
     apply = torch.autograd.Function.__dict__["apply"]
     redirected = _redirected_code if isinstance(apply, classmethod) else _redirected_attribute
     with redirected(apply, call_function):
@@ -151,6 +155,7 @@ def _redirected_attribute(apply: Any, call_function: Callable[..., Any]) -> Iter
     kind, depth = type(torch.autograd.Function), [0]
 
     def original(function: Any, *args: Any, **kwargs: Any) -> Any:
+        # Within `original` torch itself looks `forward` up.
         depth[0] += 1
         try:
             return apply.__get__(None, function)(*args, **kwargs)
@@ -186,6 +191,8 @@ def refuse_own_saving_hooks() -> Iterator[None]:
     enter = saved_tensors_hooks.__enter__
 
     def checked_enter(hooks: saved_tensors_hooks) -> None:
+        # Subclasses in torch, such as save_on_cpu, keep what is saved. The class itself is of
+        # torch too, but then the two hooks are the user's.
         is_torchs = type(hooks).__module__.startswith("torch.")
         if not is_torchs or type(hooks) is saved_tensors_hooks:
             raise CaptureError(
@@ -210,6 +217,7 @@ def set_export_flags(on: bool) -> Iterator[None]:
     """
     import torch.compiler as compiler
 
+    # Libraries ask for either of the two.
     flags = compiler._is_exporting_flag, compiler._is_compiling_flag
     compiler._is_exporting_flag, compiler._is_compiling_flag = flags[0] or on, flags[1] or on
     try:
@@ -221,6 +229,8 @@ def set_export_flags(on: bool) -> Iterator[None]:
 @contextlib.contextmanager
 def notify_autocast_clears(note_clear: Callable[[], None]) -> Iterator[None]:
     """Call `note_clear` whenever autocast drops its casts: at the end of an outermost region."""
+    # torch.autocast calls it as it leaves an outermost region, and looks it up in torch each
+    # time.
     clear = torch.clear_autocast_cache
 
     def clear_cache() -> None:
@@ -252,6 +262,8 @@ class _InferenceAsNoGrad:
 @contextlib.contextmanager
 def run_inference_as_no_grad() -> Iterator[None]:
     """Run regions of `torch.inference_mode` in the block as regions without gradients."""
+    # Tensors of inference mode have no version counter, by which the recorder sees writes, and
+    # cannot be saved for a backward.
     guard = torch._C._InferenceMode
     torch._C._InferenceMode = _InferenceAsNoGrad  # type: ignore[misc,assignment]
     try:

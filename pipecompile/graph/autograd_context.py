@@ -91,6 +91,8 @@ class EnteredContext:
 
     def leave(self) -> None:
         """Return to the context before this one."""
+        # In the opposite order: autocast ends before the gradient mode is put back, as `with`
+        # blocks that lie in each other end.
         self._stack.close()
 
 
@@ -124,6 +126,7 @@ def shared_cast_readers(nodes: Iterable[fx.Node]) -> Iterator[list[fx.Node]]:
     themselves, and their gradients would be summed in float32, which rounds differently. Nodes that
     read the parameter without a cast, an embedding for example, are not among the readers.
     """
+    # None on a node is the context of the caller, which is the one that this call is made in.
     outside = current_context()
     readers: dict[tuple[int, int], list[fx.Node]] = {}
     for node in nodes:
@@ -132,6 +135,7 @@ def shared_cast_readers(nodes: Iterable[fx.Node]) -> Iterator[list[fx.Node]]:
             continue
         # An autocast around the whole model is the outermost region of all nodes.
         region = 0 if outside.is_autocast else context.region_number
+        # A node that casts a weight twice is one reader.
         for parameter in {id(parameter) for parameter in node.meta["cast_parameters"]}:
             readers.setdefault((region, parameter), []).append(node)
     yield from (members for members in readers.values() if len(members) > 1)

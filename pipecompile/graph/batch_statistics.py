@@ -108,6 +108,8 @@ class StepStatistics:
     ) -> None:
         """Record one microbatch of a call; if it was recorded before, this takes its place."""
         self._set_averages(call, averages)
+        # A step that begins once more, after an early update that was wrong, records the same
+        # keys.
         self.recorded.setdefault(call, {})[key] = statistics
 
     def add_all(self, later: StepStatistics) -> None:
@@ -219,6 +221,8 @@ class _Deferral(TorchFunctionMode):
 
     def _current_versions(self) -> list[int]:
         buffers = [value for norm in self._norms for value in (norm.running_mean, norm.running_var)]
+        # The kernels write to averages without raising their versions: a version that has risen
+        # tells of a write in the Python of the module.
         return [value._version for value in buffers if value is not None]
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -240,6 +244,8 @@ class _Deferral(TorchFunctionMode):
         arguments |= {"running_mean": temporary[0], "running_var": temporary[1], "momentum": 1.0}
         result = func(**arguments)
         call, self._calls = BatchNormCall(self._node, self._calls), self._calls + 1
+        # In a recompute there is no key: nothing is recorded, and the averages stay as they are
+        # all the same.
         step, key = _current_step.get(), _current_forward.get()
         if step is not None and key is not None:
             values: Tensor = arguments["input"]
@@ -249,6 +255,7 @@ class _Deferral(TorchFunctionMode):
                 self._counters.get(id(mean)),
                 None if id(mean) in self._cumulative else momentum,
             )
+            # Of (N, C, H, W) each channel has N · H · W elements: (4, 3, 8, 8) has 256.
             count = values.numel() // values.shape[1]
             step.add(call, key, averages, MicrobatchStatistics(count, *temporary))
         return result

@@ -44,6 +44,8 @@ def stages_of_copies(
     # From the last one on, since a copied node may be read by other ones.
     for node in reversed(graph.nodes):
         if node.name in copied:
+            # cos ─ half ─ attention in stages 1 and 2, with both copied: half runs in 1 and 2,
+            # and so does cos.
             readers = (stages.get(u.name, frozenset({assignment[u.name]})) for u in node.users)
             stages[node.name] = frozenset().union(*readers)
     return stages

@@ -121,6 +121,7 @@ class _ReplayAnswers(TorchDispatchMode):
         kwargs = kwargs or {}
         leaves = tree_leaves((args, kwargs))
         fake = next((leaf for leaf in leaves if isinstance(leaf, FakeTensor)), None)
+        # Real tensors, such as constants, answer by themselves.
         if fake is None or not is_data_dependent(func):
             return func(*args, **kwargs)
         if not self._remaining or self._remaining[-1].operator != str(func):
@@ -128,9 +129,14 @@ class _ReplayAnswers(TorchDispatchMode):
                 f"{func} is called on fake tensors, but was not called when the module ran on "
                 "the sample"
             )
+        # In order and by the operator's name: if the first call differs, the code has taken
+        # another path, and all that follow would be given answers of other questions.
         answer = self._remaining.pop()
         # `equal` has no symbolic form: torch raises there, although its answer is a plain boolean.
         is_equal = not answer.layouts and answer.operator == "aten.equal.default"
+        # A fake run of a graph for one batch size has no symbols, and its result is made at once.
+        # A recording has some: there the operator returns a size that is a new symbol, which is
+        # given its value, so that guards about it can be told from guards about the batch.
         if fake.fake_mode.shape_env is None or is_equal:
             return _fake_result(answer, fake)
         result = func(*args, **kwargs)

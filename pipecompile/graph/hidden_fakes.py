@@ -17,6 +17,8 @@ class _OnlyForTorch(type):
     """The type of a class that stands for `FakeTensor`: only torch itself finds instances of it."""
 
     def __instancecheck__(cls, value: Any) -> bool:
+        # Frame 1 is the code that asks `isinstance`. torch asks by this name too, and must find
+        # its fakes.
         caller = sys._getframe(1).f_globals.get("__name__", "")
         return caller.partition(".")[0] == "torch" and isinstance(value, FakeTensor)
 

@@ -60,6 +60,8 @@ def joined_modules(model: nn.Module, loss: nn.Module | None) -> nn.Module:
     """
     if loss is None:
         return model
+    # It is not initialised, since the class may want arguments, and shares the tables of the
+    # model: what is put into these later, as by `parallelize`, is in both.
     twin: nn.Module = object.__new__(type(model))
     vars(twin).update(vars(model), _modules={**model._modules, LOSS: loss})
     return twin
@@ -95,6 +97,9 @@ def versioned_buffers(loss: nn.Module) -> Iterator[None]:
         for name, buffer in module._buffers.items()
         if buffer is not None and not _repeats_elements(buffer)
     ]
+    # With F0 F1 B0 B1, B0 needs what F0 has seen, although F1 has written since: each forward
+    # works on a copy of its own, which its saved tensors refer to, and the buffer has what the
+    # last one left.
     copies = {id(buffer): buffer.clone() for _, _, buffer in slots}
     left = dict[int, Tensor | None]()
     try:

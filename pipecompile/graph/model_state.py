@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -72,14 +72,7 @@ def swapped_state(module: nn.Module, replacement: dict[int, Tensor]) -> Iterator
     The context yields a list. After the block it holds the names of the tensors that the block
     itself replaced by new ones; such an update would be lost.
     """
-    # `named_modules` yields a shared module once, so each table entry is swapped once.
-    slots = [
-        (path, table, key, tensor)
-        for path, owner in module.named_modules()
-        for table in (owner._parameters, owner._buffers)
-        for key, tensor in table.items()
-        if id(tensor) in replacement
-    ]
+    slots = list(_slots_of(module, replacement))
     lost: list[str] = []
     try:
         for _, table, key, tensor in slots:
@@ -93,6 +86,18 @@ def swapped_state(module: nn.Module, replacement: dict[int, Tensor]) -> Iterator
             table[key] = tensor
 
 
+def _slots_of(
+    module: nn.Module, tensors: Container[int]
+) -> Iterator[tuple[str, dict[str, Any], str, Tensor]]:
+    """Yield the entries of tables that hold `tensors`, by id: path, table, key and tensor."""
+    # `named_modules` yields a shared module once, so each entry of a table is swapped once.
+    for path, owner in module.named_modules():
+        for table in (owner._parameters, owner._buffers):
+            for key, tensor in table.items():
+                if tensor is not None and id(tensor) in tensors:
+                    yield path, table, key, tensor
+
+
 def fake_state(module: nn.Module, mode: FakeTensorMode) -> dict[int, Tensor]:
     """Return, by the id of each real parameter and buffer, a fake of static shape."""
     tensors = {id(tensor): tensor for _, tensor in named_state(module)}
@@ -100,6 +105,8 @@ def fake_state(module: nn.Module, mode: FakeTensorMode) -> dict[int, Tensor]:
     for key, tensor in tensors.items():
         # A mode refuses fakes of another mode; it accepts meta tensors.
         source = without_values(tensor) if isinstance(tensor, FakeTensor) else tensor
+        # Otherwise torch would make symbols of their sizes too, and guards of what the forward
+        # does with those: only the batch is open.
         fakes[key] = mode.from_tensor(source, static_shapes=True)
     return fakes
 

@@ -69,6 +69,7 @@ def register_dataclasses(value: Any) -> None:
     elif isinstance(value, dict):
         items = list(value.values())
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        # It may have been registered by its library, perhaps in another way; twice is an error.
         if type(value) not in pytree.SUPPORTED_NODES:
             pytree.register_dataclass(type(value))
         items = [getattr(value, field.name) for field in dataclasses.fields(value)]

@@ -49,6 +49,8 @@ def recompute_limits(module: fx.GraphModule) -> RecomputeLimits:
         reason = _reason_against(node, parameters)
         if reason is not None:
             never[node.name] = reason
+    # A view and what is written through it, say: a region with the view alone would be written to
+    # by a node that its second run does not have.
     groups = _groups(_operations(module.graph))
     together = tuple(tuple(node.name for node in nodes) for nodes in groups if len(nodes) > 1)
     return RecomputeLimits(_with_bound_nodes(never, together), together)
@@ -68,6 +70,9 @@ def copied_bytes(module: fx.GraphModule) -> dict[str, tuple[int, ...]]:
     singles = [[node] for node in nodes if node.meta["group"] is None]
     sizes: dict[str, tuple[int, ...]] = {}
     for members in (*_groups(nodes), *singles):
+        # By identity: a buffer that a module owns and the graph reads too has one copy.
+        # A node that calls BatchNorm1d(64) has (256, 256, 8) bytes: running mean, running
+        # variance, and the number of batches.
         buffers = {id(buffer): buffer for buffer in _copied_buffers(module, members)}
         if buffers:
             first = next(node.name for node in members if node.meta["mutates"])
@@ -84,6 +89,8 @@ def _copied_buffers(module: fx.GraphModule, nodes: Sequence[fx.Node]) -> list[Te
         for source in sources
         if is_written_buffer_read(source, written)
     ]
+    # Of a module that is called as a whole nothing tells which of its buffers it writes to: all
+    # of them are copied.
     for target in writing_modules(nodes, written):
         copied += module.get_submodule(target).buffers()
     return copied
@@ -106,6 +113,7 @@ def _reason_against(node: fx.Node, parameters: Collection[int]) -> str | None:
     if node.target is torch.autograd.grad:
         return "it goes back through the nodes before it while the forward runs"
     for value in node.meta["mutates"]:
+        # A second run would write a second time: only buffers have copies to run on.
         if isinstance(value, nn.Parameter) or storage_key(value) in parameters:
             return "it writes to a parameter"
     return None
@@ -123,6 +131,8 @@ def _with_bound_nodes(
     while grown:
         grown = False
         for members in together:
+            # A pass over all groups may bind a node that a group before it contains too, so there
+            # are passes until none finds more.
             cause = next((name for name in members if name in reasons), None)
             if cause is None:
                 continue

@@ -56,6 +56,8 @@ class RecomputedRegion:
         # Without gradients there is no backward, and so nothing to recompute.
         if not torch.is_grad_enabled():
             return self.compute(values)
+        # One object for both runs of a microbatch; the next microbatch's forward makes another,
+        # with copies of buffers as it found them.
         runs = _RegionRuns(self, values)
         # `reseed` decides every number that is drawn, so torch need not keep generator states.
         return checkpoint(

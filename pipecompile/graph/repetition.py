@@ -104,6 +104,8 @@ class _BlockComparison:
         while first < len(starts) - 1:
             count = self._count_from(starts, first)
             found = Repetition(starts[first], starts[first + 1] - starts[first], count)
+            # One further: what begins irregularly, as a first layer that makes a mask, may go on
+            # regularly.
             if count == 1 or not self._is_closed(found):
                 first += 1
                 continue
@@ -129,6 +131,9 @@ class _BlockComparison:
         node, other = self.nodes[position], self.nodes[position - period]
         if self._labels[position] != self._labels[position - period]:
             return False
+        # Blocks of 3 nodes from position 1 on: node 5 reads 4 and the mask at 0, and node 2, a
+        # period before it, reads 1 and 0. The differences are 3 and 0: what lies in the block
+        # before, and what all read.
         pairs = zip(self._sources[position], self._sources[position - period], strict=True)
         # The other parts of a block, or of what all blocks read.
         if any(source - earlier not in (0, period) for source, earlier in pairs):
@@ -167,6 +172,9 @@ class _BlockComparison:
                 offset = (read.position - blocks.start) % blocks.period
                 by_block[block].append(_Read(offset, read.number))
             inside = {block: tuple(at) for block, at in by_block.items() if 0 <= block < len(own)}
+            # A weight of one layer is read by one block, at some offset. A table of positions
+            # that all layers share is read by all, at one offset. An embedding that one block and
+            # the head read is neither.
             is_shared = len(set(inside.values())) == 1 and len(inside) == len(own)
             if inside and len(by_block) > 1 and not is_shared:
                 return False
@@ -202,6 +210,8 @@ class _BlockComparison:
         return (
             node.op,
             None if node.op in ("call_module", "get_attr") else node.target,
+            # `add(x, y, alpha=2)` is "(·, ·), {alpha: 2}" in each block; where x and y come from
+            # is compared apart.
             repr(fx.map_arg((node.args, node.kwargs), lambda _: _SOURCE)),
             repr(meta.get("autograd_context")),
             tuple(map(_layout, tensor_leaves(values))),

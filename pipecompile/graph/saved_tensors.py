@@ -88,6 +88,8 @@ class EncodedStorages:
         dtype = torch.uint8 if encoding == "offload" else value.dtype
         key = encoding, StorageWeakRef(value.untyped_storage()), value._version, dtype
         if (shared := self._shared.get(key)) is not None:
+            # Each sharer that is restored gets a view of the same memory, as the views of a
+            # storage had.
             shared.sharers += 1
         elif (encoded := encoder(_flat_elements(value, dtype))) is not None:
             self._shared[key] = shared = _SharedStorage(encoded)
@@ -194,6 +196,8 @@ class _SavingBlock:
             (encoding, encoders[encoding]) for encoding in encodings if encoding in encoders
         ]
         self._storages, self._exempt = storages, exempt
+        # Nodes of the block are those with this number or a higher one: earlier ones are not
+        # walked.
         self._first_number = torch._C._autograd._get_sequence_nr()
         self._roots: list[Node] = []
         self._pending: list[_SavedTensor] = []

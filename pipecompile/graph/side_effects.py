@@ -52,6 +52,8 @@ class SideEffectTracker(TorchDispatchMode):
             # Attention kernels carry the tag even if their dropout probability is 0.
             dropout = _arguments_by_name(func, args, kwargs).get("dropout_p")
             self.is_random = self.is_random or dropout != 0.0
+        # Autocast casts between a call and its kernel: only here, below it, the cast is an
+        # operator.
         if _is_cast_to_half(func, args, kwargs):
             self.cast_parameters.append(args[0])
         with versions_of_lists(func, args, kwargs):
@@ -109,6 +111,7 @@ def versions_of_lists(
     """
     written = [(tensor, tensor._version) for tensor in _written_lists(func, args, kwargs or {})]
     yield
+    # Real kernels have raised theirs already.
     unnoted = [tensor for tensor, version in written if tensor._version == version]
     torch.autograd.graph.increment_version(unnoted)
 

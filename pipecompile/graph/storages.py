@@ -22,6 +22,7 @@ def layout_name(tensor: Tensor) -> str:
 
 def storage_key(tensor: Tensor) -> int:
     """Return a number that is equal for tensors that are views of one storage."""
+    # Of the storage in C++: each call makes a new object of Python for it.
     key: int = tensor.untyped_storage()._cdata
     return key
 

@@ -35,6 +35,7 @@ _fake_lstm_layer = getattr(decompositions, "one_layer_lstm", None)
 def repair_torch() -> None:
     """Let torch do what it should, from now on."""
     fx_graph._format_target = _format_target
+    # Releases of torch differ in which of these they have.
     if _fake_grouped_product is not None:
         vars(_meta_registrations)["_meta_grouped_mm_common"] = _grouped_product
     if _fake_lstm_layer is not None:
@@ -71,6 +72,8 @@ def _grouped_product(
         return left.new_empty(left.shape[0], rows, columns)
     if left.dim() == 2 and right.dim() == 2 and offs is not None:
         return left.new_empty(offs.shape[0], rows, columns)
+    # (rows, k) by (groups, k, columns), whose groups are ranges of rows, or (groups, rows, k) by
+    # (k, columns), whose groups are ranges of columns.
     return left.new_empty(rows, columns)
 
 

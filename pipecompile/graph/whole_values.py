@@ -17,6 +17,8 @@ def whole_value(value: Tensor, shape: tuple[int, ...], name: str) -> Tensor:
     """
     if isinstance(value, DTensor):
         value = value.full_tensor()
+    # A plain tensor may be a part as well: `parallelize_module` gives these unless told
+    # otherwise.
     if tuple(value.shape) != shape:
         raise InputError(
             f"{name} has the shape {tuple(value.shape)} on this rank, but {shape} in the model: "

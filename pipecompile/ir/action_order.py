@@ -53,6 +53,9 @@ def dependency_order(
         rank = ready.popleft()
         for index in range(heads[rank], len(rows[rank])):
             action = rows[rank][index]
+            # A rank waits for one missing action at a time, in the list of that action. When it
+            # is done the rank is looked at again, and may then wait for another one: no row is
+            # searched in vain.
             missing = next((need for need in dependencies(action) if need not in done), None)
             if missing is not None:
                 waiting[missing].append(rank)
@@ -90,6 +93,9 @@ def past_of(
     clocks = [(0,) * len(rows) for _ in rows]
     past: dict[Action, tuple[int, ...]] = {}
     for rank, action in dependency_order(rows, sources):
+        # In the drawing above, as (actions of rank 0, of rank 1): 0F0 (1, 0), 0F1 (2, 0), 1F0 (1,
+        # 1) since it knows 0F0, 1B0 (1, 2), and 0B0 the most of (2, 0) and (1, 2), and itself:
+        # (3, 2).
         known = clocks[rank]
         for source in sources(action):
             known = tuple(map(max, known, past[source]))

@@ -64,11 +64,13 @@ class AuditedCut(Value, frozen=True, kw_only=True):
     @property
     def proven(self) -> bool:
         """Whether no cut of its grain has a lighter heaviest rank."""
+        # Both are whole numbers of the same sums: to be equal is no matter of rounding.
         return self.heaviest_ns == self.bound_ns
 
     @property
     def imbalance(self) -> float:
         """The heaviest rank / the mean load, 1 where nothing takes time."""
+        # Loads of 8, 6 and 6: 8 · 3 / 20 = 1.2.
         total = sum(self.loads_ns)
         return self.heaviest_ns * len(self.loads_ns) / total if total else 1.0
 
@@ -132,5 +134,6 @@ class Audit(Value, frozen=True, kw_only=True):
     @property
     def first_full_rank(self) -> int:
         """The rank of the layout that runs out of memory first: the fullest one of its cap."""
+        # Without caps all divide by the same, so that the rank that holds most comes first.
         memory, caps = self.hand.memory, self.caps or (1,) * self.ranks
         return max(range(self.ranks), key=lambda rank: memory[rank] / max(caps[rank], 1))

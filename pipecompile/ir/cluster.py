@@ -52,9 +52,13 @@ class Cluster(FileValue, frozen=True, kw_only=True):
     @property
     def links(self) -> Links:
         """The links among all devices: one value where all pairs are alike, else matrices."""
+        # Two nodes of one device each have no link within: then `between` alone is the answer, as
+        # one value for any number of ranks.
         distinct = {self._link(one, other) for one, other in self._pairs()}
         if len(distinct) <= 1:
             return Links.of(*distinct) if distinct else FREE
+        # Nodes of 2 and 1 devices: [0, 0, 1]. Row 0 of the table is within, within, between; the
+        # diagonal is not used.
         homes = [index for index, node in enumerate(self.nodes) for _ in node]
         table = [[self._link(one, other) for other in homes] for one in homes]
         return links_of_pairs(table)

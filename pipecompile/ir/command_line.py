@@ -23,6 +23,7 @@ def plan_command(target: str, options: Options, links: Links) -> str:
 
     Other links than free ones are to be in a file.
     """
+    # With a placeholder the command is not complete, but a reader sees at once what it lacks.
     from_file = [] if links == FREE else ["--links", LINKS_FILE]
     return join(["pipecompile", "plan", target, *option_words(options), *from_file])
 
@@ -42,6 +43,8 @@ def option_words(options: Options) -> list[str]:
 def _default(option: Option, options: Options) -> Any:
     """Return what a plan has if the option is left out, all else being given."""
     match option.name:
+        # What the schedule implies: a forward-only plan with `throughput` says so by its schedule
+        # alone.
         case "objective":
             return implied_objective(options.schedule)
         case "schedule":
@@ -65,6 +68,7 @@ def _words(option: Option, value: Any) -> Iterator[str]:
         case "list":
             texts = [",".join(value)] if value else []
         case "pins":
+            # Each pin has a flag of its own: --pin a=0 --pin b=1.
             texts = [f"{node}={stage}" for node, stage in value.items()]
         case "groups":
             texts = [",".join(names) for names in value]
@@ -74,6 +78,7 @@ def _words(option: Option, value: Any) -> Iterator[str]:
             texts = [_text(option, value)]
     for text in texts:
         yield option.flag
+        # A switch has no text behind its flag.
         yield from [text] * bool(text)
 
 

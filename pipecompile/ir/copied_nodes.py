@@ -46,6 +46,8 @@ def with_copies(graph: CostGraph, assignment: Mapping[str, int]) -> CutGraph:
 
     Each stage that reads the value of a copied node has a copy, with a storage of its own.
     """
+    # A copy in another stage is made there and freed there: if it shared the storage of the first
+    # one, the memory of one rank would count what lies on another.
     stages = _stages(graph, assignment)
     copies = _Copies(graph, stages, _storages_of_copies(graph, stages))
     sources = [*range(len(graph.storages)), *copies.added_storages]
@@ -91,6 +93,8 @@ def _storages_of_copies(
         if tensor.producer in graph.copied_set and tensor.storage is not None:
             used.setdefault(tensor.storage, set()).update(stages[tensor.producer])
     numbers: dict[tuple[int, int], int] = {}
+    # With storages 0 to 4, a copied value in storage 2 and copies in stages 0 and 2: the first
+    # one keeps number 2, and that in stage 2 gets number 5.
     following = len(graph.storages)
     for storage, own in sorted(used.items()):
         first, *others = sorted(own)
@@ -124,6 +128,7 @@ class _Copies:
         for stage in self.stages[node.name]:
             saved = tuple(self.storages.get((storage, stage), storage) for storage in node.saved)
             name = self.name(node.name, stage)
+            # Most nodes are as they were, and stay the same objects.
             is_same = (name, saved) == (node.name, node.saved)
             yield node if is_same else replace(node, name=name, saved=saved)
 
@@ -133,6 +138,8 @@ class _Copies:
             if self.graph.copied_set.isdisjoint(tensor.consumers):
                 yield tensor
             else:
+                # `ids` in the drawing is read by p in stage 0 and by p@2: by all copies, wherever
+                # they are.
                 yield self._read_by(tensor, self._all_stages)
             return
         for stage in self.stages[tensor.producer]:
@@ -173,6 +180,7 @@ def without_copied(graph: CostGraph) -> CostGraph:
     """
     if not graph.copied:
         return graph
+    # What nodes save of copies is left out too, or the rest would hold it for nobody.
     storages = {tensor.storage for tensor in graph.tensors if tensor.producer in graph.copied_set}
     return replace(
         graph,
@@ -204,6 +212,7 @@ def _tensors_without_copied(graph: CostGraph) -> Iterator[Tensor]:
     readers: dict[str, dict[str, None]] = {}
 
     def through_copies(consumers: Iterable[str]) -> dict[str, None]:
+        # ids is read by p and p by a and b: through p, ids is read by a and b.
         found: dict[str, None] = {}
         for name in consumers:
             found |= readers[name] if name in graph.copied_set else {name: None}

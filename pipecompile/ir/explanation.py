@@ -62,6 +62,8 @@ class ModuleTime(Value, frozen=True, kw_only=True):
     node: str = ""
 
 
+# Loads of 10 and 6, where one node takes 9: the mean is 8, and no cut has a heaviest rank below
+# 9.
 class HeaviestRank(Value, frozen=True, kw_only=True):
     """The rank with the largest load, its stages, and what their modules take, heaviest first.
 
@@ -99,6 +101,8 @@ class Constraint(Value, frozen=True, kw_only=True):
     here: bool
 
 
+# A product of 6 ms in one group with a norm of 2 ms: node_ns = 6 ms, nodes = 2, ns = 8 ms, by =
+# "group".
 class Undivided(Value, frozen=True, kw_only=True):
     """The nodes of the heaviest rank that no cut parts and that take most together.
 
@@ -115,6 +119,8 @@ class Undivided(Value, frozen=True, kw_only=True):
     by: HeldBy
 
 
+# Loads of 10 and 6; the last node of stage 0 that takes any time takes 1. If it lay in stage 1:
+# ns = 1, before = 0, after = 1, receiver_ns = 7, heaviest_ns = (10, 9).
 class EdgeMove(Value, frozen=True, kw_only=True):
     """What would happen if the first or the last nodes of a stage, as few as take any time, lay in
     the stage beyond.
@@ -134,6 +140,8 @@ class EdgeMove(Value, frozen=True, kw_only=True):
     obstacle: str = ""
 
 
+# All are of the plan as it would be run, not of the cut alone: a change that makes the heaviest
+# rank lighter may make the step longer.
 class Outcome(Value, frozen=True, kw_only=True):
     """The figures by which plans are compared: `load_ns` and `bound` are of the ranks with most,
     `value` is that of the objective.
@@ -160,6 +168,8 @@ class WhatIf(Value, frozen=True, kw_only=True):
     reason: str = ""
 
 
+# Two ranks and a step of 21, for which they compute 12 and 18: `idle` is 9 + 3 = 12 of 42 in all,
+# and the bubble 12 / 42.
 class Explanation(Value, frozen=True, kw_only=True):
     """Why a step takes as long as it does, and what would change it.
 

@@ -61,6 +61,7 @@ def _has_no_field_of(data: bytes, types: Sequence[type[Any]]) -> bool:
     One that has some is a file of that kind that somebody wrote, with a mistake in it.
     """
     try:
+        # Raw leaves the values undecoded: a plan may be large, and only its keys are asked for.
         keys = msgspec.json.decode(data, type=dict[str, msgspec.Raw]).keys()
     except (msgspec.DecodeError, UnicodeDecodeError):
         return False

@@ -108,6 +108,10 @@ class Footprint(Value, frozen=True, kw_only=True):
     memory of the `host`, not of the device, is an optimizer that steps there.
     """
 
+    # What is held of one microbatch, whose backward is split, from its forward on:
+    #
+    #     F ── activations ── I ── activations − freed + added ── W ── nothing
+    #
     parameters: Amount
     gradients: Amount
     optimizer: Amount
@@ -143,6 +147,7 @@ class Footprint(Value, frozen=True, kw_only=True):
     @property
     def sums_in_backwards(self) -> bool:
         """Whether each backward makes gradients of parameters, sums them and keeps a part."""
+        # No field of its own says it, since only such a sum takes anything within a backward.
         return self.backward_sum_peak.bound > 0
 
     @property

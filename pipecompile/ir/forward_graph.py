@@ -21,6 +21,7 @@ def forward_graph(graph: CostGraph, kv_token_bytes: int | None = None) -> CostGr
         tensors=tuple(map(_forward_tensor, graph.tensors)),
         parameters=tuple(replace(parameter, trainable=False) for parameter in graph.parameters),
         gradients=(),
+        # Without a backward nothing is recomputed, so no nodes need go together.
         recomputed_together=(),
     )
 

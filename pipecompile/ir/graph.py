@@ -285,6 +285,8 @@ class CostGraph(Value, frozen=True, kw_only=True, dict=True):
 
     def on_rank(self, rank: int) -> CostGraph:
         """Return the costs on a rank: these, as ranks are alike unless costs say otherwise."""
+        # UnequalCosts has other costs on each rank; whoever asks need not know which of the two
+        # it has.
         return self
 
     @cached_property

@@ -34,6 +34,8 @@ class Link(Value, frozen=True, kw_only=True):
 def slowest(links: Iterable[Link]) -> Link:
     """Return a link with the least bandwidth and the longest latency of `links`."""
     every = list(links)
+    # Perhaps no link that exists: the bandwidth of one and the latency of another. So no message
+    # takes longer over any of them, whatever its size.
     rates = [link.bandwidth_bytes_per_s for link in every]
     return Link(
         bandwidth_bytes_per_s=min((rate for rate in rates if rate is not None), default=None),
@@ -120,12 +122,14 @@ class Links(Value, frozen=True, kw_only=True):
         """
         if self.ranks is None or self.ranks == ranks:
             return self
-        # Rank r of replica i is row i · ranks + r.
-        begins = range(0, self.ranks - ranks + 1, ranks)
-        table = [
-            [slowest(self.link(at + one, at + other) for at in begins) for other in range(ranks)]
-            for one in range(ranks)
-        ]
+        # Rank r of replica i is row i · ranks + r. Of two replicas of two ranks, 0 1 and 2 3, the
+        # link from 0 to 1 is the slower one of those from 0 to 1 and from 2 to 3.
+        first_ranks = range(0, self.ranks - ranks + 1, ranks)
+
+        def slowest_from_to(one: int, other: int) -> Link:
+            return slowest(self.link(first + one, first + other) for first in first_ranks)
+
+        table = [[slowest_from_to(one, other) for other in range(ranks)] for one in range(ranks)]
         return self._with_overheads(links_of_pairs(table))
 
     def renumbered(self, order: Sequence[int]) -> Links:
@@ -144,6 +148,7 @@ class Links(Value, frozen=True, kw_only=True):
 
         Rank r of replica i is row i · `ranks` + r. Links for any number of ranks are all alike.
         """
+        # Of two replicas of two ranks, rank 1 has the ring 1 → 3 → 1.
         return (
             self.link(0, 1) if self.ranks is None else self.around(range(rank, self.ranks, ranks))
         )

@@ -38,6 +38,7 @@ class Option:
     def declared_as(self, name: str, kind: Any, *, is_choice: bool) -> Option:
         """Return this option with its keyword and type."""
         flag = self.flag or f"--{name.replace('_', '-')}"
+        # None means that a plan does not hold it, so that "" must stand for the same name.
         field = name if self.field == "" else self.field
         return replace(self, name=name, type=kind, flag=flag, field=field, is_choice=is_choice)
 
@@ -58,5 +59,6 @@ def _literals(kind: Any) -> Iterable[str]:
     if get_origin(kind) is Literal:
         yield from get_args(kind)
     else:
+        # Literal["a", "b"] | None has the parts Literal["a", "b"] and NoneType, which has none.
         for part in get_args(kind):
             yield from _literals(part)

@@ -57,6 +57,7 @@ def _values(option: Option) -> str:
         return f"several of {names}" if option.form == "list" else names
     if option.metavar is not None:
         return f"`{option.metavar}`"
+    # Options of other types have a metavar, all but those of whole numbers.
     return {bool: "yes or no", str | None: "name"}.get(option.type, "whole number")
 
 

@@ -44,6 +44,8 @@ OptimizerName = Literal["sgd", "momentum", "rmsprop", "adam", "adamw", "adafacto
 
 def implied_schedule(objective: str | None) -> str:
     """Return the schedule of a plan for which none is chosen, with an objective or without one."""
+    # This and the next function go both ways: either of the two options says whether a plan is
+    # for inference, so that one is enough.
     return "forward-only" if objective in INFERENCE_OBJECTIVES else "1f1b"
 
 

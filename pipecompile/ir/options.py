@@ -338,6 +338,7 @@ class ChoiceTypes(TypedDict, total=False):
     ]
 
 
+# Apart from the choices: in Python these are arguments of their own, not among `Choices`.
 class _OtherTypes(TypedDict, total=False):
     """What `pipecompile()` and the commands take beside the choices."""
 
@@ -379,6 +380,7 @@ class _OtherTypes(TypedDict, total=False):
 def _declared(types: type, *, is_choice: bool) -> Iterator[Option]:
     """Yield the options that a TypedDict declares, in its order."""
     for name, hint in get_type_hints(types, include_extras=True).items():
+        # Annotated[int | None, Option(…)] has these two arguments.
         kind, option = get_args(hint)
         yield option.declared_as(name, kind, is_choice=is_choice)
 

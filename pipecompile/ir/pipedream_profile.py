@@ -72,6 +72,8 @@ def cost_graph_of_profile(text: str, origin: str = "the profile") -> CostGraph:
                 continue
             case [source, target]:
                 readers[source].append(target)
+            # A description may have the separator in it: the first field is the name, the last
+            # has the figures.
             case [name, *_, _] if len(fields) >= 3 and name not in layers:
                 layers[name] = _layer(SEPARATOR.join(fields[1:-1]), fields[-1], where)
             case _:
@@ -87,6 +89,8 @@ def cost_graph_of_profile(text: str, origin: str = "the profile") -> CostGraph:
 
 def _layer(description: str, figures: str, where: str) -> _ProfiledLayer:
     """Return what a line says of a layer."""
+    # Split at ", ": in the lists of a figure, such as [3; 4] or [3,4], no comma has a space
+    # behind it.
     given = dict(part.strip().split("=", 1) for part in figures.split(", ") if "=" in part)
     missing = [name for name in FIGURES if name not in given]
     if missing:
@@ -101,6 +105,7 @@ def _number(name: str, text: str, where: str) -> float:
     try:
         numbers = [float(part) for part in re.split("[;,]", text.strip("[] "))]
     except ValueError:
+        # Out of the range below, so that both mistakes have one message.
         numbers = [-1.0]
     # Not a number is not in the range either.
     if not all(0 <= number < 1e15 for number in numbers):

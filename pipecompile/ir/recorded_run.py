@@ -25,6 +25,10 @@ class RecordedAction(NamedTuple):
     None on a CPU, where that is not known.
     """
 
+    # The life of an action that needs a message, 0B0 of rank 0:
+    #
+    #     start ──── waits for the gradient ──── ready ──── works ──── end
+    #
     action: str
     start_ns: NonNegative
     ready_ns: NonNegative
@@ -53,6 +57,7 @@ class RecordedRank(Value, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         for recorded in self.actions:
             Action.parse(recorded.action)
+            # start, ready and end, which a RecordedAction has in places 1 to 3.
             moments = self.start_ns, *recorded[1:4], self.end_ns
             if list(moments) != sorted(moments):
                 raise ValueError(f"the times of {recorded.action} are not in order: {moments}")
@@ -81,6 +86,7 @@ class RecordedRank(Value, frozen=True, kw_only=True):
             if action.kind in COMPUTE:
                 events.append(Event(action, recorded.ready_ns, recorded.end_ns))
             elif action.kind in _SENDS and events:
+                # 0F0 from 10 to 30 and 0SEND_F0 from 30 to 32 are one event from 10 to 32.
                 events[-1] = events[-1]._replace(end_ns=recorded.end_ns)
         return tuple(events)
 
@@ -102,6 +108,8 @@ class RecordedStep(Value, frozen=True, kw_only=True):
 
         A rank may enter a step while others end the one before: until all have, it waits.
         """
+        # A rank that is early waits in its first action for the others: that belongs to the step
+        # before.
         begins = (
             rank.actions[0].ready_ns if rank.actions else rank.start_ns for rank in self.ranks
         )
@@ -155,4 +163,6 @@ class RecordedRun(FileValue, frozen=True, kw_only=True):
     @property
     def is_in_turns(self) -> bool:
         """Whether one process performed the actions of several ranks."""
+        # Then moments say nothing about ranks that work at the same time: only times of actions
+        # do.
         return self.processes < self.ranks

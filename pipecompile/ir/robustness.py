@@ -17,6 +17,7 @@ WITHIN_PERCENT = 2  # that the nominal step may be longer than the shortest one
 
 def is_close(step_ns: int, shortest_ns: int) -> bool:
     """Return whether a step is within 2 % of the shortest one: 1,020 ns are of 1,000 ns."""
+    # In integers, so that the plan does not depend on how a machine rounds.
     return step_ns * 100 <= shortest_ns * (100 + WITHIN_PERCENT)
 
 

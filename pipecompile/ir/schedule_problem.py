@@ -23,6 +23,10 @@ class StageProblem(Value, frozen=True, kw_only=True):
     """
 
     rank: NonNegative | None
+    # What a stage holds of one microbatch whose backward is split, and when:
+    #
+    #     F ── activation_bytes ── I ── weight_gradient_bytes ── W
+    #
     forward_ns: NonNegative
     backward_input_ns: NonNegative
     backward_weight_ns: NonNegative
@@ -78,6 +82,7 @@ class ScheduleProblem(Value, frozen=True, kw_only=True):
         if self.memory_bytes is not None and len(self.memory_bytes) != ranks:
             raise ValueError(f"memory_bytes has {len(self.memory_bytes)} caps for {ranks} ranks")
         self._check_placement()
+        # A tensor that goes back would close a circle: its reader runs before what makes it.
         for source, destination, _ in self.skips:
             if not source < destination < stages:
                 raise ValueError(
@@ -108,6 +113,7 @@ class ScheduleProblem(Value, frozen=True, kw_only=True):
     @property
     def placement(self) -> tuple[int, ...] | None:
         """The rank of each stage, or None where the scheduler chooses."""
+        # All or none, as was checked: a tuple is never a part of the placement.
         ranks = tuple(stage.rank for stage in self.stages if stage.rank is not None)
         return ranks or None
 
@@ -175,4 +181,6 @@ class Order(Value, frozen=True, kw_only=True):
     @property
     def value_ns(self) -> int:
         """The value of the objective."""
+        # The span leaves out how long ranks wait before their first action and behind their last
+        # one.
         return self.makespan_ns if self.objective == "makespan" else self.span_ns

@@ -23,6 +23,8 @@ class Setting(Value, frozen=True, kw_only=True):
     2xh100,2xa100. It is "" where all are equal.
     """
 
+    # 2 replicas × 4 ranks with 2 stages each are 8 devices and k = 8; with 16 microbatches each
+    # the whole minibatch is cut into 32 parts.
     ranks: Positive
     stages_per_rank: Positive
     replicas: Positive
@@ -60,6 +62,8 @@ class SettingResult(Value, frozen=True, kw_only=True):
     be said than the status does.
     """
 
+    # While the best step is 100 ms, a setting with a bound of 101 ms need not be planned: its
+    # status is "bound", and its step stays None.
     setting: Setting
     status: SettingStatus
     bound_ns: NonNegative
@@ -90,5 +94,6 @@ class JointSearch(Value, frozen=True, kw_only=True):
     best: tuple[SettingResult, ...] = ()
 
     def __post_init__(self) -> None:
+        # So nothing is left unsaid of any setting: also those that were not tried are counted.
         if sum(self.counts.values()) != self.settings:
             raise ValueError(f"the counts must add up to the {self.settings} settings")

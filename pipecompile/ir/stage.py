@@ -45,6 +45,8 @@ class ReplicaExchange(Value, frozen=True, kw_only=True):
     to bring the sums to all of them (Patarasuk and Yuan 2009) or to gather sharded parameters.
     """
 
+    # The sum of 100 MB over 4 replicas is 2 · (4 − 1) = 6 messages of 25 MB: after three of them
+    # each replica has a quarter of the sum, and after three more all of it.
     messages: Positive
     bytes: NonNegative
 
@@ -128,11 +130,14 @@ class Stage(Value, frozen=True, kw_only=True, dict=True, rename={"blocks": "node
     @cached_property
     def own_nodes(self) -> tuple[str, ...]:
         """The names of its nodes that no earlier stage runs, in the order of the forward."""
+        # Each node of the model is among these in one stage only: whoever counts nodes counts
+        # these.
         return tuple(name for name in self.nodes if name not in self.copies)
 
     @property
     def extra_ns(self) -> int:
         """The time that recompute and encodings add to a microbatch."""
+        # Both buy memory with time, and neither is in `forward_ns` or `backward_ns`.
         return self.recompute_ns + sum(run.ns for run in self.encoded_runs)
 
     @property

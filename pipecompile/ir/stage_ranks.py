@@ -40,6 +40,8 @@ def stage_ranks(placement: Sequence[int]) -> tuple[range, ...]:
 # A schedule is asked for the rank of each of its actions.
 @lru_cache(maxsize=64)
 def _stage_ranks(placement: tuple[int, ...]) -> tuple[range, ...]:
+    # 0 2 3 has gaps where stage 0 has replicas. 0 1 0 1 (a loop) does not ascend, and 0 1 1 0 (a
+    # V) neither: their stages have one rank each, which several share.
     if all(left < right for left, right in pairwise(placement)):
         return tuple(map(range, placement, (*placement[1:], placement[-1] + 1)))
     return tuple(range(rank, rank + 1) for rank in placement)

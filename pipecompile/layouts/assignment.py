@@ -90,6 +90,7 @@ def _stages_of_sections(layout: Layout, there: set[Section]) -> dict[Section, in
         for symbol in symbols:
             if layout.format == "megatron-hybrid":
                 symbol = ATTENTION if symbol in HYBRID_ATTENTION else MLP
+            # Symbols are numbered through: Ett|tL is E0, t0, t1 in stage 0 and t2, L0 in stage 1.
             stages[Section(symbol, numbers[symbol])] = stage
             numbers[symbol] += 1
     if layout.format != "megatron":
@@ -141,6 +142,7 @@ def _by_prefixes(layout: Layout, graph: CostGraph) -> dict[str, int]:
     _refuse_unknown(stages, graph)
     named: dict[str, int] = {}
     for node in graph.nodes:
+        # The most exact name decides: %view_3 before layers.3.mlp before layers.3.
         entries = (f"{NODE}{node.name}", *ancestors(node.module))
         prefixes = [entry for entry in entries if entry in stages]
         if prefixes:
@@ -162,6 +164,7 @@ def _refuse_unknown(entries: Iterable[str], graph: CostGraph) -> None:
 def _refuse_missing(named: Mapping[str, int], graph: CostGraph) -> None:
     """Raise InputError if a module with parameters and nothing in it has no stage."""
     modules = with_parameters(graph)
+    # A module with others in it is named by them.
     around = {path for node in graph.nodes for path in ancestors(node.module)[1:]}
     for node in graph.nodes:
         if node.module in modules - around and node.name not in named:
@@ -197,5 +200,6 @@ def _by_splits(layout: Layout, graph: CostGraph) -> dict[str, int]:
             )
     named = {}
     for place, node in enumerate(graph.nodes):
+        # With cuts at 5 and 9 node 7 lies in stage 1: one stage has begun behind the first.
         named[node.name] = sum(begin <= place for begin, _ in begins)
     return named

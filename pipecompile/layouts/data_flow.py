@@ -31,6 +31,11 @@ def completed(graph: CostGraph, named: Mapping[str, int]) -> dict[str, int]:
         for consumer in tensor.consumers
     ]
     free = [(a, b) for a, b in edges if a != b]
+    # With a in stage 0 and c in stage 1, both named:
+    #
+    #     mask ─▶ a ─▶ b ─▶ c      b depends on a: stage 0, that of its latest input
+    #                              mask depends on nothing named: stage 0, where it is first read
+    #
     stages = _latest_input(free, fixed)
     stages = _earliest_reader(free, stages)
     assignment = {node.name: stages.get(place[node.name], 0) for node in graph.nodes}

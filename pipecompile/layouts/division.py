@@ -50,6 +50,8 @@ def _pieces(
     ns: dict[Key, dict[int, int]] = {}
     for key, row in keyed:
         by_stage = ns.setdefault(key, {})
+        # A piece in several stages is one that the cut divides: rounding weighs what it has in
+        # each.
         by_stage[row.stage] = by_stage.get(row.stage, 0) + row.ns
     return {key: Piece(name(key), by_stage, *ends(key)) for key, by_stage in ns.items()}
 
@@ -71,6 +73,8 @@ def _by_sections(
     last = (plan.k - 1, plan.k - 1)
     at_ends = {} if form == "megatron" else {"E": (0, 0), "m": last, "L": last}
     pieces = _pieces(keyed, str, lambda key: at_ends.get(key.symbol, anywhere))
+    # By symbol and not by place: a graph may compute a part of L, such as the norm, before an MTP
+    # layer.
     order = sorted(pieces, key=_order)
     experts = {key.number for key, row in keyed if key.symbol == MLP and "expert" in row.module}
     text = partial(_symbols_text, form, order, experts, plan.k)
@@ -166,6 +170,7 @@ def _by_splits(
     form: LayoutFormat, plan: Plan, rows: list[PlanRow], container: str | None
 ) -> Division:
     points = _split_points(rows)
+    # With splits possible at 4 and 9 the rows fall into the pieces 0 to 3, 4 to 8, and 9 onwards.
     begins = [0, *sorted(points.keys() - {0})]
     leaves = _leaves(plan, rows)
     keyed = [
@@ -203,6 +208,8 @@ def _splits_text(
                 f"a split-spec names each module once, and cannot cut before and after "
                 f"{next(iter(points[right]))}; export to json"
             )
+        # Fewest rows on the wrong side, then the latest place, then the outermost module that
+        # begins there.
         _, place, module = min(free, key=lambda choice: choice[:2])
         cuts[module] = f"SplitPoint.{points[-place][module]}"
     return mapping_text(cuts)
@@ -220,6 +227,7 @@ def _split_points(rows: Sequence[PlanRow]) -> Points:
             begins.setdefault(path, row.place)
             ends[path] = row.place + len(row.nodes)
     points: Points = {}
+    # This order of insertion is the preference: readers take the first name of a place.
     for where, point in ((begins, BEGINNING), (ends, END)):
         for path in sorted(where, key=lambda path: path.count(".")):
             points.setdefault(where[path], {}).setdefault(path, point)

@@ -65,6 +65,7 @@ def layer_times(text: str) -> CostGraph:
     modules = list(_modules(_parts(text)))
     nodes = tuple(_node(place, *row) for place, row in enumerate(modules))
     tensors = (
+        # Nobody has said how large they are: they only say the order, and cost no transfer.
         Tensor(producer=before.name, consumers=(after.name,), bytes=0, gradient_bytes=0)
         for before, after in pairwise(nodes)
     )
@@ -92,6 +93,7 @@ def _parts(text: str) -> Iterator[_TimedPart]:
             f"the table of layer times has the columns {', '.join(header) or 'none'}; write "
             f"part,{','.join(TIMES)} and, if you know them, {','.join(SIZES)}"
         )
+    # Without the spaces behind commas that people write.
     rows.fieldnames = header
     for number, row in enumerate(rows, start=2):
         values = [row[name] or "" for name in header]
@@ -142,6 +144,8 @@ def _modules(parts: Iterator[_TimedPart]) -> Iterator[tuple[str, _TimedPart]]:
         elif part.name == "mlp":
             if waiting is None:
                 raise InputError("mlp needs attention before it, the other half of its layers")
+            # attention*2 and mlp*2 are layers.0.attention, layers.0.mlp, layers.1.attention,
+            # layers.1.mlp.
             yield from _layers("layers", layers["t"], (waiting, part))
             layers["t"], waiting = layers["t"] + part.number, None
         elif part.name in layers:

@@ -57,6 +57,7 @@ def find_layers(ns_by_module: Mapping[str, int], given: str | None = None) -> La
     several lists may be meant.
     """
     lists = _lists_of_blocks(ns_by_module)
+    # Layers that predict further tokens have lists of their own, and symbols too.
     mtp = [name for name in lists if re.search(r"mtp|nextn", name.rpartition(".")[2].lower())]
     if given is not None:
         layers = _numbered(ns_by_module, given.rstrip("."))
@@ -76,6 +77,7 @@ def _lists_of_blocks(ns_by_module: Mapping[str, int]) -> dict[str, int]:
     """Return the time in each outermost list of numbered modules, by its path."""
     lists: dict[str, int] = {}
     for path, ns in ns_by_module.items():
+        # The outermost numbered module: of layers.0.experts.3 it is layers.0.
         block = block_of(path)
         if block.rpartition(".")[2].isdigit():
             container = block.rpartition(".")[0]
@@ -89,6 +91,7 @@ def _main_list(lists: Mapping[str, int]) -> str:
             "the model has no numbered modules that could be its layers; write a layout of modules "
             "for each stage (json)"
         )
+    # By time and not by the number of modules: a list of norms may be as long as that of layers.
     container = max(lists, key=lambda name: lists[name])
     # An encoder beside a decoder: nobody could tell which of them a layout counts.
     if 2 * lists[container] <= sum(lists.values()) and len(lists) > 1:
@@ -102,6 +105,7 @@ def _main_list(lists: Mapping[str, int]) -> str:
 def _numbered(modules: Iterable[str], container: str) -> tuple[str, ...]:
     """Return the paths of the numbered modules in a container, in the order of their numbers."""
     start = f"{container}." if container else ""
+    # As numbers, so that 10 comes after 9.
     numbers = {
         int(number)
         for path in modules

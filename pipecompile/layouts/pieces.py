@@ -66,6 +66,9 @@ def rounded_stages(pieces: Sequence[Piece], k: int) -> list[int]:
     """
     # best[i]: of the pieces before i in the stages so far, the least heaviest load, and where each
     # stage begins. A stage more takes some pieces more.
+    # Pieces of 3, 3, 2 in two stages. After stage 0, best is {1: 3, 2: 6, 3: 8}. Stage 1 then
+    # ends at 3 from 1 with max(3, 5), or from 2 with max(6, 2): the least is 5, and stages begin
+    # at 0 and 1.
     best: dict[int, tuple[int, tuple[int, ...]]] = {0: (0, ())}
     for stage in range(k):
         longer: dict[int, tuple[int, tuple[int, ...]]] = {}

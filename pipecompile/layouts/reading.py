@@ -98,11 +98,13 @@ def _of_value(value: Any, form: LayoutFormat | None) -> Layout:
             return Layout(form, _devices(value))
     elif value and all(isinstance(stage, Sequence) and _texts(stage) for stage in value):
         words = {word for stage in value for word in stage}
+        # A list of modules for each stage is read alike as json and as torchtitan.
         form = form or ("megatron" if words <= set(SYMBOLS.values()) else "json")
         if form == "megatron":
             return Layout(form, stages_of_lists(value))
         if form in ("json", "torchtitan"):
             return Layout(form, tuple(tuple(stage) for stage in value))
+    # Not isinstance: True is an int too.
     elif value and all(type(count) is int for count in value):
         return _of_string(",".join(map(str, value)), form)
     raise _no_layout(str(value), form)
@@ -129,6 +131,7 @@ def _form_of(text: str) -> LayoutFormat | None:
 
     A hybrid pattern has no t, and a string for GPT-like models always has.
     """
+    # vLLM and SGLang write counts alike; which of them it is changes nothing.
     if re.fullmatch(r"[\d,\s]+", text):
         return "vllm"
     if re.fullmatch(r"[EtmL|()*\d,\s]+", text) and "t" in text:

@@ -35,10 +35,13 @@ def rows_of(plan: Plan) -> list[PlanRow]:
                 "the plan does not say in which modules its nodes lie: it was made by an older "
                 "version; plan again"
             )
+        # Runs have only how many nodes they have: their names follow each other in those of the
+        # stage.
         nodes = iter(stage.own_nodes)
         for run in stage.module_runs:
             names = tuple(next(nodes) for _ in range(run.nodes))
             rows.append(PlanRow(run.place, run.module, number, names, run.ns))
+    # By place: a run of nodes may lie in a later stage than one that follows it in the forward.
     return sorted(rows)
 
 

@@ -52,6 +52,7 @@ def sections_of(
     a mask, up to the end of the last layer. These go where their inputs are.
     """
     found = [layers.layer_of(module) for module in modules]
+    # For wte, mask, h.0, h.1, ln_f, head: E, None, t0, t1, L, L.
     inside = [place for place, layer in enumerate(found) if layer is not None]
     first, end = inside[0], inside[-1] + 1
     last_layer = max(place for place, layer in enumerate(found) if layer and layer[0] == "t")
@@ -99,6 +100,8 @@ def _mlp_begin(modules: Sequence[str]) -> int | None:
     if True not in is_mlp or True not in is_attention:
         return None
     begin = is_mlp.index(True)
+    # The last place of attention lies behind the first one of the MLP: the two run in parallel,
+    # or in the other order, and cannot be parted.
     if begin < len(modules) - 1 - is_attention[::-1].index(True):
         return None
     # The norm of the MLP, if it is what runs just before: ln_2, post_attention_layernorm.

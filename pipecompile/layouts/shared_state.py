@@ -36,6 +36,7 @@ def shared_tensors(
     for tensor in graph.tensors:
         made, read = layer_of[tensor.producer], _last_reader(tensor, layer_of)
         stages = [assignment[name] for name in (tensor.producer, *tensor.consumers)]
+        # Made in stage 0 and read up to stage 2: it crosses the boundaries before 1 and before 2.
         before = tuple(range(min(stages) + 1, max(stages) + 1))
         if read > made + 1 and before and tensor.bytes:
             found.append(
@@ -50,6 +51,7 @@ def shared_tensors(
                     spans_all=made == BEFORE and read >= last_layer - 1,
                 )
             )
+    # By what they send in all: forward at each boundary, and back.
     return sorted(found, key=lambda each: -len(each.before) * (each.bytes + each.gradient_bytes))
 
 

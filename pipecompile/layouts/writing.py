@@ -19,6 +19,7 @@ def json_text(rows: Sequence[PlanRow], k: int) -> str:
         stages[stage].append(path)
     stages_of = stages_by_path(rows)
     for row in rows:
+        # The model itself is no module that a layout could name.
         if len(stages_of[row.module]) > 1 or not row.module:
             stages[row.stage] += [f"{NODE}{name}" for name in row.nodes]
     return lists_text(stages)
@@ -29,6 +30,8 @@ def prefixes_of(rows: Sequence[PlanRow]) -> dict[str, int]:
     stages = stages_by_path(rows)
     prefixes: dict[str, int] = {}
     for row in rows:
+        # The ancestors of h.0.attn.qkv are these, h.0.attn, h.0 and h. If h lies in several
+        # stages and h.0 in one, then h.0 is the outermost whole one, and one entry for the layer.
         whole = [path for path in ancestors(row.module) if path and len(stages[path]) == 1]
         if whole:
             prefixes[whole[-1]] = row.stage

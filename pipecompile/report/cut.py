@@ -72,6 +72,7 @@ def _rows(cut: Cut) -> list[list[str]]:
     nodes = Counter(cut.stages.values())
     sizes = [["", ""]]
     sizes += [[str(nodes[stage]), str(count)] for stage, count in enumerate(cut.replicas)]
+    # The columns of nodes and replicas stand behind the first one; the row of the ideal has none.
     wide = [[first, *size, *rest] for (first, *rest), size in zip(rows, sizes, strict=True)]
     return [["stage", "nodes", "replicas", _COST, "", "of mean"], *wide]
 

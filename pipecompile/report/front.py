@@ -45,7 +45,9 @@ class _Axis:
 
     def ticks(self) -> Iterator[tuple[float, str]]:
         """Yield places and texts of round values."""
+        # In the unit that is written: ticks at 1.5 and 2 GiB, and not at round numbers of bytes.
         step = round_step((self.high - self.low) / _TICKS / self.scale)
+        # 0.2 and 0.5 need one digit, 0.05 two.
         digits = max(0, -floor(log10(step)))
         first, last = (value / self.scale / step for value in (self.low, self.high))
         for index in range(ceil(first), floor(last) + 1):
@@ -56,6 +58,7 @@ class _Axis:
 def _axis(values: Sequence[int], start: float, stop: float, unit: tuple[str, float]) -> _Axis:
     """Return an axis on which the values have some room around them."""
     low, high = min(values), max(values)
+    # At least one percent, since all points may have the same value: an axis needs a length.
     room = max(0.08 * (high - low), 0.01 * high, 1)
     return _Axis(max(low - room, 0), high + room, start, stop, *unit)
 
@@ -92,6 +95,7 @@ def front_chart(plan: Plan) -> FrontChart | None:
         return None
     results, unit = plan.joint.best, plan.time_unit
     steps, sizes = ([value[index] for value in map(_values, results)] for index in (0, 1))
+    # From the bottom up, since pictures count from the top: a long step is high.
     time = _axis(steps, _BOTTOM, _TOP, time_scale(max(steps), unit))
     memory = _axis(sizes, _LEFT, _RIGHT, size_scale(max(sizes)))
     points = list(_points(results, memory, time, unit))
@@ -111,6 +115,7 @@ def _points(
     results: Sequence[SettingResult], memory: _Axis, time: _Axis, unit: TimeUnit
 ) -> Iterator[_SettingPoint]:
     """Yield the places of results, each once: settings may have the same step and memory."""
+    # Settings 2 and 5 with the same step and memory are one point, "2+", whose hint names both.
     numbers: dict[tuple[int, int], list[int]] = {}
     for number, result in enumerate(results, 1):
         numbers.setdefault(_values(result), []).append(number)
@@ -134,6 +139,7 @@ def _values(result: SettingResult) -> tuple[int, int]:
 
 def _beats(other: tuple[int, int], value: tuple[int, int]) -> bool:
     """Return whether another point is no worse in either respect, and better in one."""
+    # (10 ms, 4 GiB) beats (12 ms, 4 GiB), and neither beats (8 ms, 6 GiB) nor is beaten by it.
     return other != value and other[0] <= value[0] and other[1] <= value[1]
 
 
@@ -144,5 +150,7 @@ def _front(points: Sequence[_SettingPoint]) -> Iterator[tuple[float, float]]:
     places = sorted({(point.x, point.y) for point in points if point.is_on_front})
     yield from places[:1]
     for (_, above), (x, y) in pairwise(places):
+        # From the left: with more memory, still the step of the point before; then down to the
+        # new one.
         yield x, above
         yield x, y

@@ -33,6 +33,7 @@ def load_text(plan: Plan) -> str:
 
 def latency_ns(plan: Plan) -> int:
     """Return the time of one microbatch, alone, through all stages and the messages in between."""
+    # Alone, so that nothing overlaps: it waits for each forward and for each message.
     return sum(stage.forward_ns for stage in plan.stages) + sum(ns for *_, ns in _boundaries(plan))
 
 
@@ -40,6 +41,8 @@ def beat_ns(plan: Plan) -> int:
     """Return how often a full pipeline is done with a microbatch: the longest that a rank computes
     for it, or is sent and sends.
     """
+    # Loads of 5 and 4, and a message of 6 between: one is done every 6. Messages of a rank run
+    # beside its compute, but one after the other.
     messages = [0] * plan.ranks
     for *ends, ns in _boundaries(plan):
         for rank in ends:
@@ -49,6 +52,7 @@ def beat_ns(plan: Plan) -> int:
 
 def _boundaries(plan: Plan) -> Iterator[tuple[int, int, int]]:
     """Yield the ranks on both sides of each boundary, and the time of the messages over it."""
+    # zip ends with the pairs: no boundary is behind the last stage.
     pairs = pairwise(plan.schedule.placement)
     for stage, (here, there) in zip(plan.stages, pairs, strict=False):
         sizes = (tensor.bytes for tensor in stage.outputs)

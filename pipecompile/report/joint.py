@@ -29,6 +29,7 @@ def joint_text(plan: Plan, joint: JointSearch) -> Iterator[str]:
     settings.
     """
     bound, gap = time_with_unit(joint.bound_ns, plan.time_unit), gap_text(joint.gap)
+    # The first of the best is the plan's own.
     kinds = joint.best[0].setting.kinds if joint.best else ""
     ranks = f", ranks are {kinds}" if kinds else ""
     what = (
@@ -45,6 +46,8 @@ def joint_text(plan: Plan, joint: JointSearch) -> Iterator[str]:
 
 def _by_nodes(plan: Plan, joint: JointSearch) -> str:
     """Return what the search took for the plan's step, if whole stages were measured after it."""
+    # Nodes are summed while settings are searched, since none of them has stages yet that could
+    # be measured. The plan's stages are measured at the end, and its step is then another one.
     searched = joint.best[0].step_ns if joint.best else None
     if searched is None or searched == plan.prediction.step_ns:
         return ""

@@ -67,6 +67,7 @@ def kinds_of(plan: Plan) -> list[str]:
 def stage_memory(plan: Plan, rank: int) -> Iterator[tuple[int, RankMemory]]:
     """Yield each stage of a rank that has several, with what it holds at the rank's peak."""
     shares = memory_by_stage(plan, rank)
+    # With one stage it would be the line of the rank once more.
     if len(shares) > 1:
         yield from shares.items()
 

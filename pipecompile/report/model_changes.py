@@ -62,6 +62,7 @@ def outline(nodes: Iterable[OutlinedNode], ns_by_module: Mapping[str, int] | Non
         members.setdefault(block_of(node.module), []).append(node)
     if ns_by_module is None:
         return {block: _Block(tuple(each)) for block, each in members.items()}
+    # A block whose nodes take no time has one of 0, and not none.
     times = dict.fromkeys(members, 0)
     for module, ns in ns_by_module.items():
         times[block_of(module)] += ns
@@ -78,6 +79,7 @@ def plan_outline(plan: Plan) -> Outline | None:
             return None
         for run in stage.module_runs:
             ns_by_module[run.module] = ns_by_module.get(run.module, 0) + run.ns
+            # Nodes of two stages may alternate in the forward: places sort them below.
             for place, digest in enumerate(run.digests, run.place):
                 placed.append((place, OutlinedNode(run.module, next(names), digest)))
     return outline((node for _, node in sorted(placed)), ns_by_module)
@@ -146,6 +148,8 @@ def _changes(old: Outline, new: Outline) -> Iterator[_Change]:
 
 
 def _differing(old: list[str], new: list[str]) -> Iterator[tuple[str, int, int, int, int]]:
+    # Without `autojunk`: in long lists it ignores what is frequent, and layers repeat their
+    # digests.
     matcher = SequenceMatcher(None, old, new, autojunk=False)
     return (step for step in matcher.get_opcodes() if step[0] != "equal")
 
@@ -179,6 +183,7 @@ def drift_findings(
     `limit`, a share; there is one for those in a row that drifted alike. If there are none, return
     one that passed; nothing where no times are known.
     """
+    # A block whose nodes changed takes another time for that reason, which `node_findings` says.
     drifts = {
         change.block: (change.before.ns, change.after.ns)
         for change in _changes(old, new)
@@ -191,6 +196,8 @@ def drift_findings(
         _drift_finding(
             _blocks_text(alike, list(new)), [drifts[block] for block in alike], limit, unit
         )
+        # Alike is what has the same tenth of a per cent: in measured times no two layers agree in
+        # more.
         for alike in _runs(over, lambda block: f"{_drift(*drifts[block]):.3f}")
     ]
 
@@ -203,6 +210,7 @@ def _drift(before: int, after: int) -> float:
 def _drift_finding(
     where: str, times: list[tuple[int, int]], limit: float, unit: TimeUnit
 ) -> Finding:
+    # Blocks that drifted alike drift together as much as each of them, and read as one line.
     before, after = (sum(each) for each in zip(*times, strict=True))
     drift = _drift(before, after)
     text = f"time {drift:+.1%} ({_times_text(before, after, unit)})"
@@ -234,6 +242,7 @@ def memory_drift_findings(old: Plan, new: Plan, limit: float) -> list[Finding]:
     `limit`, a share; the plans have the same ranks.
     """
     needs = zip(old.prediction.memory, new.prediction.memory, strict=True)
+    # Only more than planned is a finding: a rank that needs less breaks no cap.
     bounds = [(before.total.bound, after.total.bound) for before, after in needs]
     return [
         Finding(
@@ -259,6 +268,7 @@ def _blocks_text(blocks: list[str], order: list[str]) -> str:
     if len(blocks) == 1:
         return names[0]
     first = order.index(blocks[0])
+    # h.3, h.4, h.5 changed alike are "h.3 … h.5 (3 blocks)"; h.3 and h.7 are named.
     is_range = order[first : first + len(blocks)] == blocks
     text = f"{names[0]} … {names[-1]}" if is_range else _names_text(tuple(names))
     return f"{text} ({len(blocks)} blocks)"
@@ -270,4 +280,7 @@ def _block_text(block: str) -> str:
 
 def _runs(items: Iterable[T], key: Callable[[T], Hashable]) -> Iterator[list[T]]:
     """Yield the runs of neighbours that have the same key."""
+    # groupby joins neighbours only, which is what is wanted: twelve layers that each got a node are
+    #     h.0 … h.11 (12 blocks): each 1 came (…)
+    # and the fourth of them, if it changed otherwise, splits that into three lines.
     return (list(run) for _, run in groupby(items, key=key))

@@ -104,6 +104,7 @@ def _gain(order: Order) -> str:
     # A search returns a named schedule by its own name where it found none shorter.
     if order.name != "search":
         return f"nothing better than {order.name}"
+    # Against the best named order on any placement that was allowed, not on this one alone.
     gain = f"{1 - order.value_ns / best.value_ns:.2%}"
     return f"{gain} less than {best.name} ({best.placement_shape}), the best named one that fits"
 

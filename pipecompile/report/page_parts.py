@@ -58,6 +58,7 @@ def comparison_part(comparison: RunComparison) -> ComparisonPart:
 def difference_part(plan: Plan, old: Plan, name: str) -> DifferencePart:
     """Return what a page shows of the changes from the plan `old`, of the file `name`."""
     difference = compare_plans(old, plan)
+    # Both or none: one alone could not be compared with anything.
     strips = [(name, stage_rows(old)), ("this plan", stage_rows(plan))]
     return DifferencePart(
         name=name,

@@ -38,6 +38,7 @@ _MOST_ACTIONS, _MOST_STAGES = 8000, 32
 def plan_card(plan: Plan, timeline: Timeline) -> str:
     """Return the card as HTML: at most some 100 kB, however large the plan is."""
     actions = sum(map(len, timeline.events))
+    # A notebook keeps the card in its file: more actions than pixels would only make that larger.
     picture = _picture(timeline).encode() if actions <= _MOST_ACTIONS else b""
     used = {event.action.kind for row in timeline.events for event in row}
     return page(
@@ -105,6 +106,7 @@ def _tracks(rows: Sequence[Sequence[Event]]) -> str:
 def _line(event: Event, rank: int, scale: float) -> str:
     """Return an action as a line as thick as its row, a little shorter than it takes."""
     start, end = round(event.start_ns * scale), round(event.end_ns * scale)
+    # Two units less, so that neighbours of one kind are seen as two.
     return f"M{start} {_middle(rank)}h{max(end - start - 2, 1)}"
 
 

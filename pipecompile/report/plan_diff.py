@@ -107,6 +107,7 @@ def compare_plans(old: Plan, new: Plan) -> PlanDiff:
         return PlanDiff(changes=())
     moved, notes = _moves(old, new)
     schedule = list(_schedule(old, new))
+    # In the order of ChangeKind: texts put neighbours of one kind under one heading.
     changes = [
         *_step(old, new),
         *_memory(old, new),
@@ -172,6 +173,7 @@ def _step(old: Plan, new: Plan) -> Iterator[PlanChange]:
 
 def _memory(old: Plan, new: Plan) -> Iterator[PlanChange]:
     """Yield what ranks hold at their peaks, and of each the kinds that differ."""
+    # Rank 1 of two runs other stages than rank 1 of four: only the largest ranks can be compared.
     before, after = old.prediction.memory, new.prediction.memory
     if old.ranks != new.ranks:
         yield from _changed("memory", "largest rank", _largest(before), _largest(after))
@@ -278,6 +280,8 @@ def _schedule(old: Plan, new: Plan) -> Iterator[PlanChange]:
     if old.k == new.k and old.ranks == new.ranks:
         yield from _changed("schedule", "ranks of stages", before.placement, after.placement)
     yield from _fields("schedule", before, after, ["weight_versions"])
+    # Orders of another name, placement or number of microbatches differ in nearly all of their
+    # actions: to list where they begin to would say nothing.
     shapes = [(s.name, s.placement, s.microbatches) for s in (before, after)]
     if shapes[0] == shapes[1]:
         for rank, rows in enumerate(zip(before.compute, after.compute, strict=True)):
@@ -288,6 +292,8 @@ def _order(rank: int, old: Sequence[str], new: Sequence[str]) -> Iterator[PlanCh
     """Yield the first actions by which two orders of a rank differ."""
     pairs = enumerate(zip(old, new, strict=False))
     # One of them may be the beginning of the other.
+    # 0F0 0F1 0B0 0F2 and 0F0 0F1 0F2 0B0 differ from action 2 on: 0B0 0F2 before, and 0F2 0B0
+    # after.
     first = next((at for at, (one, other) in pairs if one != other), min(len(old), len(new)))
     before, after = (tuple(row[first : first + _SHOWN_ACTIONS]) for row in (old, new))
     yield from _changed("schedule", f"order of rank {rank}, action {first}", before, after)
@@ -295,6 +301,7 @@ def _order(rank: int, old: Sequence[str], new: Sequence[str]) -> Iterator[PlanCh
 
 def _options(old: Options, new: Options, schedule: Sequence[PlanChange]) -> Iterator[PlanChange]:
     """Yield the options that differ, by their names in Python; not those that the schedule says."""
+    # With k 4 → 8 the schedule says "k: 4 → 8", and the option k would say it again.
     said = {(change.where.replace(" ", "_"), change.before, change.after) for change in schedule}
     names = {option.field: option.name for option in OPTIONS if option.field is not None}
     for field in Options.__struct_fields__:
@@ -322,6 +329,7 @@ def _costs(old: Plan, new: Plan) -> Iterator[PlanChange]:
 def _other(old: Any, new: Any, path: str = "") -> Iterator[PlanChange]:
     """Yield all that differs, by its path in the files."""
     if isinstance(old, msgspec.Struct):
+        # By the names in the file: `blocks` of a stage is written as `nodes`.
         fields = zip(old.__struct_fields__, old.__struct_encode_fields__, strict=True)
         parts = [(f"{path}.{shown}", getattr(old, f), getattr(new, f)) for f, shown in fields]
     elif isinstance(old, tuple) and len(old) == len(new):

@@ -85,6 +85,7 @@ def diff_tables(diff: PlanDiff) -> Iterator[DiffTable]:
     """Yield the same as tables, for a page; without the notes."""
     for kind, changes in _groups(diff):
         if kind in _TABLES:
+            # The first cell repeats the heading, which the page has above the table.
             (_, *header), *rows = _rows(kind, changes, diff)
             yield DiffTable(_HEADINGS[kind], [["", *header], *rows], (0,))
         else:
@@ -167,6 +168,7 @@ def _pair(change: PlanChange, diff: PlanDiff) -> tuple[str, str]:
         return time_with_unit(change.before, old), time_with_unit(change.after, new)
     text = _text_of(change)
     before, after = text(change.before), text(change.after)
+    # A text of links has only the slowest and the fastest one.
     if before == after and change.kind == "links":
         after = "other values between some ranks"
     return before, after

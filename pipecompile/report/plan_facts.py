@@ -55,6 +55,8 @@ def outcome_of(plan: Plan) -> Outcome:
 
 def _summed(idle: tuple[Idle, ...]) -> Idle:
     """Return the idle time of all ranks together, by cause."""
+    # With what all ranks compute these make up ranks × step, so shares of that add up to the
+    # bubble.
     return Idle(
         dependency_ns=sum(rank.dependency_ns for rank in idle),
         transfer_ns=sum(rank.transfer_ns for rank in idle),
@@ -89,12 +91,15 @@ def _least_ns(plan: Plan) -> int | None:
     if {Kind.BACKWARD, Kind.BACKWARD_INPUT} <= kinds:
         return None
     # Rounded down as the loads of a prediction are.
+    # Stages of 10 and 6 on two ranks: the most even cut of the same nodes has a rank with 8 or
+    # more. One node of 9 makes that 9, since no cut parts it.
     even = sum(_compute_ns(s, kinds) - _copies_ns(s) for s in plan.stages) // plan.ranks
     if Kind.BACKWARD not in kinds:
         return even  # nor does it say what single nodes take in halves, or in a forward alone
     runs = (run for stage in plan.stages for run in stage.module_runs)
     # A rank with a part of a stage's microbatches has that part of its load.
     most = max(map(len, plan.schedule.stage_ranks))
+    # A run of several nodes may be parted by another cut: only runs of one say what a node takes.
     return max([even, *(run.ns // most for run in runs if run.nodes == 1)])
 
 
@@ -102,6 +107,7 @@ def _copies_ns(stage: Stage) -> int:
     """Return what copies take in a stage, which another cut may do without."""
     if not stage.copies:
         return 0
+    # Runs have the stage's own nodes only, so what is left of its time is that of its copies.
     return stage.forward_ns + stage.backward_ns - sum(run.ns for run in stage.module_runs)
 
 
@@ -118,6 +124,7 @@ def _modules(stages: Iterator[Stage]) -> list[ModuleTime]:
     """Return what each module takes in these stages, heaviest first."""
     runs: dict[str, list[tuple[int, int, str]]] = defaultdict(list)
     for stage in stages:
+        # Runs say how many nodes they have; their names follow each other in those of the stage.
         nodes = iter(stage.own_nodes)
         for run in stage.module_runs:
             names = [next(nodes) for _ in range(run.nodes)]
@@ -155,6 +162,8 @@ def _constraints(
     if options.layout is not None:
         yield Constraint(kind="layout", where=str(options.layout_format), here=True)
     for node, stage in options.pin.items():
+        # Here or elsewhere: a pin on the heaviest rank may keep it heavy, one on another may only
+        # keep that one light.
         here = plan.assignment.get(node) in heaviest.stages
         yield Constraint(kind="pin", where=f"{node}={stage}", here=here)
     for names in options.groups:

@@ -81,6 +81,7 @@ def plan_head(plan: Plan) -> Iterator[str]:
         f"variance of loads {variance}"
     )
     if plan.options.layout is not None:
+        # A layout may be a file of many lines, and has one here.
         text = " ".join(plan.options.layout.split())
         shown = text if len(text) <= _LAYOUT_WIDTH else f"{text[:_LAYOUT_WIDTH]}…"
         yield f"  layout     {shown} ({plan.options.layout_format})"
@@ -119,6 +120,8 @@ def _full_pipeline(plan: Plan) -> Iterator[str]:
     if minibatch_ns is None:  # of a plan that was made before plans had it
         return
     minibatch = time_with_unit(minibatch_ns, plan.time_unit)
+    # Loads of 8 and 10 and 4 microbatches, of which a minibatch takes 40: 18 · 4 / (2 · 40) =
+    # 0.9.
     busy = sum(loads) * plan.microbatches / max(len(loads) * minibatch_ns, 1)
     # Loads are rounded down, each by less than one.
     is_held_up = minibatch_ns > (max(loads) + 1) * plan.microbatches
@@ -173,6 +176,7 @@ def _ordering(plan: Plan) -> Iterator[str]:
         )
         yield from _recompute_hint(plan, ordering)
         return
+    # 1 − 95 / 100 is a gain of 5 %, written as −5.0 %: the step is that much shorter.
     gain = 1 - ordering.searched_ns / max(ordering.named_ns[best], 1)
     noise = "" if ordering.is_in_plan else ", does not survive noise"
     change = (
@@ -247,6 +251,8 @@ def _all_objectives(plan: Plan) -> Iterator[str]:
     # Where transfers are free they add nothing, and the shorter name says the same.
     join = "or" if plan.search.objective == "throughput" else "+"
     load = "load" if plan.links.one == Link() else f"load {join} transfers"
+    # Objectives count whole backwards, and where an order splits them the loads are of the
+    # halves.
     kinds = {action.kind for row in plan.schedule.compute for action in row}
     load += ", backwards whole" if Kind.BACKWARD_INPUT in kinds else ""
     texts = [f"{load}: {', '.join(costs)}"] if costs else []

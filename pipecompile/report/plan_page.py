@@ -107,6 +107,7 @@ def plan_page(
     scale = _memory_scale(bounds)
     kinds = [kind for kind in RankMemory.__struct_fields__ if kind in kinds_of(plan)]
     target = f"memory predicted for {ALLOCATOR_NAMES[plan.allocator]}"
+    # A run is measured in seconds: relative units are converted, so that both fit one axis.
     time_unit = plan.time_unit if comparison is None else "ns"
     timelines = list(_timelines(plan, timeline, comparison, other))
     peaks = _measured_peaks(plan, comparison)
@@ -224,6 +225,8 @@ def _memory_scale(bounds: Sequence[MemoryBound]) -> int:
     vanish: such a cap is marked at the edge.
     """
     largest = max(bound.bound for bound in bounds)
+    # Bounds of 10 GiB with a cap of 12: the chart is 12 wide, and the cap a line in it. With a
+    # cap of 80 it is 10 wide.
     near = [bound.cap for bound in bounds if bound.cap is not None and bound.cap <= 1.5 * largest]
     return max(largest, *near) if near else largest
 
@@ -232,6 +235,7 @@ def _held_scale(bounds: Sequence[MemoryBound], scale: int) -> int:
     """Return the bytes that a row of the chart over time is high: as in the chart of bounds, but
     for a small model. Beside what a GPU takes for any model it would vanish.
     """
+    # A model that holds 0.2 GiB, with a bound of 1.2 GiB: rows are 0.25 GiB high.
     largest = max(bound.expected for bound in bounds)
     return scale if scale <= 4 * largest else largest * 5 // 4
 

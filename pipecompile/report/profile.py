@@ -113,6 +113,7 @@ def _with_loss_named(node: Node) -> Node:
 def _kind(node: Node) -> tuple[Any, ...]:
     """Return what distinct nodes differ in."""
     backward = (node.backward_ns, node.backward_input_ns, node.backward_weight_ns)
+    # Nodes that do the same are measured once, so that their times are equal to the nanosecond.
     return node.operator, node.forward_ns, backward, node.parameter_bytes
 
 
@@ -120,6 +121,7 @@ def _heaviest(graph: CostGraph) -> list[tuple[Node, ...]]:
     alike: dict[Any, list[Node]] = {}
     for node in graph.nodes:
         alike.setdefault((_kind(node), node.source), []).append(node)
+    # Together: twelve products of 1 ms each, from one line, come before one of 5 ms.
     slowest_first = sorted(map(tuple, alike.values()), key=time_of, reverse=True)
     return slowest_first[:_HEAVIEST]
 
@@ -131,6 +133,7 @@ def time_of(nodes: Iterable[Node]) -> int:
 
 def _sum_if_known(values: Iterable[int | None]) -> int | None:
     known = list(values)
+    # A sum without some of them would read as the whole.
     return None if None in known else sum(value for value in known if value is not None)
 
 
@@ -194,6 +197,7 @@ def _rows(graph: CostGraph, members: Sequence[_Member], depth: int) -> Iterator[
         yield _row(graph, name or (ITSELF if depth else OUTSIDE), [m.node for m in inner], depth)
         if re.search(r"\d$", name):  # a block: its parts are shown, but not what lies in them
             inner = [_Member(member.path[:1], member.node) for member in inner]
+        # One child only would repeat the row above it.
         if len({_child(member.path) for member in inner}) > 1:
             yield from _rows(graph, inner, depth + 1)
 
@@ -220,6 +224,7 @@ def _fold_key(child: tuple[str, list[_Member]]) -> tuple[Any, ...]:
     sizes.
     """
     name, members = child
+    # Eleven blocks that do the same and a last one without dropout are h.0-10 and h.11.
     nodes = [member.node for member in members]
     # Without times, since those of like blocks may differ where they were measured.
     likeness = [node.operator for node in nodes], [node.parameter_bytes for node in nodes]

@@ -30,6 +30,7 @@ def profile_page(title: str, profile: Profile) -> str:
 
 def _node_row(nodes: Sequence[Node]) -> dict[str, Any]:
     """Return the row of nodes that are alike, under the name of the first."""
+    # Nodes that are alike come from one line, so any of them tells the operator and the source.
     first = nodes[0]
     return {
         "name": first.name,

@@ -106,5 +106,6 @@ def _without_torch(operator: str) -> str:
 def _shortened(text: str, width: int) -> str:
     """Return the text, or its beginning and its end where it is too long."""
     # Names mostly differ at their end: a third is for the beginning, and the rest for the end.
+    # For example "transformer" in 9 columns is "tra…ormer".
     begin = width // 3
     return text if len(text) <= width else f"{text[:begin]}…{text[1 - width + begin :]}"

@@ -40,6 +40,8 @@ def exchanged(plan: Plan, rank: int) -> Exchanged:
         ]
         for exchange, count, place in exchanges:
             if exchange is not None:
+                # With four backwards, `backward_sum` of 2 messages is 8 a step; `replica_sum` is
+                # there once.
                 messages = count * exchange.messages
                 size += messages * exchange.bytes
                 times[place] += messages * ring.transfer_ns(exchange.bytes)

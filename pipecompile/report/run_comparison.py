@@ -119,6 +119,7 @@ class RunComparison:
     @cached_property
     def typical(self) -> RecordedStep:
         """The step of median length; of two in the middle, the shorter one."""
+        # A step that was there, and not a mean of two: it is drawn.
         return sorted(self.steps, key=lambda step: step.ns)[(len(self.steps) - 1) // 2]
 
     @property
@@ -141,6 +142,8 @@ class RunComparison:
         predicted = self.predicted.makespan_ns
         if self.run.is_in_turns:
             per_step = sum(stage.per_step_ns for stage in self.plan.stages) * self.minibatches
+            # One process does it all, one after the other, and nothing of it beside anything
+            # else.
             predicted = sum(self.predicted.busy_ns) + round(per_step * self.unit_ns)
         return ComparedTime(predicted, round(median(step.ns for step in self.steps)))
 
@@ -190,6 +193,7 @@ class RunComparison:
         ]
         predicted = self.predicted.busy_ns[rank]
         memory = self.plan.prediction.memory[rank].total
+        # The largest of all steps, and no median: it must fit each time.
         peaks = [row.peak_bytes for row in recorded if row.peak_bytes is not None]
         return ComparedRank(
             busy=ComparedTime(predicted, round(median(busy))),
@@ -233,9 +237,12 @@ def compare_run(plan: Plan, predicted: Timeline, run: RecordedRun) -> RunCompari
     for action in planned:
         if not all(action in of_step for of_step in times):
             raise InputError(f"the run does not have {action} of the plan; record it anew")
+        # By action, so that one step that something else has slowed down does not count.
         measured[action] = round(median(of_step[action] for of_step in times))
     unit_ns = 1.0
     if plan.time_unit == "relative":
+        # 1,000 units that took 2 ms: a unit is 2,000 ns, and a stage that was predicted to have
+        # 600 of them is compared with 1.2 ms.
         unit_ns = sum(measured.values()) / max(1, sum(predicted.busy_ns))
         predicted = _scaled(predicted, unit_ns)
     actions = [
@@ -299,6 +306,8 @@ def _action_times(step: RecordedStep, planned: Collection[Action]) -> dict[Actio
             action = Action.parse(recorded.action)
             for owner in _owners(action):
                 if owner in planned:
+                    # Work without waiting: how long an action waits depends on other ranks, and
+                    # is in the bubble.
                     times[owner] += recorded.work_ns
                     break
     return times
@@ -319,6 +328,8 @@ def _minibatch_lengths(plan: Plan, step: RecordedStep) -> Iterator[int]:
         is_last = ((action.microbatch or 0) + 1) % plan.microbatches == 0
         if action.kind is Kind.BACKWARD and is_last:
             ends.append(recorded.end_ns)
+    # With 4 ranks and 2 microbatches in a minibatch the pipeline holds two minibatches: of six
+    # ends the first two and the last two are left out, while it fills and empties.
     held = -(-plan.ranks // plan.microbatches)
     for before, after in pairwise(ends[held:-held]):
         yield after - before
@@ -344,6 +355,7 @@ def _scaled(timeline: Timeline, unit_ns: float) -> Timeline:
             for r in rows
         )
 
+    # Without idle times and bytes: of these a comparison of shares says nothing.
     return Timeline(scaled(timeline.events), (), (), scaled(timeline.reductions))
 
 

@@ -22,6 +22,7 @@ def run_page(comparison: RunComparison) -> str:
     """Return the page as HTML; the same plan and run give the same text."""
     plan, run = comparison.plan, comparison.run
     predicted, recorded = comparison.predicted, comparison.typical.timeline()
+    # One scale for both, so that a longer step is seen to be longer.
     length = max(predicted.makespan_ns, recorded.makespan_ns)
     first, second = map(str.capitalize, comparison_headings(comparison))
     # Where in a recorded backward regions were recomputed is not known.

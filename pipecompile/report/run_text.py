@@ -75,10 +75,13 @@ def _is_in_flight(comparison: RunComparison) -> bool:
 
 def figure_texts(comparison: RunComparison) -> Iterator[tuple[str, str]]:
     """Yield the names and values of the figures of a whole step."""
+    # Minibatches in flight have no steps: from the empty pipeline to the empty one is what can be
+    # told.
     yield "in all" if _is_in_flight(comparison) else "step", _pair_text(comparison.step)
     if comparison.minibatch is not None:
         yield "minibatch", f"{_pair_text(comparison.minibatch)}, in a full pipeline"
     yield "compute", _pair_text(comparison.compute)
+    # One process never idles: a bubble of ranks that ran in turns would mean nothing.
     if not comparison.run.is_in_turns:
         predicted, measured = comparison.bubble
         yield "bubble", f"{predicted:.1%} predicted, {measured:.1%} measured"
@@ -113,6 +116,7 @@ def run_notes(comparison: RunComparison) -> Iterator[str]:
             "one process performed the actions of all ranks in turns, so the step is compared with "
             "their sum"
         )
+    # Lengths come from one clock each; only who waited for whom compares two.
     if comparison.run.clock_error_ns:
         error = time_text(comparison.run.clock_error_ns)
         yield f"moments of different ranks may be off by {error}, times within a rank are not"

@@ -81,6 +81,7 @@ def _expanded(modules: Sequence[str]) -> list[str]:
     for module in modules:
         if match := re.fullmatch(r"(.+)\.(\d+)-(\d+)", module):
             first, last = int(match[2]), int(match[3])
+            # A decoder may run its blocks backwards: up.3-0.
             step = 1 if last >= first else -1
             blocks += (f"{match[1]}.{number}" for number in range(first, last + step, step))
         else:
@@ -96,6 +97,7 @@ def move_text(move: StageMove, plan: Plan) -> str:
     ends = _ends_of_blocks(block_of_node)
     first, last = block_of_node.get(move.first), block_of_node.get(move.last)
     if first is not None and first == last:
+        # All of a block is called by its name alone: h.3, and not "h.3_norm … h.3_add".
         if ends[first] == (move.first, move.last):
             return first
         return f"{first} ({_range_text(move.first, move.last)})"
@@ -125,13 +127,12 @@ def _blocks_by_node(plan: Plan) -> dict[str, str]:
     A plan lists the blocks of a stage, and its nodes in runs of one block each, but not which run
     lies in which block.
     """
-    return {
-        node: block
-        for stage in plan.stages
-        for run, block in zip(stage.blocks, _blocks_by_run(stage), strict=True)
-        if block is not None
-        for node in run
-    }
+    block_of_node: dict[str, str] = {}
+    for stage in plan.stages:
+        for run, block in zip(stage.blocks, _blocks_by_run(stage), strict=True):
+            if block is not None:
+                block_of_node |= dict.fromkeys(run, block)
+    return block_of_node
 
 
 def _blocks_by_run(stage: Stage) -> list[str | None]:

@@ -72,6 +72,7 @@ def step_text(
     ]
     if in_a_row_ns is not None:
         in_a_row = time_with_unit(in_a_row_ns, plan.time_unit)
+        # Right below the step, whose alternative it is.
         head.insert(1, f"in a row, with updates that are validated later: {in_a_row} a step")
     if plan.prediction.minibatch_ns is not None:
         minibatch = time_with_unit(plan.prediction.minibatch_ns, plan.time_unit)
@@ -113,6 +114,8 @@ def _path(plan: Plan, timeline: Timeline, path: Sequence[CriticalEvent]) -> Iter
     waits = f", {away} in {messages} messages" if messages else ""
     compute = time_with_unit(busy, plan.time_unit)
     yield f"critical path: {len(path)} actions, {compute} of compute{waits}"
+    # The path goes down and up the pipeline, so that a rank comes again and again: 0F0 on rank 0,
+    # 1F0 1B0 on rank 1, 0B0 on rank 0 are three lines.
     for rank, part in groupby(path, key=lambda critical: critical.rank):
         actions = [str(critical.event.action) for critical in part]
         if len(actions) > _SHOWN:

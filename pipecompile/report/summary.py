@@ -81,6 +81,7 @@ def _stages(plan: Plan, draw: DrawTable) -> Iterator[str]:
 
 def _modules(stage: Stage) -> str:
     """Return the modules of a stage, or the first and the last of them where not all fit."""
+    # A graph from elsewhere may have no modules.
     names = stage.modules or (stage.nodes[0], stage.nodes[-1])
     text = ", ".join(names)
     if len(text) > _MODULES_WIDTH:
@@ -180,6 +181,7 @@ def _routes(plan: Plan) -> list[str]:
 def _tied(plan: Plan) -> list[str]:
     lines = []
     for parameter in plan.parameters:
+        # Also one that has two names in one stage: nothing is summed, but files have both names.
         if parameter.aliases or len(parameter.stages) > 1:
             names = _fitted(f"  {parameter.name} = {', '.join(parameter.aliases)}", 60)
             stages = f"stages {_stage_numbers(parameter.stages, ', ')}, owner {parameter.owner}"

@@ -59,6 +59,7 @@ def chart_data(
         "timelines": [_timeline(each) for each in timelines],
         "memory": memory,
     }
+    # Sorted and without spaces: the same plan gives the same page, byte for byte.
     text = json.dumps(data, separators=(",", ":"), sort_keys=True)
     return b64encode(zlib.compress(text.encode(), 9)).decode()
 
@@ -76,6 +77,7 @@ def kinds_drawn(timelines: Sequence[NamedTimeline]) -> list[str]:
     rows = chain.from_iterable(each.timeline.events for each in timelines)
     used = {event.action.kind for row in rows for event in row}
     if any(share for each in timelines for share in each.recompute.values()):
+        # Regions are recomputed within backwards, and have no events of their own.
         used.add(Kind.RECOMPUTE)
     return [name for kind, name in KIND_NAMES.items() if kind in used]
 
@@ -109,6 +111,8 @@ def _memory_columns(
     A sum over replicas is put at the end of the action before it, and the optimizer's step at the
     end of all, with no length: how long they take is not in the timeline's events.
     """
+    # The memory model has a snapshot for each action that computes, in the order of the events,
+    # and others besides.
     computing, at, events, held = iter(timeline.events[rank]), 0, [], []
     for snapshot, memory in memory_of_actions(plan, rank):
         if snapshot.kind in COMPUTE:
@@ -133,6 +137,8 @@ def _timeline(named: NamedTimeline) -> dict[str, Any]:
 
 def _columns(row: Sequence[Event]) -> list[list[Any]]:
     """Return the columns stage, kind, microbatch, time since the action before it, and length."""
+    # 0F0 from 10 to 30 and 0F1 from 30 to 50 are the waits 10, 0 and the lengths 20, 20: numbers
+    # that repeat, which compress well.
     ends = [0, *(event.end_ns for event in row)]
     return [
         [event.action.stage for event in row],

@@ -46,6 +46,8 @@ def _line(row: Sequence[Event], recompute: Mapping[int, float], scale: float, wi
         begin, end = int(event.start_ns * scale), int(event.end_ns * scale)
         cells[begin:end] = _letter(event) * (end - begin)
         if event.action.kind is Kind.BACKWARD:
+            # Regions are recomputed as the backward comes to them. Drawn together at its begin
+            # they show how much of it that is, not when.
             columns = round((end - begin) * recompute.get(event.action.stage, 0))
             cells[begin : begin + columns] = "r" * columns
     return "".join(cells)

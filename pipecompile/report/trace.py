@@ -91,6 +91,7 @@ def _messages(plan: Plan, timeline: Timeline) -> Iterator[dict[str, Any]]:
         events = forwards if send.kind is Kind.SEND_FORWARD else backwards
         receiver = send.stage + _RECEIVER[send.kind]
         source, target = events[send.stage, send.microbatch], events[receiver, send.microbatch]
+        # Both ends of an arrow have the same number, by which Perfetto joins them.
         shared = {"name": str(send), "cat": "message", "id": number, "tid": 0}
         rank, peer = map(plan.schedule.rank_of, (send, send._replace(stage=receiver)))
         arguments = {"bytes": _message_bytes(plan, send)}
@@ -102,6 +103,7 @@ def _messages(plan: Plan, timeline: Timeline) -> Iterator[dict[str, Any]]:
 
 def _sends(plan: Plan, microbatches: int) -> Iterator[Action]:
     """Yield the sends of a step, or of several minibatches that follow each other."""
+    # A plan has the sends of one minibatch: the second one of four microbatches sends 4 to 7.
     for first in range(0, microbatches, plan.microbatches):
         for _, action in plan.schedule:
             if action.kind in _RECEIVER and action.microbatch is not None:
@@ -124,6 +126,8 @@ def _memory(plan: Plan, timeline: Timeline) -> Iterator[dict[str, Any]]:
         before = 0
         curve = activation_curve(plan.footprints(rank), [event.action for event in row])
         for event, (_, amount) in zip(row, curve, strict=True):
+            # A counter has one value until the next: memory that is freed is there until the
+            # action ends.
             time_ns = event.start_ns if amount.expected > before else event.end_ns
             before = amount.expected
             yield {

@@ -106,6 +106,7 @@ def _common_calls(step: StepStatistics, group: dist.ProcessGroup) -> list[BatchN
                 f"{replica}, so their running averages would differ; let a module that branches on "
                 "data call its batch norms in every minibatch"
             )
+    # The columns of the table have no names: all replicas must have them in one order.
     return by_replica[0]
 
 
@@ -119,6 +120,7 @@ def _commit(
     ordered = [step.averages[call] for call in calls]
     widths = [averages.mean.numel() for averages in ordered]
     means = merged.mean.split(widths)
+    # Unbiased, as torch's own averages are, although a batch is normalised with the biased one.
     variances = (merged.m2 / (merged.count - 1)).split(widths)
     # In the order of the calls, because a module that is called twice is updated twice.
     for averages, mean, variance in zip(ordered, means, variances, strict=True):
@@ -168,6 +170,9 @@ class _Moments:
 
     def merged(self) -> _Moments:
         """Return the moments of all parts together; parts without elements do not count."""
+        # Elements 0, 2 in one part and 4, 6 in another: n = 2 and 2, means 1 and 5, M2 = 2 and 2.
+        # Together n = 4, mean 3, and M2 = 2 + 2 + 2 · (1 − 3)² + 2 · (5 − 3)² = 20, as 9 + 1 + 1
+        # + 9.
         count = self.count.sum(dim=0)
         mean = (self.count * self.mean).sum(dim=0) / count
         m2 = self.m2.sum(dim=0) + (self.count * (self.mean - mean).square()).sum(dim=0)
@@ -177,6 +182,8 @@ class _Moments:
         """Return the moments of all ranks of `group` as parts, the same on each rank."""
         own = torch.stack([self.count, self.mean, self.m2])
         parts = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
+        # Gathered and not reduced: each replica merges the same parts in the same order, so
+        # averages that were equal bit for bit stay so.
         dist.all_gather(parts, own, group=group)
         return _Moments(*torch.stack(parts, dim=1))
 

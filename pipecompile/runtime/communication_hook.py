@@ -81,6 +81,9 @@ class HookedBuckets:
 
     def give(self, index: int, parameters: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
         """Begin to sum these gradients."""
+        # One at a time: hooks such as PowerSGD's begin a second exchange when their first one is
+        # done, on a thread. Two of them at once could begin these in different orders on two
+        # replicas.
         self.wait()
         self._given += 1
         single = len(gradients) == 1 and gradients[0].is_contiguous()
@@ -107,4 +110,6 @@ class HookedBuckets:
         for gradient, part in zip(
             gradients, _unflatten_dense_tensors(mean.view(-1), gradients), strict=True
         ):
+            # A hook returns a mean, and all other gradients are sums by now, which the step
+            # divides together.
             gradient.copy_(part).mul_(self._replicas)

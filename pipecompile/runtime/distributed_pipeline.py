@@ -101,8 +101,13 @@ class DistributedPipeline:
         row = schedule.rows[dist.get_rank(self._group)]
         # A replica of a stage may have no microbatch of a small minibatch, and yet trains.
         trains = any(action.kind in BACKWARDS for _, action in schedule)
+        # To agree is to wait for all ranks, which leading forwards are there to avoid: their
+        # messages go out before it, and their `agree` comes before the weights are validated.
         early = agreement if leading is None else None
         messages = self._begun_messages(schedule, watch, early, remainder, trains=trains)
+        # A factory, since a step may begin twice: where leading forwards ran on weights that were
+        # wrong, all of them are performed once more, with tables that hold nothing of the first
+        # time.
         begun = partial(
             RankStep,
             self._stages,
@@ -116,6 +121,8 @@ class DistributedPipeline:
             with_loss=with_loss,
             remainder=None if remainder is None else remainder.stages,
         )
+        # What is left of the row when it fails says whether others still wait for this rank. A
+        # failure behind its last message and sum is its own: the next step may begin as usual.
         left = deque(row)
         try:
             with torch.set_grad_enabled(trains):
@@ -127,6 +134,7 @@ class DistributedPipeline:
                         leading.drop_messages(schedule, dist.get_rank(self._group), messages)
                 self._perform(left, rank_step, schedule)
         except BaseException:  # also Ctrl+C, after which a notebook may go on
+            # Where all ranks have refused the step before its first message, none is on its way.
             has_begun = leading is not None or not agreement.is_refused
             if has_begun and _exchanges(left, has_sums=reducer is not None):
                 watch.lose_messages()
@@ -161,6 +169,8 @@ class DistributedPipeline:
             self._torch.perform(schedule, rank_step)
             left.clear()
         while left:
+            # It is taken away when it is done and not before: one that fails may have sent half
+            # of its tensors.
             rank_step.perform(left[0])
             left.popleft()
 

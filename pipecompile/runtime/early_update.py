@@ -55,6 +55,8 @@ class EarlyUpdate:
         is_early = rule.changes_nothing(norm.own)
         if is_early:
             self._before = [_OptimizerCopy(each) for each in optimizers]
+        # Off the parameters: the next step begins with `zero_grad`, before it is known whether
+        # these are needed once more.
         self._gradients = self._taken()
         if is_early:
             # With copies: a step may write to gradients, as SGD's does with nesterov and foreach.
@@ -136,6 +138,8 @@ class _OptimizerCopy:
             parameter.copy_(value)
         for parameter, state in self._state.items():
             if state is None:
+                # The first step of all made it. If it stayed, Adam would count two steps, and
+                # correct its means for two.
                 self._optimizer.state.pop(parameter, None)
             else:
                 self._optimizer.state[parameter] = state

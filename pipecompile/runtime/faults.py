@@ -85,6 +85,8 @@ def verdict(states: Mapping[int, RankState], silent: Collection[int]) -> str:
 
 def _culprits(states: Mapping[int, RankState], silent: Collection[int]) -> dict[int, str]:
     """Return the sentence for each rank at fault, of the surest kind that there is."""
+    # Three ranks: 0 waits for 1, 1 computes, 2 has begun one step less. That 1 hangs is the surer
+    # news, so only that is said.
     # What most ranks wait in is the newest step; a rank that is behind it never came.
     last = max(states.values(), key=lambda state: state.begun)
     kinds: list[dict[int, str]] = [{}, {}, {}, {}]

@@ -42,6 +42,7 @@ class LeadingForwards(NamedTuple):
         """Perform those of `rank`, wait until ranks `agree`, and validate the weights. Return
         whether they were right; if not, the buffers that forwards have `written` are restored.
         """
+        # A batch norm's running averages: repeated forwards would move them a second time.
         before = [buffer.clone() for buffer in written]
         for action in row[: self.counts[rank]]:
             rank_step.perform(action)
@@ -61,8 +62,13 @@ class LeadingForwards(NamedTuple):
             for action in row
             if action.kind is Kind.SEND_FORWARD
         }
+        # Say rank 0 leads with two forwards and rank 1 with one: then the second message of rank 0
+        # is on its way, and 1RECV_F1 is not among what rank 1 has performed.
         for action in self._unread(schedule.rows[rank], leading[rank]):
             if (action.stage, action.microbatch) in sent:
+                # A receive that leads is posted already; another one is posted now. Either way
+                # the message is read: messages have no names, and the forward that is repeated
+                # would take it for its own.
                 if action not in leading[rank]:
                     messages.receive(action)
                 messages.wait(action)

@@ -70,6 +70,8 @@ class LocalShare:
         if self._first_holder_of is not None:
             return name in self._first_holder_of
         # Of the replicas of a stage the first one.
+        # A tied parameter of the stages (0, 3) is on two ranks, and counts on that of stage 0
+        # only: in a norm its gradient, which is the same on both, would count twice.
         owner = self._placement[self.holders.get(name, (0,))[0]]
         return not self.is_distributed or (owner == self.place.rank and self.place.is_first)
 

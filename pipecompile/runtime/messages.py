@@ -101,6 +101,12 @@ class Messages:
         self._device = device
         self._group = group
         self._remainder: tuple[int, Boundaries] | None = None
+        # The life of what stage 0 sends to stage 1 on another rank, of microbatch 0, and the
+        # tables that hold it:
+        #
+        #     sender      0F0   0SEND_F0: isend, _values_sent  …      0B0, then free_values
+        #     receiver    1RECV_F0: irecv, _receiving, _buffers  …    1F0: wait pops both
+        #
         # Minibatches in flight number their microbatches alike: what was posted first comes first.
         self._buffers: dict[Action, deque[_Buffers]] = defaultdict(deque)
         self._trains = True
@@ -122,6 +128,8 @@ class Messages:
             buffers = _Buffers([shape.buffer(self._device) for shape in shapes])
         else:
             source = action.stage + 1
+            # A gradient has the shape of its value, so the boundary is the one that the value
+            # went through: that before the stage which sends it.
             buffers = self._gradient_buffers(self._key(action, source), boundaries[source])
         # The table holds the buffers while something may be written to them.
         self._buffers[action].append(buffers)
@@ -135,6 +143,9 @@ class Messages:
         values, told = self._buffers[action].popleft()
         if told is None:
             return values
+        # The receive was posted before anybody knew what is missing, so the sender filled in
+        # zeros. They become None again here: a parameter that only they would reach keeps no
+        # gradient, as in the unsplit model, and an optimizer leaves it alone.
         flags = tuple(told.tolist())
         self._missing.note(self._key(action, action.stage + 1), flags)
         return [None if is_missing else v for v, is_missing in zip(values, flags, strict=True)]
@@ -152,6 +163,9 @@ class Messages:
             sent = self._values_sent[action.stage, action.microbatch]
         else:
             sent = self._gradients_sent[action.stage]
+            # With two unread at most, as the gradient of microbatch 2 is sent those of 0 and 1
+            # are here: that of 0 was read, so waiting for it takes no time, and its memory is
+            # free before more is held.
             while self._unread is not None and len(sent) >= self._unread(action):
                 self._wait_for(sent.popleft())
         sent.append(self._start(dist.isend, plain, peer))
@@ -190,6 +204,8 @@ class Messages:
         of `action` beside it: of a smaller microbatch it is another one.
         """
         # Replicas know only of their own messages, so each turn around both stages has its own.
+        # With two ranks before the boundary and three behind it, microbatch j goes from rank j %
+        # 2 to rank j % 3, and a pair of ranks meets at every sixth one.
         turns = len(self._peers[stage - 1]) * len(self._peers[stage])
         turn = 0 if turns == 1 else (action.microbatch or 0) % turns
         return stage, turn, tuple(self._boundaries_of(action)[stage])
@@ -266,6 +282,8 @@ class Messages:
         """Wait for what the other ranks say of the step, before its first message."""
         if self._agreement is not None:
             self._agreement.settle()
+            # A rank that failed in a step which others have ended knows less of what is left out:
+            # its next receive would be of one tensor more than is sent to it.
             if not self._agreement.is_history_the_same:
                 self._missing.forget()
             self._agreement = None
@@ -292,6 +310,9 @@ class Messages:
             ]
             return dist.batch_isend_irecv(operations) if operations else []
         # A batch would do the same on a CPU, and check each operation several times.
+        # All have the tag 0. Messages between two ranks are told apart by their order only, which
+        # every checked schedule has alike at both ends. In another order a gradient would be read
+        # as that of another microbatch of the same shape, without an error.
         sends = operation is dist.isend
         begin = self._group.send if sends else self._group.recv
         return [begin([_of_reals(tensor)], peer, 0) for tensor in there]

@@ -53,6 +53,9 @@ class MissingGradients:
         self.steps += 1
         for boundary, seen in self._seen.items():
             # If messages differ it depends on data: they go on sending zeros.
+            # Of a boundary with h and an unused d all microbatches told (False, True): d is left
+            # out from now on. Both ends have seen the same messages, so both decide this without
+            # another one.
             if boundary not in self._known and len(seen) == 1:
                 (self._known[boundary],) = seen
         self._seen.clear()

@@ -71,6 +71,8 @@ def _root(powers: Tensor, norm_type: float) -> Tensor:
 @torch.no_grad()
 def clip_to_norm(gradients: Sequence[Tensor], norm: Tensor, max_norm: float) -> None:
     """Scale gradients in place as torch.nn.utils.clip_grads_with_norm_ does."""
+    # Gradients are multiplied by 1 where nothing is clipped: to ask whether that is so, the host
+    # would have to wait for the device.
     scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     for gradient in gradients:
         gradient.mul_(scale.to(gradient.device))

@@ -21,6 +21,7 @@ def peers_at(placement: Sequence[int], global_ranks: Sequence[int]) -> Peers:
 
 def peer_of(peers: Peers, stage: int, microbatch: int | None) -> int:
     """Return the process that runs a microbatch of a stage."""
+    # On the ranks (2, 3) microbatch 5 of a stage is rank 3's.
     return peers[stage][(microbatch or 0) % len(peers[stage])]
 
 

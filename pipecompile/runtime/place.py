@@ -119,6 +119,9 @@ class RankPlace:
                 "others would train a model of their own; give the whole mesh (mesh=mesh), not a "
                 "part of it"
             )
+        # In the drawing above data is ["dp"] and others are ["tp"]. Pipelines are listed replica
+        # by replica, so with four of them and two replicas 0 and 1 belong to replica 0, and 2 and
+        # 3 to replica 1.
         data = [name for name in names if _has_own_data(name)]
         others = [name for name in names if name != PIPELINE and not _has_own_data(name)]
         pipelines = _rows(mesh, [PIPELINE])
@@ -156,6 +159,7 @@ def _rows(mesh: DeviceMesh, dimensions: Sequence[str]) -> tuple[tuple[int, ...],
     names = mesh.mesh_dim_names or ()
     rest = [name for name in names if name not in dimensions]
     rest.sort(key=lambda name: not _has_own_data(name))
+    # Dimensions (dp, pp, tp) along "pp": permuted to (dp, tp, pp), each row is one pipeline.
     order = [names.index(name) for name in (*rest, *dimensions)]
     size = prod(mesh[name].size() for name in dimensions)
     return tuple(map(tuple, mesh.mesh.permute(order).reshape(-1, size).tolist()))

@@ -58,4 +58,6 @@ def replayed_generators(packed: bytes, device: torch.device) -> Iterator[None]:
     try:
         yield
     finally:
+        # A recompute may run anywhere between other microbatches' forwards: what these draw must
+        # not depend on it.
         restore_generators(before, device)

@@ -73,6 +73,9 @@ class ReplicaSums:
         self._hooked = None
         self._first_bucket: dict[int | None, int] = {}
         if hook is not None and group is not None:
+            # Numbers must not depend on the order in which stages end, because a hook keeps state
+            # by number, such as PowerSGD's errors. Stages with 2 and 1 buckets and one that is
+            # late begin at 0, 2, 3.
             counts = [len(_runs(_trained(each))) for each in (*parameters.values(), late)]
             first = accumulate(counts, initial=0)
             self._first_bucket = dict(zip((*parameters, None), first, strict=False))
@@ -133,6 +136,8 @@ class ReplicaSums:
             if missing[index]:
                 parameter.grad = torch.zeros_like(parameter)
                 counts[index] = 1
+        # All replicas must start the same exchanges. With the zeros even one that has no gradient
+        # at all does; the counts tell afterwards whether anybody had one.
         self._missing.append((counts, parameters, missing))
         self._start(counts)
 

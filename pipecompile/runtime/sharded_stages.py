@@ -84,6 +84,9 @@ class ShardedStages:
 
         Unlike `whole` it needs no other process.
         """
+        # FSDP2 has two objects for each parameter, the part and the whole, and puts one of them
+        # into the module's table. Here the table is all that changes: no memory is allocated, and
+        # nothing is sent.
         own = list(_slots_like(self._whole_tables[index]))
         try:
             _fill(self._whole_tables[index])
@@ -97,6 +100,9 @@ class ShardedStages:
 
         With `all_stages` that is everything: replicas may then run different numbers of actions.
         """
+        # A gather in the middle of a row makes all replicas wait for the slowest. Where they
+        # perform the same row that is only time; where one has fewer microbatches, it would never
+        # come.
         freed = set() if all_stages else self._freed_after_each
         for index in sorted(self._modules.keys() - freed):
             self._gather_and_say(index)
@@ -208,12 +214,17 @@ def _take_over(module: FSDPModule, replicas: tuple[int, ...]) -> None:
     InputError if the module is not divided over all `replicas`, or casts.
     """
     state = _state(module)
+    # Otherwise it would be initialised by the first forward's hook, which is about to be removed.
     state._lazy_init()
     for group in _parameter_groups(module):
         _check(group, replicas)
+    # These two would gather and free in each forward. They also put the hooks into the autograd
+    # graph that gather, sum and free in each backward, so that without them backwards exchange
+    # nothing: with M microbatches a stage is summed once and not M times.
     state._pre_forward_hook_handle.remove()
     state._post_forward_hook_handle.remove()
     # The sum, as without FSDP2: the step divides it by the number of microbatches as well.
+    # By default it would be divided by the number of replicas.
     module.set_gradient_divide_factor(1.0)
     module.set_force_sum_reduction_for_comms(True)
 

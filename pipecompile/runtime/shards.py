@@ -74,6 +74,8 @@ def settle_gradient(parameter: Tensor) -> None:
     gradient = parameter.grad
     if not isinstance(gradient, DTensor) or not isinstance(parameter, DTensor):
         return
+    # Of a bias in a tensor-parallel stage each process may have the gradient of its own part of
+    # the work only. Their sum is the gradient, and this makes it.
     if gradient.placements != parameter.placements:
         parameter.grad = gradient.redistribute(placements=parameter.placements)
 

@@ -109,10 +109,15 @@ def input_backward(
     if early := groups.get(_INPUT_BACKWARD):
         # The begin of these is the parameter itself: only adding to `.grad` is left.
         begins.append((early, list(map(get_gradient_edge, early))))
+    # For a stage of two linears, x ─ a ─ b ─ y, these are sought: the gradient of x, what flows
+    # into b, and what flows into a. Later, one part begins at b and computes b's weight, the
+    # other one at a and computes a's: neither runs through a path to x once more.
     # One call computes everything. What flows into an edge is captured before the hooks of its
     # node run: hooks run in each half, on the same gradient.
     sought = [*leaves, *(edge for _, edges in begins for edge in edges)]
     captured = iter(
+        # The graph is retained because the parts walk through its nodes again; each frees what it
+        # has used.
         torch.autograd.grad(roots, sought, gradients, retain_graph=True, allow_unused=True)
     )
     input_gradients: list[Tensor | None] = list(islice(captured, len(leaves)))

@@ -267,6 +267,8 @@ class EagerStage:
         """Return the outputs that a backward begins at, and their gradients (None: 1)."""
         assert saved.outputs is not None, "a recompute must come before the backward"
         if self.loss is not None:
+            # No gradient arrives at the last stage. One of its own is there if the loss is
+            # weighted or scaled.
             return list(saved.outputs), list(gradients) or [None]
         pairs = [
             (value, gradient)
@@ -311,6 +313,9 @@ def _keep_layout(
     """
     if gradient.stride() == stride:
         return
+    # A gradient of shape (2, 3) with strides (1, 2) is dense: seen as (3, 2) it is contiguous.
+    # One with strides (6, 1) is every second row of something larger, in whatever order it is
+    # seen.
     order = sorted(range(gradient.dim()), key=gradient.stride().__getitem__, reverse=True)
     if gradient.permute(order).is_contiguous():
         gradients[index] = gradient

@@ -41,6 +41,8 @@ class UpdateRule:
         """
         if not norm.isfinite():
             return False
+        # The arithmetic of `clip_to_norm`: in another one the two could disagree by a rounding,
+        # and an update would stand that ranks without post-validation would scale.
         return self.max_norm is None or bool(self.max_norm / (norm + 1e-6) >= 1)
 
     def apply(self, gradients: Sequence[Tensor], norm: Tensor) -> bool:

@@ -144,6 +144,14 @@ class WeightUpdates:
         self, stage: int, version: int, leaves: Mapping[nn.Parameter, Tensor]
     ) -> None:
         """Let the backward of a microbatch add to what is summed already, by its `leaves`."""
+        # With three microbatches in an update, autograd adds to the memory of the first gradient:
+        #
+        #     backward of 0    leaf 0 .grad: None    → g0
+        #     backward of 1    leaf 1 .grad: g0      → g0 + g1
+        #     backward of 2    leaf 2 .grad: g0 + g1 → (g0 + g1) + g2
+        #
+        # which is the order of additions, and so the rounding, of one parameter that sees all
+        # three.
         sums = self._sums[version][stage]
         for parameter, leaf in leaves.items():
             leaf.grad = sums.get(parameter)
@@ -160,6 +168,8 @@ class WeightUpdates:
         parameters = weights.versions.parameters
         self._put_on(parameters, version)
         self._sum_over_replicas(owner, parameters)
+        # Before the sums over ties begin, which write to the same memory until somebody waits for
+        # them.
         divide_gradients(parameters, self._divisor)
         closed = _ClosedUpdate([self._sum_tied(p) for p in parameters if p in self._groups])
         weights.closed[version] = closed
@@ -187,6 +197,7 @@ class WeightUpdates:
         by_stage = [sums for _, sums in sorted(self._sums[version].items(), reverse=True)]
         for parameter in parameters:
             parts = [sums.pop(parameter) for sums in by_stage if parameter in sums]
+            # Not `sum(parts)`, which begins with the number 0: 0 + (−0.0) is 0.0 and not −0.0.
             parameter.grad = sum(parts[1:], parts[0]) if parts else None
         if not any(by_stage):
             del self._sums[version]
@@ -219,6 +230,7 @@ class WeightUpdates:
         norm = self._norms[version]
         # Without gradients it is made on the CPU, where NCCL exchanges nothing.
         total = torch.nn.utils.get_total_norm(gradients).to(self._exchange.device)
+        # A norm of 5 that two ranks have alike is 25 / 2 on each of them, and 25 in the sum.
         own = total.double() ** 2 * weights.norm_share
         norm.power = own if norm.power is None else norm.power + own
         if self._exchange.is_distributed:

@@ -52,10 +52,17 @@ class WeightVersions:
         Versions that no microbatch from `unfinished` on reads are dropped before, so that there are
         never more than the rule needs.
         """
+        # PipeDream on two ranks. On rank 0 microbatch j reads version max(0, j − 1): at STEP0@1
+        # microbatch 1, still in flight, reads version 0, which is kept. On rank 1 it reads
+        # version j, so nobody needs version 0 any more, and the optimizer steps in the memory
+        # that there is.
         oldest = self._version_of(unfinished)
         self._values = {version: v for version, v in self._values.items() if version >= oldest}
         if self.newest in self._values:
             for parameter in self.parameters:
+                # The parameters move and the old memory stays. To copy the old values elsewhere
+                # and step in place would be wrong without an error: autograd has saved this
+                # memory, and does not see what is written through `.data`.
                 parameter.data = parameter.data.clone()
         step()
         self.newest += 1

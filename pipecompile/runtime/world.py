@@ -142,6 +142,8 @@ def calling_together(call: str) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
+        # The backends raise RuntimeError if a peer is gone. These two are RuntimeErrors as well,
+        # and say by themselves what went wrong.
         if isinstance(error, PipecompileError | torch.OutOfMemoryError):
             raise
         reason = str(error).partition("\n")[0]
@@ -169,6 +171,8 @@ def failing_together() -> Iterator[None]:
 
 def broadcast_value(value: T, source: int, group: dist.ProcessGroup | None) -> T:
     """Return on every rank of `group` the `value` of the global rank `source`, on the CPU."""
+    # A pickled tensor of a GPU is unpickled on the GPU of the same number, which belongs to
+    # another process here.
     values: list[Any] = [tree_map_only(torch.Tensor, torch.Tensor.cpu, value)]
     dist.broadcast_object_list(values, src=source, group=group)
     return values[0]  # type: ignore[no-any-return]

@@ -88,6 +88,8 @@ class BatchReader:
         dims = captured.inputs.batch_dims
         given = sizes.rows(tensors, dims)
         here = [self._runner.at_stage(0, tensor) for tensor in tensors]
+        # Ranks without the first stage move nothing, and neither does one whose batch is on its
+        # device already: then the same rows serve for both, and the batch is cut once.
         is_here = all(map(operator.is_, here, tensors))
         return CutBatch(shape, sizes, given if is_here else sizes.rows(here, dims), given)
 
@@ -103,6 +105,8 @@ class BatchReader:
                 "same batch"
             )
         planned, inputs = self._declared[0], self._declared[0].captured.inputs
+        # Only shapes are needed, for what ranks say of the step: a batch on the meta device costs
+        # nothing.
         row = [torch.empty(shape, dtype=dtype, device="meta") for shape, dtype, _ in planned.inputs]
         (size,) = MicrobatchSizes.of(
             row, inputs.tensor_names, planned.input_shapes, inputs.batch_dims
@@ -143,6 +147,7 @@ class BatchReader:
 
     def targets(self, sizes: MicrobatchSizes, target: Any) -> list[Any]:
         """Return the target of each microbatch; InputError if it cannot be cut like the batch."""
+        # Otherwise a dataclass would be one leaf, and the tensors in it would not be cut.
         register_dataclasses(target)
         # A plain tensor is most of what losses take, and torch flattens slowly.
         leaves = [target] if isinstance(target, Tensor) else tree_leaves(target)

@@ -58,6 +58,8 @@ class BegunTraining:
             self._continuous.end()
         self.validate()
         self._continuous = self._early = None
+        # What was begun before has ended by now, with its own optimizers: minibatches in flight
+        # went back, and an update that nobody had validated was made right.
         parts, schedule = self._parts, self._parts.plan.schedule
         refuse_without_gradients(schedule)
         if schedule.weight_versions != "synchronous":
@@ -73,6 +75,8 @@ class BegunTraining:
             # One process knows the norm at once.
             return train_by_steps(batches, made, steps, rule)
         parts.runner.refuse_early_updates()
+        # Kept, since its last update may still be wrong when a caller looks at the weights:
+        # whatever reads them validates it first.
         self._early = EarlyTraining(made, steps, rule)
         return self._early.losses(batches)
 

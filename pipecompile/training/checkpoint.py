@@ -117,6 +117,7 @@ class Checkpoint:
         """
         self.wait()
         written = self._written()
+        # Only now that nothing is refused: until then the old checkpoint can still be read.
         self._drop(path)
         _silence_warnings()
         with _failing_as("written"):
@@ -167,6 +168,8 @@ class Checkpoint:
         saved = SavedKeys(path)
         # Before the weights, which are read in place.
         problem = self._state.problem(saved)
+        # A rank that has a problem already does not read here, so this must not be a read of all
+        # ranks together; then all ranks hear of all problems, and raise the first one.
         problem = problem or self._state.optimizer_problem(self._saved_classes(path))
         for message in world.gather(problem) if self._state.is_distributed else [problem]:
             if message is not None:
@@ -220,6 +223,7 @@ class Checkpoint:
         entries = dict.fromkeys(self._state.class_keys())
         _silence_warnings()
         with _failing_as("read"):
+            # Each rank for itself, see `load`.
             state_dict_loader.load(entries, checkpoint_id=path, no_dist=True)
         return entries
 

@@ -13,7 +13,7 @@ the pipeline would be emptied.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -21,21 +21,20 @@ from itertools import chain
 from typing import Any, Self
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from pipecompile.errors import InputError
 from pipecompile.frontend.microbatch import MicrobatchSizes
 from pipecompile.runtime.in_flight import MinibatchesInFlight
 from pipecompile.runtime.messages import Messages
 from pipecompile.runtime.rank_step import Minibatch, recomputed_microbatches
-from pipecompile.runtime.weight_updates import OwnedWeights, WeightUpdates
-from pipecompile.runtime.weight_versions import WeightVersions
-from pipecompile.schedule.asynchronous_versions import PipelineSize, rule_of
-from pipecompile.schedule.continuous_order import ContinuousOrder, UpdatedWeights
+from pipecompile.runtime.weight_updates import WeightUpdates
+from pipecompile.schedule.continuous_order import ContinuousOrder
 from pipecompile.schedule.replicated_order import ReplicatedOrder
 from pipecompile.training.batch_reader import input_and_target
 from pipecompile.training.pipeline_parts import PipelineParts
 from pipecompile.training.run_conditions import refuse_hooks_in_flight
+from pipecompile.training.run_weights import RunWeights
 from pipecompile.training.stage_optimizers import StageOptimizers, owned_parameters
 from pipecompile.training.training_run import TrainingRun
 
@@ -60,18 +59,15 @@ class ContinuousTraining(Iterator[Any]):
         optimizers: StageOptimizers,
         max_norm: float | None = None,
     ) -> None:
-        rule = rule_of(parts.plan.schedule.weight_versions)
-        assert rule is not None, "synchronous schedules are trained by steps"
         self.optimizers = optimizers
         self._parts = parts
         self._run = run
         self._batches = _GivenMinibatches() if batches is None else iter(batches)
-        self._rule = rule
-        self._size = PipelineSize.of(parts.plan.schedule.placement, parts.plan.microbatches)
         self._program = parts.programs.current(0)
         self._max_norm = max_norm
         owned = owned_parameters(self._program, parts.target.model_with_loss, parts.share)
-        self.weights = {owner: self._weights(owner, each) for owner, each in owned.items()}
+        self.weights = RunWeights(parts.plan, parts.share, owned, optimizers, max_norm)
+        self._rule, self._size = self.weights.rule, self.weights.size
         self._flow: _MinibatchFlow | None = None
         self._done = self._read = 0  # minibatches since training began
         self._filled = 0  # and those that had gone back when the pipeline was last empty
@@ -84,6 +80,13 @@ class ContinuousTraining(Iterator[Any]):
 
     def __next__(self) -> Any:
         """Return the loss of the next minibatch, where the last stage runs, and None elsewhere."""
+        # Two stages and two microbatches in a minibatch, so that one minibatch is read ahead:
+        #
+        #     first loss     read 0 and 1, perform until 0 has gone back
+        #     second loss    read 2, perform until 1 has gone back
+        #     …
+        #     last loss      nothing to read, perform until the pipeline is empty
+        #
         if not self._losses and not self.is_over:
             with self._watched(f"minibatch {self._run.steps}"):
                 self._read_ahead()
@@ -132,26 +135,8 @@ class ContinuousTraining(Iterator[Any]):
 
     @property
     def done(self) -> int:
-        """How many minibatches have gone back since training began with version 0."""
+        """The number of minibatches that have gone back since training began with version 0."""
         return self._done
-
-    @property
-    def rule(self) -> tuple[Any, ...]:
-        """The schedule, the number of stages, that of microbatches, and the ranks of each stage if
-        some have several, which decide the versions of weights.
-        """
-        replicas = self._size.replicas if self._size.has_replicas else ()
-        name = self._parts.plan.schedule.name
-        return name, self._size.stages, self._size.microbatches, *replicas
-
-    def older_versions(self, owner: int, done: int) -> range:
-        """Return by how many updates the versions lie before the newest that the weights of a stage
-        still need after `done` minibatches.
-        """
-        microbatch = done * self._size.microbatches
-        newest = self._rule.update(self._size, microbatch)
-        oldest = self._rule.version(self._size, owner, microbatch)
-        return range(1, newest - oldest + 1)
 
     def restore(self, done: int, older: Mapping[int, Mapping[int, tuple[Tensor, ...]]]) -> None:
         """Go on after `done` minibatches: the parameters are the newest version, and `older` ones
@@ -164,10 +149,7 @@ class ContinuousTraining(Iterator[Any]):
                 "begun; load it right after train(batches, factory)"
             )
         self._done = self._read = done
-        newest = self._rule.update(self._size, done * self._size.microbatches)
-        for owner, weights in self.weights.items():
-            before = {newest - lag: values for lag, values in older.get(owner, {}).items()}
-            weights.versions.restore(before, newest)
+        self.weights.restore(done, older)
 
     def _end(self) -> None:
         if self._flow is not None and self._flow.messages is not None:
@@ -178,14 +160,15 @@ class ContinuousTraining(Iterator[Any]):
     def _free(self) -> None:
         """Free what only minibatches in flight need: all versions but the newest, and messages."""
         self._flow = None
-        for weights in self.weights.values():
-            weights.versions.forget_older()
+        self.weights.forget_older()
 
     # -- minibatches
 
     def _read_ahead(self) -> None:
         """Read as many minibatches as the first stage begins before the next one has gone back."""
         while self._read < self._done + 1 + self._size.read_ahead:
+            # Steps that the run took before, perhaps by another training, count too: what is
+            # drawn at random follows from this number.
             number = self._run.steps - self._done + self._read
             self._is_reading = True
             try:
@@ -198,6 +181,8 @@ class ContinuousTraining(Iterator[Any]):
             if self._flow is None:
                 self._flow = self._begun(minibatch)
             else:
+                # Only the first minibatch begins with an agreement. Of later ones the values are
+                # compared, and seldom: in such an exchange each rank waits for all.
                 self._parts.runner.compare_in_flight(minibatch)
             if self._done == self._read:
                 self._begin_recording(self._flow.minibatches)
@@ -247,6 +232,8 @@ class ContinuousTraining(Iterator[Any]):
             for action in flow.order.until((number + 1) * each, self._read * each):
                 flow.minibatches.perform(action)
             if number + 1 == self._read:
+                # No forward follows that would need these versions, so nothing else would make
+                # them.
                 for action in flow.order.deferred_steps():
                     flow.minibatches.perform(action)
         result = flow.minibatches.end(number)
@@ -293,6 +280,8 @@ class ContinuousTraining(Iterator[Any]):
             try:
                 yield
             except BaseException:  # also Ctrl+C
+                # In one process a batch that is refused while it is read has touched nothing.
+                # Over ranks others may have read theirs, and gone on.
                 self.has_failed = watch is not None or not self._is_reading
                 if watch is not None and self._flow is not None:
                     watch.lose_messages()
@@ -309,9 +298,11 @@ class ContinuousTraining(Iterator[Any]):
         each = self._size.microbatches
         update = partial(self._rule.update, self._size)
         recomputed = recomputed_microbatches(list(chain(*parts.plan.schedule.rows)))
+        # The microbatches of one update. Of four in a minibatch PipeDream makes four updates,
+        # each of one microbatch, and 2BW one of four.
         divisor = each // update(each) * parts.share.place.replicas
         updates = WeightUpdates(
-            self.weights,
+            self.weights.by_owner,
             divisor if parts.target.loss_reduction == "mean" else 1,
             parts.runner.exchange(),
             self._max_norm,
@@ -322,9 +313,9 @@ class ContinuousTraining(Iterator[Any]):
             each,
             recomputed,
             updates,
-            {index: self._owners(stage.module) for index, stage in stages.items()},
+            {index: self.weights.owners(stage.module) for index, stage in stages.items()},
             update,
-            turns=self._turns,
+            turns=self.weights.turns,
             messages=messages,
             observers=[] if parts.runner.watch is None else [parts.runner.watch],
             recorders=parts.recorders,
@@ -336,46 +327,13 @@ class ContinuousTraining(Iterator[Any]):
         self, recomputed: Collection[tuple[int, int | None]], *, has_messages: bool
     ) -> ContinuousOrder | ReplicatedOrder:
         share, first = self._parts.share, self._done * self._size.microbatches
-        weights = {stage: self._updated_by(stage) for stage in share.stages}
+        weights = {stage: self.weights.updated_by(stage) for stage in share.stages}
         if self._size.has_replicas:
             rank = share.place.rank if share.is_distributed else None
             return ReplicatedOrder(self._size, self._rule, weights, recomputed, rank, first)
         return ContinuousOrder(
             self._size, self._rule, weights, recomputed, messages=has_messages, first=first
         )
-
-    @property
-    def _turns(self) -> int:
-        """How many processes take the microbatches of the stages here in turns."""
-        share = self._parts.share
-        return self._size.replicas[share.stages[0]] if share.is_distributed else 1
-
-    def _weights(self, owner: int, parameters: Sequence[nn.Parameter]) -> OwnedWeights:
-        version = partial(self._rule.version, self._size, owner)
-        return OwnedWeights(
-            WeightVersions(parameters, version),
-            self.optimizers.optimizers.get(owner),
-            self.optimizers.schedulers.get(owner),
-            norm_share=1 / self._turns if owner in self._parts.share.stages else 0,
-        )
-
-    def _owners(self, module: nn.Module) -> list[int]:
-        """Return the stages that own parameters which `module` reads."""
-        read = set(module.parameters())
-        return [
-            owner
-            for owner, weights in self.weights.items()
-            if not read.isdisjoint(weights.versions.parameters)
-        ]
-
-    def _updated_by(self, stage: int) -> list[UpdatedWeights]:
-        """Return the weights that a stage updates: its own, and on a rank all that are there."""
-        owners = self.weights if self._parts.share.is_distributed else [stage]
-        # What belongs to an earlier stage is complete only when that one has closed the update too.
-        return [
-            UpdatedWeights(owner, deferred=owner != stage or self._max_norm is not None)
-            for owner in owners
-        ]
 
 
 class _GivenMinibatches(Iterator[Any]):

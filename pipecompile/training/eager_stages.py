@@ -27,6 +27,8 @@ def local_stages(program: Program, target: Target) -> list[EagerStage]:
     tied_to_earlier: list[list[nn.Parameter]] = [[] for _ in program.stages]
     tied_to_later: list[list[nn.Parameter]] = [[] for _ in program.stages]
     for name, parameter in tied_parameters(program, target.model_with_loss).items():
+        # A parameter of the stages (0, 2, 3) is handed on from 3 to 2 to 0: each adds its own
+        # gradient to what comes from behind, as one backward through the unsplit model would.
         for earlier, later in pairwise(program.ties[name].stages):
             tied_to_later[earlier].append(parameter)
             tied_to_earlier[later].append(parameter)
@@ -41,6 +43,8 @@ def rank_stages(program: Program, target: Target, own: Iterable[int]) -> dict[in
 
     Gradients of tied parameters are summed over ranks at the end of a step.
     """
+    # Without a chain: over ranks it would take a message for each microbatch, and the sum at the
+    # end takes one in all.
     return {index: _stage(program, target, index) for index in own}
 
 

@@ -38,6 +38,8 @@ class EarlyTraining:
         for item in batches:
             batch, target = input_and_target(item)
             self._steps.zero_grad()
+            # The last update is validated within this step, behind its leading forwards, and the
+            # next one is begun behind the step.
             loss = self._steps.step(batch, target, self.validate, self._rule)
             self._update = self._begun()
             yield loss

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from pipecompile.memory_model.replicas import buckets
 from pipecompile.runtime import world
 from pipecompile.runtime.local_share import LocalShare
 from pipecompile.runtime.model_state import full_state
-from pipecompile.runtime.shards import divided_like
+from pipecompile.runtime.shards import divided_like, gradient_parts
 from pipecompile.training.safetensors_file import SafetensorsWeights, check_installed, write_weights
 
 __all__ = ["HeldModel"]
@@ -48,6 +48,15 @@ class HeldModel:
         """This process's parameters, for an optimizer."""
         return (parameter for _, parameter in self.named_parameters())
 
+    def _counted_gradients(self) -> Sequence[Tensor]:
+        """Return the gradients, or parts of them, that this process gives to what is summed over
+        ranks, such as their norm: each of the model's is counted by one process.
+        """
+        # Each rank with a tied parameter has the sum of its gradients. Of one that is divided
+        # each process gives its part, and the norm of the parts' norms is the norm of the whole.
+        named = self.named_parameters()
+        return gradient_parts(each for name, each in named if self._share.counts(name))
+
     def named_buffers(self) -> Iterator[tuple[str, Tensor]]:
         """This process's buffers by their first name in the model."""
         return (
@@ -74,8 +83,10 @@ class HeldModel:
         self.drain()
         model = self._model
         own, known = self.state_dict(), model.state_dict().keys()
+        # Such a state is that of the model alone, or is older than a loss with parameters.
         if self._loss_names.isdisjoint(state):
             own = {name: value for name, value in own.items() if name not in self._loss_names}
+        # All three before the first write: a state dict is loaded as a whole, or nothing of it.
         _refuse("are missing from", own.keys() - state.keys())
         _refuse("are not in the model, but in", state.keys() - known)
         _refuse(

@@ -71,6 +71,8 @@ class HostOptimizer(torch.optim.Optimizer):
         for parameter in group["params"]:
             self._copies[parameter] = self._copy_of(parameter)
             self._versions[parameter] = parameter._version
+        # The groups of the first call are added before there is an optimizer of copies: the
+        # factory is then given all of them at once.
         if self._inner is not None:
             self._inner.add_param_group(self._on_copies(group))
             group.update(_options(self._inner.param_groups[-1]))
@@ -82,6 +84,8 @@ class HostOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        # All copies of gradients are begun before any is waited for, so that they follow each
+        # other on the device's stream without the host.
         stepped = [p for p in self._copies if p.grad is not None]
         for parameter in stepped:
             self._give(parameter)
@@ -141,6 +145,8 @@ class HostOptimizer(torch.optim.Optimizer):
 
     def _is_rounded(self, parameter: nn.Parameter) -> bool:
         """Return whether a parameter is what its copy rounds to."""
+        # A master of 1.001 is 1.0 in bfloat16. A parameter of 1.0 is what it was rounded to, and
+        # the master stays; one of 2.0 was loaded by somebody, and the master is made of it.
         rounded = self._copies[parameter].to(parameter.dtype)
         return torch.equal(rounded, parameter.detach().cpu())
 

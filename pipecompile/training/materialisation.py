@@ -12,7 +12,7 @@ NaN (a count of the smallest number), which tells what nothing has set.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -29,7 +29,7 @@ from pipecompile.graph.model_state import (
 from pipecompile.runtime import world
 from pipecompile.runtime.local_share import LocalShare
 
-__all__ = ["allocate", "bind", "check_all_set", "initialise", "lacks_values", "on_meta"]
+__all__ = ["allocate", "bind", "check_all_set", "initialise", "lacks_values", "move", "on_meta"]
 
 
 def lacks_values(model: nn.Module) -> bool:
@@ -69,6 +69,20 @@ def bind(stage: nn.Module, model: nn.Module) -> None:
     for name, _ in list(named_state(stage)):
         if name in own:
             _put(stage, name, own[name])
+
+
+def move(stages: Iterable[nn.Module], model: nn.Module, device: torch.device) -> None:
+    """Move stages of a model to a device. Buffers become other objects there, which the model then
+    gets.
+    """
+    own = {name for name, _ in model.named_buffers(remove_duplicate=False)}
+    for stage in stages:
+        stage.to(device)
+        for name, buffer in stage.named_buffers(remove_duplicate=False):
+            path, _, last = name.rpartition(".")
+            # Only what the model has: a stage holds constants of the graph besides.
+            if name in own:
+                model.get_submodule(path)._buffers[last] = buffer
 
 
 def initialise(model: nn.Module, share: LocalShare, seed: int) -> None:
@@ -128,6 +142,7 @@ def _marker(tensor: Tensor) -> float | int | bool:
 
 def _is_unset(tensor: Tensor) -> bool:
     if tensor.is_floating_point() or tensor.is_complex():
+        # Any element, since a module may set only a part of a tensor.
         return bool(tensor.isnan().any())
     return tensor.dtype is not torch.bool and bool((tensor == _marker(tensor)).any())
 
@@ -165,6 +180,8 @@ def _reset(path: str, module: nn.Module, held: list[str], seed: int) -> None:
     """
     own = dict(named_state(module))
     cpu = torch.device("cpu")
+    # Drawn on the CPU whatever the device, whose generator would draw other numbers; and whole,
+    # because what a module draws second depends on how much it has drawn first.
     whole = {id(tensor): _unset(tensor, cpu) for tensor in own.values()}
     with swapped_state(module, whole), torch.random.fork_rng(devices=()):
         # Parts first, as in constructors: what has them may change what they have set.

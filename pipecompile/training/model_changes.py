@@ -116,6 +116,8 @@ def _text_of_table(
 def _changed_names(before: Mapping[str, Any], after: Mapping[str, Any]) -> Iterator[str]:
     """Yield the names of what is another object; all names, if only their order is another."""
     names = dict.fromkeys((*after, *before))
+    # Where a list of modules is put into another order, each object is there under its name, and
+    # only the names' order tells: then any of them will do.
     yield from (name for name in names if before.get(name) is not after.get(name))
     yield from names
 

@@ -105,17 +105,24 @@ class NamedOptimizerState:
         for member in self._members(packed):
             options, slots, *_ = state[f"hyperparameters.{member.name}"]
             first, expected = options_by_group.setdefault(member.group, (member.name, options))
+            # Saved by an optimizer with two groups and loaded into one with one group, two
+            # learning rates would have to become one.
             _check_same_options(first, expected, member.name, options)
+            # Before its first step an optimizer has no slots, and must make them by itself as it
+            # steps.
             if slots:
                 slots_by_number[member.number] = _slots_of(member.name, slots, state)
         for index, (_, options) in options_by_group.items():
             packed["param_groups"][index].update(options)
+        # By the optimizer's own method, which moves slots to the device of their parameter.
         self._optimizer.load_state_dict({**packed, "state": slots_by_number})
 
     def _members(self, packed: Mapping[str, Any] | None = None) -> Iterator[_SteppedParameter]:
         packed = self._optimizer.state_dict() if packed is None else packed
         groups = zip(self._optimizer.param_groups, packed["param_groups"], strict=True)
         for index, (group, numbered) in enumerate(groups):
+            # torch numbers through all groups: of (a, b) and (c) the packed groups have [0, 1]
+            # and [2], and the packed state is by these numbers.
             for parameter, number in zip(group["params"], numbered["params"], strict=True):
                 if id(parameter) not in self._names:
                     raise InputError(

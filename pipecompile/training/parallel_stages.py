@@ -119,6 +119,8 @@ class ParallelStages:
                 "the plan recomputes regions of stages, which tensor parallelism does not know; "
                 'plan with recompute="none" or whole stages'
             )
+        # Messages have the shapes of the plan, and the next stage takes a plain tensor: a part of
+        # one, or a DTensor, would be neither.
         apply_passes(stage.graph, [WholeValues()])
         stage.recompile()
 
@@ -156,6 +158,7 @@ def _check_hooks(stage: fx.GraphModule, index: int) -> None:
     # Paths that the graph calls, or whose parameters it reads.
     called = {str(node.target) for node in stage.graph.nodes if node.op != "call_function"}
     for path, module in stage.named_modules():
+        # The stage itself may have hooks: the runtime calls it.
         if not path or path in called or not any(vars(module)[hooks] for hooks in _HOOKS):
             continue
         if path.partition(".")[0] == LOSS and held_loss(stage) is not None:
@@ -187,6 +190,7 @@ def _replacements(
                     "holds it was wrapped or replaced; change modules in place, as fully_shard and "
                     "parallelize_module do, or wrap them before the model is compiled"
                 )
+            # The second name of a tied tensor finds what the first one was replaced by.
             if replaced.setdefault(id(old), after[name]) is not after[name]:
                 raise InputError(
                     f"parallelize has made two tensors of the tied parameter {name!r}, of stage "
@@ -221,6 +225,8 @@ def first_holders(model: nn.Module, share: LocalShare, planned: Program) -> froz
                     "so their gradients cannot be summed; let parallelize divide it alike on all "
                     "of them, or leave it whole (ignored_params=… of fully_shard)"
                 )
+    # Divided over two replicas, rank 0 has part 0 of a weight and rank 1 part 1: each is the
+    # first holder of its own part. Left whole, both have all of it, and rank 0 is.
     return frozenset(
         name
         for name, shard in own.items()

@@ -20,7 +20,6 @@ from pipecompile.frontend.target_capture import Captured
 from pipecompile.graph.loss_module import state_names
 from pipecompile.ir.plan import Plan
 from pipecompile.ir.schedule import Timeline
-from pipecompile.runtime.action_recorder import ActionRecorder
 from pipecompile.runtime.communication_hook import CommunicationHook
 from pipecompile.runtime.distributed_pipeline import Engine
 from pipecompile.runtime.local_share import LocalShare
@@ -29,26 +28,22 @@ from pipecompile.runtime.place import RankPlace
 from pipecompile.runtime.shards import gradient_parts
 from pipecompile.runtime.update_rule import UpdateRule
 from pipecompile.schedule.simulator import simulate_plan
-from pipecompile.training.batch_reader import BatchReader
 from pipecompile.training.begun_training import BegunTraining
 from pipecompile.training.checkpoint import Checkpoint
 from pipecompile.training.held_model import HeldModel
-from pipecompile.training.materialisation import allocate, check_all_set, initialise, lacks_values
+from pipecompile.training.materialisation import check_all_set, initialise, lacks_values
 from pipecompile.training.minibatch_evaluation import MinibatchEvaluation
 from pipecompile.training.minibatch_step import MinibatchStep
 from pipecompile.training.parallel_stages import Parallelize
 from pipecompile.training.pipeline_parts import PipelineParts
-from pipecompile.training.programs import DeclaredShape, Programs
+from pipecompile.training.programs import DeclaredShape
 from pipecompile.training.run_conditions import (
     check_conditions,
-    refuse_shared_memory,
     refuse_without_steps,
     warn_of_other_shards,
 )
 from pipecompile.training.run_recorder import RunRecorder
-from pipecompile.training.runner import Runner
 from pipecompile.training.stage_optimizers import OptimizerFactory, SchedulerFactory
-from pipecompile.training.step_loss import StepLoss
 from pipecompile.training.synchronous_training import PipelineSteps
 
 __all__ = ["Pipeline"]
@@ -88,33 +83,18 @@ class Pipeline(HeldModel):
         super().__init__(target.model_with_loss, share, state_names(target.loss_module))
         self._target = target
         check_conditions(plan, self._model, self._share, parallelize, engine)
-        self._programs = Programs(plan, captured, target, self._share, self_check=self_check)
-        if self._share.is_distributed:
-            refuse_shared_memory(plan, self._model, self._programs.planned)
         was_on_meta = lacks_values(self._model)
-        if was_on_meta:
-            self._allocate()
-        planned = self._programs.planned
-        self._runner = Runner(plan, target, self._share, planned, step_timeout, engine)
-        # Now that the stages are on the devices where they stay.
-        for shape in shapes:
-            self._programs.declare(shape)
-        self._recorders: list[ActionRecorder] = []
-        parts = PipelineParts(
-            plan,
-            target,
-            self._share,
-            self._programs,
-            self._runner,
-            BatchReader(plan, self._programs, self._runner, target.target_batch_dims),
-            StepLoss(target.loss_reduction, self._share.place, self._runner),
-            self._recorders,
+        parts = PipelineParts.made(
+            plan, captured, target, self._share, shapes, step_timeout, engine, self_check=self_check
         )
+        self._programs, self._runner = parts.programs, parts.runner
+        self._recorders = parts.recorders
         self._step = MinibatchStep(parts, self)
         self._evaluation = MinibatchEvaluation(parts, self)
         self._training = BegunTraining(parts, self)
         if was_on_meta:
             self._set_values(weights)
+        # Last: while values were read or drawn each rank had its parameters whole.
         if parallelize is not None:
             self._programs.model_as_built = self._runner.parallelize(parallelize)
             for program in self._programs.declared:
@@ -223,6 +203,8 @@ class Pipeline(HeldModel):
                 "everywhere=True": everywhere,
             }
             return self._training.step(batch, target, flags)
+        # What `train` has updated early may still have to be rolled back, and this step reads the
+        # weights.
         self._training.validate()
         return self._step.take(
             batch, target, accumulate=accumulate, scaler=scaler, everywhere=everywhere
@@ -390,13 +372,6 @@ class Pipeline(HeldModel):
 
     # -- a model that was built on the meta device
 
-    def _allocate(self) -> None:
-        """Give the stages of this rank memory, and let modules set what they can."""
-        allocate(self._model, self._share, self._share.device_for_meta)
-        planned = self._programs.planned
-        self._programs.bind(planned)
-        planned.remember()
-
     def _set_values(self, weights: str | Path | None) -> None:
         """Read the values from `weights`, or let modules set them; InputError if some are left."""
         if weights is None:
@@ -406,6 +381,7 @@ class Pipeline(HeldModel):
         else:
             self.load_safetensors(weights)
         read = () if weights is None else self._model.state_dict()
+        # Before ranks send each other values: a NaN of one that nothing has set would spread.
         check_all_set(self._model, self._share, read)
         if self._share.is_distributed:
             self._runner.equalise()
@@ -416,6 +392,4 @@ class Pipeline(HeldModel):
 
     def _begin_norm(self, norm_type: float = 2.0) -> NormOnItsWay:
         """Begin to reduce the norm of all gradients over ranks; a tied parameter counts once."""
-        named = self.named_parameters()
-        counted = gradient_parts(each for name, each in named if self._share.counts(name))
-        return self._runner.begin_norm(counted, norm_type)
+        return self._runner.begin_norm(self._counted_gradients(), norm_type)

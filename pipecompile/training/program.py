@@ -67,6 +67,7 @@ class Program:
         self.stages: tuple[StageModule, ...] = emit(
             module, assignment, regions, encoded_runs, batch_norm, copied
         )
+        # After the cut, which puts each node's stage into the graph that ties are read from.
         self.ties: dict[str, Tie] = ties_of(module, module.graph, captured.first_names)
         self._tied = {name for name, tie in self.ties.items() if len(tie.stages) > 1}
         values = [node.meta["val"] for node in module.graph.nodes if node.op == "placeholder"]

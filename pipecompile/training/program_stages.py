@@ -55,6 +55,8 @@ class ProgramStages:
         """Return the stages of this rank, and what crosses the boundaries of all."""
         if program not in self._own:
             if self._parallel is not None and program is not self._planned:
+                # A graph of another mode or shape has modules and tables of its own, but must
+                # compute with the very parameters that FSDP2 gathers.
                 self._parallel.adopt(program, self._share.stages)
             own = rank_stages(program, self._target, self._share.stages)
             self._own[program] = SizedStages(own, program.boundary_shapes())

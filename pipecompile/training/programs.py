@@ -101,9 +101,13 @@ class Programs:
         """
         if samples is None:
             return None
+        # A model in train mode and in eval mode, each for full microbatches of 4 and for a last
+        # one of 2, is four graphs: two programs and two remainders.
         key = program.modes, shape, samples
         if key not in self._remainders:
             options, verify = self._plan.options, self._proves
+            # `program` may be that of the eval mode while modules are in train mode: what runs
+            # beside it is captured in its modes.
             with program.mode():
                 with self.model_as_built(), on_meta(self._model):
                     capture, module = capture_for_remainder(
@@ -149,6 +153,8 @@ class Programs:
     def _cut_like_the_plan(self, capture: Capture, module: fx.GraphModule) -> Program:
         plan, graph = self._plan, self._planned_graph
         holders = self._holders(module)
+        # Each of these needs those before it: a copied node belongs to the stages that read it,
+        # and regions and encoded runs are of the nodes of a stage, copies included.
         stages = transfer(plan.assignment, graph, module, holders)
         copied = transfer_copied(plan.copied, graph, module, stages, holders)
         regions = transfer_regions(plan.regions, graph, module, stages, copied)

@@ -66,6 +66,8 @@ def check_conditions(
 
 def check_links(plan: Plan, place: RankPlace) -> None:
     """Raise InputError if the plan's links are of ranks that a mesh numbers otherwise."""
+    # A mesh of (pp 2, dp 2) has the pipelines 0, 2 and 1, 3. The plan's links number ranks
+    # pipeline by pipeline, so its rank 1 would be process 2.
     order = list(chain(*place.pipelines))
     if plan.links.ranks == len(order) and order != sorted(order):
         raise InputError(
@@ -95,6 +97,7 @@ def refuse_shared_memory(plan: Plan, model: nn.Module, planned: Program) -> None
             for name in (one, other)
         )
         pair = state[one], state[other]
+        # What nobody writes to may have copies: they stay equal.
         if ranks != others and any(t.requires_grad or id(t) in changing for t in pair):
             raise InputError(
                 f"{one} and {other} are tensors in the same memory, but on ranks {ranks} and "
@@ -108,6 +111,8 @@ def _overlaps(names: Sequence[str], state: Mapping[str, Tensor]) -> Iterator[tup
     """Yield the pairs of tensors of one storage that have bytes in common, if they had no gaps."""
     spans = sorted((*_bytes_of(state[name]), name) for name in names)
     for index, (_, end, name) in enumerate(spans):
+        # They are sorted by their begin, so behind the first one that begins later no other
+        # overlaps.
         for other_begin, _, other in spans[index + 1 :]:
             if other_begin >= end:
                 break
@@ -115,6 +120,8 @@ def _overlaps(names: Sequence[str], state: Mapping[str, Tensor]) -> Iterator[tup
 
 
 def _bytes_of(tensor: Tensor) -> tuple[int, int]:
+    # From the first element to the last one: shape (2, 3) with strides (8, 1) spans 1 + 8 + 2 =
+    # 11 elements, with a gap of five. What lies in the gap only is taken to overlap too.
     begin = tensor.storage_offset()
     pairs = zip(tensor.shape, tensor.stride(), strict=True)
     end = (
@@ -142,6 +149,7 @@ def warn_of_other_shards(plan: Plan, stages: Sequence[nn.Module], *, is_sharded:
     """
     shards = plan.replicas if plan.options.shard else 1
     own = {parameter for stage in stages for parameter in stage.parameters()}
+    # FSDP2 gives the first ranks the larger parts: five rows on two replicas are three and two.
     larger = [p for p in own if rows_of(local_part(p)) > -(-rows_of(p) // shards)]
     if larger:
         logger.warning(
@@ -166,6 +174,7 @@ def _warn_of_averages(plan: Plan, model: nn.Module, place: RankPlace) -> None:
         and module.track_running_stats
         for module in model.modules()
     )
+    # With more ranks than stages a stage has several, each with microbatches of its own.
     is_replicated = place.replicas > 1 or (place.is_distributed and plan.ranks > plan.k)
     differ = is_replicated and plan.options.batch_norm == "microbatch"
     if averages and differ and world.rank() == 0:
@@ -216,6 +225,7 @@ def refuse_frozen(parameters: Iterable[Tensor]) -> None:
     """Raise InputError if none of the model's parameters is trained, on all ranks: only the last
     one sees that its loss has no gradient.
     """
+    # Asked of the whole model, which all ranks have, so that all of them raise.
     if not any(parameter.requires_grad for parameter in parameters):
         raise InputError(
             "a step trains, but no parameter of the model requires a gradient; set requires_grad "
@@ -248,6 +258,8 @@ def refuse_hook(
             "a communication hook sums gradients over replicas, but there is one only; launch a "
             "multiple of the plan's ranks, or leave it out"
         )
+    # A sum over all processes would add gradients of different parameters, without an error where
+    # their sizes happen to agree.
     if hook.state is None:
         raise InputError(
             "the state of the communication hook is None, for which torch's hooks take all "
@@ -315,6 +327,8 @@ def refuse_hooks_in_flight(
     `is_hooked` tells of a parameter; at the beginning of a run it may take longer than later.
     """
     for name, parameter in model.named_parameters():
+        # Autograd calls hooks of the leaf that it accumulates into, and that is here a leaf of
+        # the microbatch in the memory of its version, never the parameter.
         has_late_hook = bool(parameter._post_accumulate_grad_hooks)
         if has_late_hook or is_hooked(parameter):
             kind = "post-accumulate hook" if has_late_hook else "hook on its gradient"
@@ -326,6 +340,7 @@ def refuse_hooks_in_flight(
 
 def _refuse_views(model: nn.Module, schedule: str) -> None:
     """Raise InputError for parameters that cannot have several versions."""
+    # A step moves each parameter to memory of its own while the old version is still read.
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     by_storage = defaultdict[int, list[str]](list)
     for name, parameter in trained.items():

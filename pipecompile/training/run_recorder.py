@@ -60,6 +60,8 @@ class RunRecorder:
             yield self
         finally:
             recorders.remove(recorder)
+        # Before the clocks are read again, because it waits for the device: marks have no times
+        # until then.
         steps = recorder.times()
         clocks = before, _read_clocks(place, device)
         # Once for the whole block: to gather within it would be a pause that is recorded.
@@ -115,6 +117,7 @@ def _run_of(
         device=device_name(device),
         torch=str(torch.__version__),
         processes=len(rows),
+        # A time of rank r is no better than its clock was read, on the worse of the two sides.
         clock_error_ns=max(offset.error_ns for clock in clocks for offset in clock.offsets),
         steps=tuple(steps),
     )

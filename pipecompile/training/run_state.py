@@ -136,7 +136,10 @@ class RunState:
         if self.data is not None:
             is_object = hasattr(self.data, "load_state_dict")
             value = self.data.state_dict() if is_object else self.data
+            # All ranks of a pipeline read the same batches, so its first one speaks for it.
             yield StateEntry(f"data.{place.replica}", (value,), place.rank == 0)
+        # With the number of processes: with another number nobody could say whose state goes
+        # where.
         generators = (self._processes, generator_states(self._device))
         yield StateEntry(f"generators.{self.process}", generators, True)
 
@@ -206,6 +209,8 @@ class RunState:
         """Set everything to `state`, which has the keys of the entries."""
         if (problem := self.optimizer_problem(state)) is not None:
             raise InputError(problem)
+        # Minibatches in flight would write to the weights that are loaded here, and their
+        # gradients are of the old ones.
         self._run.drain()
         named = {key.removeprefix("model."): key for key in _keys(state, "model.")}
         values = {name: _unwrapped(state[key]) for name, key in named.items()}
@@ -231,6 +236,8 @@ class RunState:
         """Go to this replica's place in the data, or to that of all if their number has changed."""
         place = self._held.place
         own = f"data.{place.replica}"
+        # Two replicas at the minibatches 10 and 12 go on as two: each has its own place. As three
+        # they could not, unless both were at the same one.
         if len(saved) == place.replicas and own in saved:
             saved = {own: saved[own]}
         if len({pickle.dumps(value) for value in saved.values()}) > 1:

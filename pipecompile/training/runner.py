@@ -37,6 +37,7 @@ from pipecompile.schedule.asynchronous_versions import PipelineSize
 from pipecompile.schedule.plan_orders import PlanOrders
 from pipecompile.schedule.post_validation import leading_forwards
 from pipecompile.training.eager_stages import rank_stages
+from pipecompile.training.materialisation import move
 from pipecompile.training.parallel_stages import Parallelize, ParallelStages, first_holders
 from pipecompile.training.program import Program
 from pipecompile.training.program_stages import ProgramStages
@@ -87,6 +88,8 @@ class Runner:
         self._stage_replicas = group_of_own_stage(peers)
         self._copies = TensorCopies(plan, target, share, planned, self._stage_replicas)
         if share.is_distributed:
+            # In this order: stages move first, since NCCL sends what is on a GPU; then the
+            # program learns which objects it has; then ranks send each other values.
             self.watch = StepWatch(sorted(chain(*place.pipelines)), peers, step_timeout)
             self.move_stages()
             # Buffers that moved to a GPU are other objects now.
@@ -129,6 +132,8 @@ class Runner:
         """
         planned, model = self._planned, self._target.model_with_loss
         with world.failing_together():
+            # Together, because a stage is divided by exchanges: a rank whose stage cannot be
+            # divided would leave the others waiting in theirs.
             expected = self._trial(lambda _: nullcontext())
             shard = self._plan.options.shard
             self._parallel = ParallelStages(
@@ -181,6 +186,9 @@ class Runner:
             order = self._orders.actions(schedule)
             smaller = None if remainder is None else self._stages.local(remainder)
             return one_process.step(self._stages.local(program), order, batch, observers, smaller)
+        # For a step like earlier ones, the exchange of what ranks say begins here and ends before
+        # their first message, so that it takes no time of its own: stage 0 computes its first
+        # forward meanwhile.
         history = self._stages.distributed(program).history
         agreement = self._agreement.of_step(program, batch, self.watch, flags, history)
         sums = self._replica_sums(program) if reduces else None
@@ -315,18 +323,7 @@ class Runner:
 
     def exchange(self) -> GradientExchange:
         """Return with whom this process sums gradients."""
-        place = self._share.place
-        if not place.is_distributed:
-            return GradientExchange()
-        return GradientExchange(
-            lambda: self.deadline,
-            place.replica_group or self._stage_replicas,
-            self._copies.ties,
-            self._stage_replicas is not None,
-            place.pipeline_group,
-            is_distributed=len(place.global_ranks) > 1,
-            device=self.device,
-        )
+        return self._copies.exchange(lambda: self.deadline, self.device)
 
     def evaluates_with_everyone(self, *, with_loss: bool) -> bool:
         """Return whether an evaluation needs the ranks of all replicas: to take the mean of their
@@ -366,6 +363,8 @@ class Runner:
         if not place.is_distributed:
             return returned
         last = self._plan.schedule.placement[-1]
+        # A broadcast of objects has no deadline: if a rank is gone, it ends only with the timeout
+        # of the process group.
         self.deadline.wait_for(place.pipeline_group)
         return world.broadcast_value(returned, place.global_ranks[last], place.pipeline_group)
 
@@ -374,17 +373,8 @@ class Runner:
         self._copies.equalise()
 
     def move_stages(self) -> None:
-        """Move the stages to this rank's device. Buffers become other objects there, which the
-        model then gets.
-        """
-        model = self._target.model_with_loss
-        own = {name for name, _ in model.named_buffers(remove_duplicate=False)}
-        for stage in self.stages:
-            stage.to(self.device)
-            for name, buffer in stage.named_buffers(remove_duplicate=False):
-                path, _, last = name.rpartition(".")
-                if name in own:
-                    model.get_submodule(path)._buffers[last] = buffer
+        """Move the stages to this rank's device."""
+        move(self.stages, self._target.model_with_loss, self.device)
 
     @contextmanager
     def _sharded(self, *, all_stages: bool = False) -> Iterator[Sequence[ActionObserver]]:
@@ -394,6 +384,7 @@ class Runner:
             return
         try:
             self._parallel.sharded.gather(all_stages=all_stages)
+            # Freed after a failure too: the next step gathers anew.
             yield [self._parallel.sharded]
         finally:
             self._parallel.sharded.free()

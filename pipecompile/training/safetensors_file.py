@@ -43,6 +43,7 @@ def write_weights(state: Mapping[str, Any], path: str | Path) -> None:
                 f"{name!r} of the model's state is a {type(value).__name__}, but safetensors files "
                 "hold only tensors; use pipeline.checkpoint().save(path)"
             )
+        # `state` holds every tensor meanwhile, so that no id is used twice.
         first = first_names.setdefault(id(value), name)
         if first == name:
             tensors[name] = value.contiguous()
@@ -70,6 +71,8 @@ class SafetensorsWeights(Mapping[str, Tensor]):
         self, path: str | Path, names: Iterable[str], first_names: Mapping[str, str]
     ) -> None:
         self._file_of = _files(Path(path))
+        # A tensor with the names `embed.weight` (its first) and `head.weight`, of which the file
+        # has only the second one: it is noted under the first, and both names find it.
         saved = {first_names.get(name, name): place for name, place in self._file_of.items()}
         for name in names:
             place = saved.get(first_names.get(name, name))

@@ -62,6 +62,8 @@ class SavedKeys:
                 f"the checkpoint in {self._path} lacks {_listed(missing)}; it is of another model, "
                 "or was saved without that"
             )
+        # All names of the model and not those of this rank: what other ranks hold is in the file
+        # too.
         known = {f"model.{name}" for name in model}
         unknown = [key for key in self.beginning_with("model.") if key not in known]
         if unknown:

@@ -40,14 +40,16 @@ class SavedVersions:
         Of a run that is over these are 0: what is loaded from there begins with version 0.
         """
         done = 0 if self._training.is_over else self._training.done
-        return (*self._training.rule, done)
+        return (*self._training.weights.conditions, done)
 
     def entries(self) -> Iterator[tuple[str, str, Tensor]]:
         """Yield the keys of a checkpoint with the name of the parameter, and the value."""
         names = {parameter: name for name, parameter in self._parameters.items()}
-        for weights in self._training.weights.values():
+        for weights in self._training.weights.by_owner.values():
             versions = weights.versions
             for version, values in versions.live.items():
+                # With versions 3, 4 and 5 of `w` these are `version.2.w` and `version.1.w`; 5 is
+                # `model.w`.
                 lag = versions.newest - version
                 for parameter, value in zip(versions.parameters, values, strict=True):
                     if lag:
@@ -69,21 +71,23 @@ class SavedVersions:
         """
         if self._training.is_over:
             return  # the newest weights are all that it has
-        *rule, done = state.get("versions", (*self._training.rule, 0))
-        if tuple(rule) != self._training.rule:
+        # A checkpoint of a synchronous run has none: its weights are version 0 of this run.
+        here = self._training.weights.conditions
+        *rule, done = state.get("versions", (*here, 0))
+        if tuple(rule) != here:
             schedule, stages, microbatches, *replicas = rule
             on = f" on {','.join(map(str, replicas))} ranks" if replicas else ""
             raise InputError(
                 f"the checkpoint has the weight versions of {schedule!r} with k={stages}{on} and "
-                f"microbatches={microbatches}, but this run is {self._training.rule}; go on under "
+                f"microbatches={microbatches}, but this run is {here}; go on under "
                 "the same, or load it before train(batches, factory) to begin with its newest "
                 "weights"
             )
         older: dict[int, dict[int, tuple[Tensor, ...]]] = defaultdict(dict)
         names = {parameter: name for name, parameter in self._parameters.items()}
-        for owner, weights in self._training.weights.items():
+        for owner, weights in self._training.weights.by_owner.items():
             parameters = [names[parameter] for parameter in weights.versions.parameters]
-            for lag in self._training.older_versions(owner, done):
+            for lag in self._training.weights.older_versions(owner, done):
                 keys = [f"{PREFIX}{lag}.{name}" for name in parameters]
                 older[owner][lag] = tuple(state[key] for key in keys)
         self._training.restore(done, older)

@@ -32,6 +32,8 @@ def owned_parameters(
         if share.holds(name) and parameter.requires_grad:
             tie = program.ties.get(name)
             owner = tie.owner if tie is not None and tie.stages else 0
+            # A head on stage 3 that is tied to the embedding of stage 0 is listed under 0 on both
+            # ranks: each steps its own copy, and only when the sum over both stages is there.
             owned.setdefault(owner, []).append(parameter)
     return owned
 
@@ -58,6 +60,8 @@ class StageOptimizers:
         parameters, and for what cannot be stepped by itself.
         """
         _refuse_what_is_no_factory("optimizer", optimizer)
+        # Stages have an optimizer each because under an asynchronous schedule each steps at a
+        # moment of its own, for the version of its weights that comes next.
         optimizers = {
             stage: _checked(optimizer(list(parameters)), parameters)
             for stage, parameters in owned.items()
@@ -131,6 +135,7 @@ def _refuse_what_is_no_factory(kind: str, given: Any) -> None:
 
 def _needed_by_step(made: Any) -> str:
     """Return the names of the arguments without which `made` cannot step."""
+    # LBFGS cannot step without `closure`, and ReduceLROnPlateau not without `metrics`.
     variadic = (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)
     return ", ".join(
         argument.name

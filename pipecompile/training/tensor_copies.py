@@ -8,9 +8,10 @@ All copies begin with the same values, and their gradients are summed in each st
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from functools import cached_property
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
@@ -24,6 +25,7 @@ from pipecompile.runtime.model_state import set_to_that_of
 from pipecompile.runtime.replicas import ReplicaSums
 from pipecompile.runtime.sharded_stages import ShardedStages
 from pipecompile.runtime.ties import Ties, tie_groups
+from pipecompile.runtime.weight_updates import GradientExchange
 from pipecompile.training.eager_stages import tied_parameters
 from pipecompile.training.program import Program
 
@@ -56,6 +58,7 @@ class TensorCopies:
         """The tied parameters of this process that are trained, and who else holds each."""
         return [
             (self._tied[name], group)
+            # Sorted, since ranks must start the sums of their common ties in one order.
             for name, group in sorted(self._tie_groups.items())
             if name in self._tied and self._share.holds(name) and self._tied[name].requires_grad
         ]
@@ -96,12 +99,30 @@ class TensorCopies:
             index: [parameter for parameter in each if parameter not in tied]
             for index, each in parameters.items()
         }
+        # A tied gradient is complete in two sums, in this order: over the ranks of a tie in each
+        # replica (0 with 1, 2 with 3 in the drawing above), and then over replicas (0 with 2, 1
+        # with 3). So it cannot begin with its stage's other gradients.
         # Each once, in the same order on every replica.
         read = [p for each in parameters.values() for p in each if p in tied]
         late = dict.fromkeys([*read, *(p for p in summed if p not in managed)])
         if self._stage_replicas is not None:
             late = {}  # replicas of a stage are among the ranks over which ties are summed
         return ReplicaSums(own, list(late), group, deadline, sharded, hook)
+
+    def exchange(self, deadline: Callable[[], Deadline], device: torch.device) -> GradientExchange:
+        """Return with whom this process sums gradients while minibatches are in flight."""
+        place = self._share.place
+        if not place.is_distributed:
+            return GradientExchange()
+        return GradientExchange(
+            deadline,
+            place.replica_group or self._stage_replicas,
+            self.ties,
+            self._stage_replicas is not None,
+            place.pipeline_group,
+            is_distributed=len(place.global_ranks) > 1,
+            device=device,
+        )
 
     @cached_property
     def _tied(self) -> dict[str, nn.Parameter]:

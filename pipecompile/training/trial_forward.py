@@ -81,5 +81,7 @@ def _is_close(value: Tensor, wanted: Tensor, autocast: torch.dtype | None) -> bo
     rounding = max(torch.finfo(kind).eps for kind in (value.dtype, autocast or value.dtype))
     known = wanted.isfinite()  # zeros for a mask may leave nothing to attend to
     distance, size = (value - wanted)[known].double().norm(), wanted[known].double().norm()
+    # In float32 that is 3e-4 of the norm: far above rounding, and far below a softmax that saw
+    # only a part of the features.
     # Half of the digits: sums have another order.
     return bool(distance <= rounding**0.5 * size)

@@ -80,6 +80,9 @@ class UserLoss:
         # Also those that are None so far, which no operator reads.
         gradients = {id(value): f"{name}.grad" for name, value in parameters}
         state = self._state(outputs)
+        # Two modes: to read `.grad` is no operator, so the dispatcher does not see it; and what
+        # operators read is compared by storage, since a loss may hold a view of a weight from
+        # before.
         with _RefuseGradients(gradients), _RefuseReads(state):
             yield
 

@@ -31,7 +31,7 @@ def trained(
     found = {}
     for name, optimizer in from_the_beginning(run.pipeline, samples):
         training: Any = run.pipeline.train(iter(batches), optimizer, **options)
-        own, losses, copies = training.weights[run.pipeline._share.stages[0]], [], 0
+        own, losses, copies = training.weights.by_owner[run.pipeline._share.stages[0]], [], 0
         for loss in training:
             losses.append(loss)
             copies = max(copies, len(own.versions.live))

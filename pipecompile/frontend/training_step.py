@@ -1,0 +1,166 @@
+"""A seeded training step of a model or of its graph, after which all is as it was.
+
+    restored_state        parameters, buffers, attributes and the random state are put back
+        seed, forward     leave outputs
+        backward          leaves gradients; those of the user are put aside meanwhile
+
+The self-check compares such steps; other proofs only need what was there to be put back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pipecompile.frontend.data_probe import cuda_devices
+from pipecompile.graph.attributes import attributes_restored
+from pipecompile.graph.pytrees import tensor_leaves
+
+__all__ = [
+    "SEED",
+    "TrainingStep",
+    "is_same_tensor",
+    "restored_state",
+    "training_step",
+    "training_steps",
+]
+
+SEED = 602_214_076
+"""Of all steps that are compared; no forward is likely to seed itself with it."""
+
+
+@dataclass(frozen=True)
+class TrainingStep:
+    """All that a training step leaves, by name; `buffers` hold written parameters too.
+
+    `draws_in_backward` says whether its backward drew random numbers, `writes_in_backward`
+    whether it wrote to buffers, and `writes` whether it or its forward wrote to anything.
+    """
+
+    outputs: dict[str, Tensor]
+    gradients: dict[str, Tensor]
+    buffers: dict[str, Tensor]
+    draws_in_backward: bool
+    writes_in_backward: bool
+    writes: bool
+
+
+def training_step(model: nn.Module, run: Callable[[], Any]) -> TrainingStep:
+    """Return what one seeded step leaves, of which `run` is the forward; `model` is restored."""
+    (step,) = training_steps(model, run, 1)
+    return step
+
+
+@torch.enable_grad()
+def training_steps(
+    model: nn.Module,
+    run: Callable[[], Any],
+    count: int,
+    *,
+    in_flight: bool = False,
+) -> list[TrainingStep]:
+    """Return what `count` seeded steps leave, as `training_step` does; the last one has buffers,
+    and says whether any wrote to something.
+
+    With `in_flight` all forwards come before the backwards.
+    """
+    steps: list[TrainingStep] = []
+    trainable = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    with restored_state(model) as before:
+        waiting: list[Sequence[Tensor]] = []
+        for index in range(count):
+            # Graph and model draw in the same order, so one global seed gives both the same.
+            torch.manual_seed(SEED + index)
+            waiting.append(tensor_leaves(run()))
+            while waiting and (not in_flight or index == count - 1):
+                outputs = waiting.pop(0)
+                before_backward = _random_state(model)
+                buffers = [buffer.clone() for buffer in model.buffers()]
+                gradients = _gradients(outputs, [parameter for _, parameter in trainable])
+                named = zip(trainable, gradients, strict=True)
+                steps.append(
+                    TrainingStep(
+                        outputs={f"output {i}": v.detach() for i, v in enumerate(outputs)},
+                        gradients={name: g for (name, _), g in named if g is not None},
+                        buffers={},
+                        draws_in_backward=not torch.equal(_random_state(model), before_backward),
+                        writes_in_backward=not all(map(is_same_tensor, buffers, model.buffers())),
+                        writes=False,
+                    )
+                )
+        written = [
+            (name, parameter)
+            for name, parameter in model.named_parameters()
+            if not is_same_tensor(parameter, before[parameter])
+        ]
+        state = (*model.named_buffers(), *written)
+        steps[-1].buffers.update((name, value.detach().clone()) for name, value in state)
+        # A buffer that the forward has replaced is another tensor.
+        is_same = all(b in before and is_same_tensor(b, before[b]) for b in model.buffers())
+        steps[-1] = replace(steps[-1], writes=bool(written) or not is_same)
+    return steps
+
+
+def _random_state(model: nn.Module) -> Tensor:
+    """Return the states of the generators of the CPU and of the model's GPUs together."""
+    states = [torch.cuda.get_rng_state(device) for device in cuda_devices(model)]
+    return torch.cat([torch.get_rng_state(), *states])
+
+
+def _gradients(outputs: Sequence[Tensor], parameters: Sequence[Tensor]) -> Sequence[Tensor | None]:
+    """Return the gradients of the loss, by a whole backward.
+
+    `torch.autograd.grad` would not do: reentrant checkpoints, for example, only know `backward`.
+    """
+    differentiable = [value for value in outputs if value.requires_grad]
+    gradients_before = [parameter.grad for parameter in parameters]
+    # Hooks that run after a gradient is accumulated may step an optimizer, so they are taken away.
+    hooks = [dict(parameter._post_accumulate_grad_hooks or {}) for parameter in parameters]
+    try:
+        for parameter, own_hooks in zip(parameters, hooks, strict=True):
+            parameter.grad = None
+            if own_hooks:
+                parameter._post_accumulate_grad_hooks.clear()
+        if differentiable:
+            # `abs` makes complex outputs real; `float` gives all sums one type, to be stacked.
+            squares = [value.abs().square().sum().float() for value in differentiable]
+            torch.stack(squares).sum().backward()
+        return [parameter.grad for parameter in parameters]
+    finally:
+        for parameter, gradient, own_hooks in zip(parameters, gradients_before, hooks, strict=True):
+            parameter.grad = gradient
+            if own_hooks:
+                parameter._post_accumulate_grad_hooks.update(own_hooks)
+
+
+@contextmanager
+def restored_state(model: nn.Module) -> Iterator[Mapping[Tensor, Tensor]]:
+    """Restore parameters, buffers, attributes and the random state after the block.
+
+    Yield what each parameter and buffer was before.
+    """
+    # All parameters: nothing shows that a forward writes to one through `.data` in a leaf module.
+    before = {each: each.detach().clone() for each in (*model.buffers(), *model.parameters())}
+    with torch.random.fork_rng(devices=cuda_devices(model)), attributes_restored(model):
+        try:
+            yield before
+        finally:
+            # In place, since the model's tables, and optimizers, refer to these tensors.
+            with torch.no_grad():
+                for tensor, value in before.items():
+                    if not is_same_tensor(tensor, value):
+                        tensor.copy_(value)
+
+
+def is_same_tensor(left: Tensor, right: Tensor) -> bool:
+    """Return whether two tensors are equal in shape, type and every element; NaN equals NaN."""
+    if left.shape != right.shape or left.dtype != right.dtype:
+        return False
+    if torch.equal(left, right):
+        return True
+    return bool(((left == right) | (left.isnan() & right.isnan())).all())

@@ -1,0 +1,71 @@
+"""What a forward reads out of tensors as numbers, which the graph then has in it.
+
+    float(self.scale)          a tensor with values: the graph holds as long as it keeps them
+    positions.max().item()     a tensor without values that sizes alone make, or the inputs: it is
+                               computed from these
+
+The recorder asks before it runs a call of `VALUE_READS`; what has no answer depends on data.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import sympy
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
+
+from pipecompile.frontend.constant_answers import ConstantAnswer, certain_outcome
+from pipecompile.frontend.guards import ValueRead
+from pipecompile.frontend.recording import Recording
+
+__all__ = ["VALUE_READS", "ValueReads"]
+
+VALUE_READS = frozenset(
+    {"item", "tolist", "__float__", "__int__", "__bool__", "__index__", "__complex__"}
+)
+"""Methods that make numbers of a tensor's values."""
+
+
+class ValueReads:
+    """What was read in one `recording`: `of_values` out of tensors that have values, and
+    `constants` out of what sizes alone make, or where it `reads_inputs` the inputs.
+
+    `sizes` are those of the sample, by symbol, and `inputs` its tensors, by name.
+    """
+
+    def __init__(self, recording: Recording, *, reads_inputs: bool) -> None:
+        self.sizes: dict[sympy.Symbol, sympy.Integer] = {}
+        self.inputs: dict[str, Tensor] = {}
+        self.of_values: list[ValueRead] = []
+        # Once for each question: every layer may ask the same.
+        self.constants: dict[tuple[str, Any], ConstantAnswer] = {}
+        self._recording = recording
+        self._reads_inputs = reads_inputs
+
+    def answer(self, func: Any, tensor: Tensor) -> Any:
+        """Return what a call reads out of a tensor that has values, was computed from sizes alone,
+        where it may be from inputs, or is the same for every draw; None for other tensors.
+        """
+        if not isinstance(tensor, FakeTensor):
+            return self._read(func, tensor)
+        node = self._recording.node_of(tensor)
+        if node is None:
+            return None
+        if func in (Tensor.__bool__, Tensor.item):
+            outcome = certain_outcome(node)
+            if outcome is not None:
+                return outcome
+        inputs = self.inputs if self._reads_inputs else {}
+        constant = ConstantAnswer.of(node, func, self.sizes, self._recording.where(), inputs)
+        if constant is None:
+            return None
+        self.constants.setdefault((str(constant.graph), func), constant)
+        return constant.answer
+
+    def _read(self, func: Any, tensor: Tensor) -> Any:
+        """Make numbers of a tensor with values: the graph holds as long as it keeps these."""
+        with unset_fake_temporarily():
+            read = ValueRead(tensor, tensor.detach().clone(), self._recording.where())
+            self.of_values.append(read)
+            return func(tensor)

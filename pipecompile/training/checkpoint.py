@@ -137,6 +137,8 @@ class Checkpoint:
             # of NCCL do not carry what is on the host.
             self._group = dist.new_group(backend="gloo")
         written = self._written()
+        # All ranks plan together what they write, so none has begun when this one drops the list.
+        self._drop(path)
         _silence_warnings()
         writing = state_dict_saver.async_save(
             written,

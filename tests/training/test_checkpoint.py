@@ -284,14 +284,22 @@ def stepped_on_rows(model: nn.Module) -> torch.optim.Optimizer:
     return optimizer
 
 
-def test_a_folder_is_written_once_more_or_is_no_checkpoint(tmp_path: Path) -> None:
+def saved_async(checkpoint: Checkpoint, path: Path) -> None:
+    checkpoint.save_async(path)
+    checkpoint.wait()
+
+
+@pytest.mark.parametrize("save", [Checkpoint.save, saved_async])
+def test_a_folder_is_written_once_more_or_is_no_checkpoint(
+    save: Callable[[Checkpoint, Path], None], tmp_path: Path
+) -> None:
     model = Tied()
     checkpoint = Checkpoint.of_model(model)
     checkpoint.save(tmp_path)
     checkpoint.steps = 5
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        checkpoint.save(tmp_path)
+        save(checkpoint, tmp_path)
     checkpoint.steps = 0
     checkpoint.load(tmp_path)
     assert checkpoint.steps == 5
@@ -300,7 +308,7 @@ def test_a_folder_is_written_once_more_or_is_no_checkpoint(tmp_path: Path) -> No
         broken,
         pytest.raises(PipecompileError, match=r"could not be written; rank 0: .*disk full"),
     ):
-        checkpoint.save(tmp_path)
+        save(checkpoint, tmp_path)
     with pytest.raises(InputError, match="there is no checkpoint"):
         checkpoint.load(tmp_path)
 

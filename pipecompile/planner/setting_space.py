@@ -18,7 +18,7 @@ from pipecompile.planner.unequal_devices import UnequalDevices
 from pipecompile.schedule.named_orders import fitting_names, required_placement
 from pipecompile.schedule.placement import place
 
-__all__ = ["JOINT_CHOICES", "SettingSpace"]
+__all__ = ["JOINT_CHOICES", "POLICIES", "SCHEDULES", "SettingSpace"]
 
 JOINT_CHOICES = (
     "k",
@@ -143,7 +143,9 @@ class SettingSpace:
             for each in self._values("stages_per_rank", (needed,) if needed else several):
                 placement = place(self.base.placement or _default(shape), ranks, each)
                 known = (*fitting_names(placement, microbatches), "search")
-                if schedule in known:
+                # Around a loop of one stage each lies the order of another name.
+                is_other_name = shape == "loop" and each == 1 and "schedule" not in self.fixed
+                if schedule in known and not is_other_name:
                     yield schedule, each
 
     def _kinds(self, replicas: int) -> tuple[str, ...]:

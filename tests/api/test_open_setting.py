@@ -64,6 +64,22 @@ def test_the_step_is_the_shortest_of_all_settings_by_hand() -> None:
     assert "chosen     what was left open" in summary(plan)
 
 
+@pytest.mark.parametrize("memory", [None, "1GiB"])
+def test_where_only_ranks_are_given_stages_on_each_are_chosen_too(memory: str | None) -> None:
+    target = target_of(chain(16), samples=4096)
+    plan = chosen(target, "flops", ranks=2, memory=memory)
+    by_k = chosen(target, "flops", k=2, memory=memory)
+    several = [
+        fixed(target, "flops", ranks=2, microbatches=number, schedule=schedule, memory=memory)
+        for number in (2, 4, 8)
+        for schedule in ("zb-v", "v-half", "v-min")
+    ]
+    shortest = min(each.prediction.step_ns for each in (by_k, *several))
+    assert plan.prediction.step_ns <= shortest < by_k.prediction.step_ns
+    assert (plan.ranks, plan.k, plan.options.stages_per_rank) == (2, 4, None)
+    assert [finding.passed for finding in check_plan(plan)] == [True] * len(check_plan(plan))
+
+
 def test_a_plan_by_hand_with_what_was_chosen_is_the_same_plan() -> None:
     target = target_of(chain())
     plan = chosen(target, k=4)

@@ -42,7 +42,7 @@ from pipecompile.planner.draft import draft
 from pipecompile.planner.likely_step import LikelyStep
 from pipecompile.planner.setting_bounds import extra_ns, least_step_ns
 from pipecompile.planner.setting_costs import SettingCosts
-from pipecompile.planner.setting_results import in_order, listed, planned, why_none
+from pipecompile.planner.setting_results import in_order, listed, others, planned, why_none
 from pipecompile.planner.setting_space import SettingSpace
 from pipecompile.planner.target_costs import TargetCosts
 from pipecompile.profiling.progress import progress
@@ -355,13 +355,15 @@ class _SettingSearch:
         step = plan.prediction.step_ns
         possible = [each.bound_ns for each in ranked if each.status not in ("memory", "refused")]
         bound = min(step, *possible)
+        best = tuple(listed(ranked, chosen, self.limits.top))
         joint = JointSearch(
             devices=devices,
             settings=len(ranked),
             bound_ns=bound,
             gap=(step - bound) / step if step else 0.0,
             counts=dict(sorted(counts.items())),
-            best=tuple(listed(ranked, chosen, self.limits.top)),
+            best=best,
+            others=tuple(others(each for each in ranked if each not in best)),
         )
         return replace(plan, joint=joint)
 

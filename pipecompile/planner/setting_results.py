@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from math import inf
 
-from pipecompile.ir.plan import Plan
-from pipecompile.ir.setting import Setting, SettingResult, SettingStatus
+from msgspec.structs import asdict, replace
 
-__all__ = ["in_order", "listed", "planned", "why_none"]
+from pipecompile.ir.plan import Plan
+from pipecompile.ir.setting import OtherSettings, Setting, SettingResult, SettingStatus
+
+__all__ = ["in_order", "listed", "others", "planned", "why_none"]
 
 
 def planned(setting: Setting, bound: int, plan: Plan) -> SettingResult:
@@ -47,6 +49,30 @@ def listed(results: Iterable[SettingResult], chosen: Setting, top: int) -> Itera
         if place < top or result.memory_bytes < least:
             yield result
         least = min(least, result.memory_bytes)
+
+
+def others(results: Iterable[SettingResult]) -> Iterator[OtherSettings]:
+    """Yield results that are not listed, those of settings that differ in microbatches alone as
+    one; in the order of the settings' words and numbers.
+    """
+    alike: dict[tuple[SettingStatus, str, Setting], dict[int, int]] = {}
+    for result in results:
+        setting = result.setting
+        key = result.status, result.reason, replace(setting, microbatches=1)
+        alike.setdefault(key, {})[setting.microbatches] = result.bound_ns
+    for (status, reason, setting), bounds in sorted(alike.items(), key=_words):
+        numbers = sorted(bounds)
+        fields = {
+            **asdict(setting),
+            "microbatches": tuple(numbers),
+            "bounds_ns": tuple(bounds[number] for number in numbers),
+        }
+        yield OtherSettings(status=status, reason=reason, **fields)
+
+
+def _words(entry: tuple[tuple[SettingStatus, str, Setting], object]) -> tuple[str, int, str]:
+    status, reason, setting = entry[0]
+    return status, setting.replicas, f"{setting} {reason}"
 
 
 def why_none(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from itertools import count
 from math import inf
 from typing import Any
@@ -250,6 +251,32 @@ def test_a_search_of_little_effort_finds_what_fits(cap: int) -> None:
     chain = even_chain(bytes=10**7, parameter_bytes=1000)
     plan = searched(chain, space(4, memory=cap), JointLimits(effort=1), links=FREE)
     assert max(rank.total.bound for rank in plan.prediction.memory) <= cap
+
+
+@settings(max_examples=10, deadline=None)
+@given(chains(SAMPLES), st.floats(0.2, 1.2), st.integers(1, 8))
+def test_each_setting_is_named_once_with_what_came_of_it(
+    chain: SizedChain, share: float, effort: int
+) -> None:
+    loose = searched(chain, space(4), JointLimits(effort=1))
+    cap = int(share * max(rank.total.bound for rank in loose.prediction.memory))
+    where = space(4, memory=cap)
+    try:
+        plan = searched(chain, where, JointLimits(effort=effort, top=2))
+    except InfeasibleError:
+        return
+    assert plan.joint is not None
+    named = [(each.setting, each.status, each.bound_ns) for each in plan.joint.best]
+    for other in plan.joint.others:
+        fields = {name: getattr(other, name) for name in Setting.__struct_fields__}
+        for number, bound_ns in zip(other.microbatches, other.bounds_ns, strict=True):
+            setting = Setting(**{**fields, "microbatches": number})
+            named.append((setting, other.status, bound_ns))
+    assert sorted(map(str, where.settings())) == sorted(str(setting) for setting, *_ in named)
+    assert Counter(status for _, status, _ in named) == plan.joint.counts
+    # Of those that the bound rules out, none is below the step.
+    ruled_out = [bound_ns for _, status, bound_ns in named if status == "bound"]
+    assert all(bound_ns >= plan.prediction.step_ns for bound_ns in ruled_out)
 
 
 def test_nothing_fits_is_said_with_the_reasons() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 from pipecompile.ir.plurals import counted
+from pipecompile.ir.robustness import Robustness
 from pipecompile.ir.serialization import NonNegative, Positive, Value
 
 __all__ = ["JointSearch", "OtherSettings", "Setting", "SettingResult", "SettingStatus"]
@@ -108,6 +109,7 @@ class JointSearch(Value, frozen=True, kw_only=True):
     counts: dict[SettingStatus, int]
     best: tuple[SettingResult, ...] = ()
     others: tuple[OtherSettings, ...] = ()
+    robustness: Robustness | None = None
 
     def __post_init__(self) -> None:
         if sum(self.counts.values()) != self.settings:

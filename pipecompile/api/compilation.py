@@ -296,9 +296,12 @@ def _new(
     # wait for the other until the process group's timeout.
     if world.rank():
         assist(target, options, captured)
-    plan = world.share_from_first(
-        lambda: encode(plan_with_choice(target, options, captured, connected, chosen))
-    )
+
+    def plan_on_first() -> bytes:
+        assert request is not None
+        return encode(plan_with_choice(target, request, captured, connected, chosen))
+
+    plan = world.share_from_first(plan_on_first)
     return captured, decode(plan, Plan, origin="rank 0")
 
 

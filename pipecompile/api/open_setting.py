@@ -1,8 +1,8 @@
 """The plan of a request: what a user left open is chosen by a small joint search over one replica.
 
 The step is never longer than that of the plain defaults: they are planned as well, or their lower
-bound is above the step. Where costs are measured this holds for the times of nodes; whole stages
-are measured afterwards, for what was chosen alone.
+bound is above the step. Where costs are measured, whole stages are measured afterwards, those of
+the plain defaults too, and the shorter step is taken.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def plan_of(target: Target, request: PlanRequest, links: Links, *, self_check: b
     chosen = chosen_plan(target, request, links)
     options = target_options(target, request) if chosen is None else chosen.options
     captured = capture_target(target, options, verify=self_check)
-    return plan_with_choice(target, options, captured, links, chosen)
+    return plan_with_choice(target, request, captured, links, chosen)
 
 
 def target_options(target: Target, request: PlanRequest) -> Options:
@@ -120,20 +120,25 @@ def _least_memory_plan(
 
 
 def plan_with_choice(
-    target: Target, options: Options, captured: Captured, links: Links, chosen: Plan | None
+    target: Target, request: PlanRequest, captured: Captured, links: Links, chosen: Plan | None
 ) -> Plan:
     """Return the plan for a captured target: the chosen one, if it is for this graph and its costs
     are final.
 
     Where whole stages are measured, all ranks measure them: the others call `assist` meanwhile.
+    Then the plain defaults are planned if their stages make a shorter step.
     """
-    is_measured = measured_on(options.costs, target) is not None
+    plain = target_options(target, request)
+    is_measured = measured_on(plain.costs, target) is not None
+    if chosen is None:
+        return make_plan(target, plain, captured, links)
+    if not is_measured and captured.digest == chosen.fingerprint.graph:
+        return finished(replace(chosen, capture=captured.provenance), captured)
     # The choice was made on an unproven capture. If the proof led to another graph, only its
     # options are kept, and the plan is made for the graph that will run.
-    if chosen is None or is_measured or captured.digest != chosen.fingerprint.graph:
-        plan = make_plan(target, options, captured, links)
-        return replace(plan, joint=chosen.joint) if chosen and is_measured else plan
-    return finished(replace(chosen, capture=captured.provenance), captured)
+    plan = make_plan(target, chosen.options, captured, links, reference=plain)
+    is_chosen = is_measured and plan.options == chosen.options
+    return replace(plan, joint=chosen.joint) if is_chosen else plan
 
 
 @dataclass(frozen=True)

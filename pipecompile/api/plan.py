@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from itertools import islice
@@ -21,12 +22,13 @@ from pipecompile.frontend.digest import node_digests
 from pipecompile.frontend.target import Target
 from pipecompile.frontend.target_capture import Captured
 from pipecompile.graph.autograd_context import shared_cast_readers
+from pipecompile.ir.graph import CostGraph
 from pipecompile.ir.links import FREE, Links
 from pipecompile.ir.plan import Options, Plan
 from pipecompile.ir.size import option_text, size_text
 from pipecompile.ir.stage import Stage
 from pipecompile.planner.draft import draft
-from pipecompile.profiling.stage_correction import correct_stages
+from pipecompile.profiling.stage_correction import Draft, correct_stages
 from pipecompile.training.stage_timer import StageTimer
 
 __all__ = ["assist", "finished", "make_plan", "with_digests", "with_target"]
@@ -41,11 +43,14 @@ def make_plan(
     links: Links = FREE,
     *,
     assignment: Mapping[str, int] | None = None,
+    reference: Options | None = None,
 ) -> Plan:
     """Return the plan for a captured target; InfeasibleError says which constraint cannot be met.
 
     `assignment` is a feasible cut (node to stage) that is to be kept. Where costs are measured,
-    whole stages are measured too, by all ranks: the others call `assist` meanwhile.
+    whole stages are measured too, by all ranks: the others call `assist` meanwhile. Then stages
+    under `reference` are measured as well, and of the two plans that with the shorter step is
+    returned.
     """
     # Here and in `assist`: rank 0 and the others must measure the same stages, with or without a
     # loss.
@@ -53,7 +58,6 @@ def make_plan(
     tensors = captured.capture.inputs.flatten(captured.sample)
     plan_for = partial(
         draft,
-        options=options,
         graph_digest=captured.digest,
         capture=captured.provenance,
         microbatch_shapes=[tuple(tensor.shape) for tensor in tensors],
@@ -66,13 +70,33 @@ def make_plan(
         graph = cost_graph(target, options.costs, options.microbatches, captured)
         # Measured whole stages are not the sum of measured nodes, so the times of nodes are
         # corrected by them, and the cut is made again: a few rounds of plan, measure, correct.
-        plan = plan_for(graph) if timer is None else correct_stages(graph, plan_for, timer)
+        plan = _planned(partial(plan_for, options=options), graph, timer)
+        if timer is not None and reference not in (None, options):
+            plan = _no_longer(plan, partial(plan_for, options=reference), graph, timer)
     except InfeasibleError as error:
         raise InfeasibleError(f"{error}{_explain_casts(captured.module.graph)}") from None
     finally:
         if timer is not None:
             timer.dismiss()
     return finished(plan, captured)
+
+
+def _planned(plan_for: Draft, graph: CostGraph, timer: StageTimer | None) -> Plan:
+    return plan_for(graph) if timer is None else correct_stages(graph, plan_for, timer)
+
+
+def _no_longer(plan: Plan, plan_for_reference: Draft, graph: CostGraph, timer: StageTimer) -> Plan:
+    """Return the plan, or that of the reference if it fits and its step is shorter."""
+    with suppress(InfeasibleError):
+        reference = _planned(plan_for_reference, graph, timer)
+        if reference.prediction.step_ns < plan.prediction.step_ns:
+            logger.info(
+                "by whole stages %s takes longer than %s, which is planned",
+                plan.schedule.name,
+                reference.schedule.name,
+            )
+            return reference
+    return plan
 
 
 def finished(plan: Plan, captured: Captured) -> Plan:

@@ -12,22 +12,23 @@ from pipecompile.cost_models.device import devices_of
 from pipecompile.cost_models.measured_sizes import sizes_to_measure
 from pipecompile.ir.plan import Options
 from pipecompile.ir.setting import Setting
-from pipecompile.planner.setting_space import SettingSpace
+from pipecompile.planner.setting_space import POLICIES, SCHEDULES, SettingSpace
 from pipecompile.schedule.named_orders import ASYNCHRONOUS
 from pipecompile.schedule.selection import placements
 
 __all__ = ["PlanRequest", "plan_request"]
 
-OPEN = ("microbatches", "schedule", "recompute")
-SCHEDULES = ("1f1b", "zb-h1")  # zb-h1 holds as much as 1f1b
-POLICIES = ("none", "auto")
+OPEN = ("microbatches", "schedule", "recompute", "stages_per_rank")
+# Under these no rank holds more than the fullest one does under 1f1b. Without a cap nobody has said
+# that there is room for more.
+SPARING = ("1f1b", "zb-h1", "v-min", "v-half", "zb-v")
 MOST_ROUNDS = 4  # microbatches for each stage: the bubble is then small (GPipe, section 2.3)
 
 
 @dataclass(frozen=True)
 class PlanRequest:
     """The options of a plan; those that are `left_open` have their plain defaults: k microbatches,
-    1f1b and no recompute.
+    1f1b, no recompute and one stage on each rank.
     """
 
     options: Options
@@ -55,7 +56,7 @@ class PlanRequest:
         kind, _, text = options.costs.partition(":")
         is_equal = kind != "roofline" or len(set(devices_of(text))) == 1
         # Without a cap recompute costs time and gives nothing.
-        useless = {"recompute"} if options.memory_bytes is None else set()
+        useless = set() if self._is_capped else {"recompute"}
         one_rank_a_stage = options.stage_replicas is None and self._ranks > 1
         return is_synchronous and is_equal and one_rank_a_stage and bool(self.left_open - useless)
 
@@ -67,11 +68,9 @@ class PlanRequest:
         # What is fixed has one value each; what is open has a few. With k=4, 32 samples and a cap
         # that is 3 numbers of microbatches × 2 schedules × 2 policies: 12 settings.
         fixed = {name: getattr(options, name) for name in OPEN if name not in self.left_open}
-        fixed |= {
-            "replicas": options.replicas,
-            "stages_per_rank": options.k // ranks,
-            "objective": options.objective,
-        }
+        fixed |= {"replicas": options.replicas, "objective": options.objective}
+        if "stages_per_rank" not in self.left_open:
+            fixed["stages_per_rank"] = options.k // ranks
         return SettingSpace(
             devices=ranks * options.replicas,
             samples=samples * options.replicas,
@@ -81,8 +80,8 @@ class PlanRequest:
                 "microbatches": self._numbers(samples)
                 if may_change_sizes
                 else (self.options.microbatches,),
-                "schedule": SCHEDULES,
-                "recompute": POLICIES if options.memory_bytes is not None else POLICIES[:1],
+                "schedule": SCHEDULES if self._is_capped else SPARING,
+                "recompute": POLICIES if self._is_capped else POLICIES[:1],
             },
         )
 
@@ -114,6 +113,10 @@ class PlanRequest:
         return tuple(samples // size for size in sorted(sizes_to_measure(sizes), reverse=True))
 
     @property
+    def _is_capped(self) -> bool:
+        return self.options.memory_bytes is not None
+
+    @property
     def _ranks(self) -> int:
         return max(placements(self.options)[0]) + 1
 
@@ -122,12 +125,17 @@ def plan_request(**choices: Any) -> PlanRequest:
     """Return what a user asks for and leaves open; `choices` and errors are those of
     `requested_options`.
 
-    Who gives the number of microbatches plans by hand: then nothing is left open.
+    Who gives the number of microbatches plans by hand: then nothing is left open. k is the number
+    of stages, one on each rank; how many lie on each is open where only the ranks are given.
     """
     given = open_options(**choices)
     is_open = given["microbatches"] is None
-    left_open = frozenset(name for name in OPEN if is_open and given[name] is None)
-    return PlanRequest(requested_options(**choices), left_open)
+    left_open = {name for name in OPEN if is_open and given[name] is None}
+    # Pins and layouts speak of numbered stages.
+    counts_stages = given["k"] is not None or given["layout"] is not None or bool(given["pin"])
+    if given["ranks"] is None or counts_stages:
+        left_open.discard("stages_per_rank")
+    return PlanRequest(requested_options(**choices), frozenset(left_open))
 
 
 def _nearest_number(samples: int, wanted: int) -> int:

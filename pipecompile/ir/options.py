@@ -48,7 +48,7 @@ class ChoiceTypes(TypedDict, total=False):
         Option(
             None,
             "Number of ranks, instead of k: k is then as many stages as the schedule has on these "
-            "ranks.",
+            "ranks, and how many that are is chosen if microbatches are open.",
             default_text="k / stages per rank",
             field=None,
         ),
@@ -67,7 +67,7 @@ class ChoiceTypes(TypedDict, total=False):
             None,
             "A named schedule, or search for the shortest one for this model, its links and its "
             "memory; forward-only plans for inference.",
-            default_text="1f1b, or zb-h1 if microbatches are open; forward-only for inference",
+            default_text="1f1b, or chosen if microbatches are open; forward-only for inference",
         ),
     ]
     stages_per_rank: Annotated[

@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Literal
 
 from pipecompile.ir.plurals import counted
+from pipecompile.ir.robustness import Robustness
 from pipecompile.ir.serialization import NonNegative, Positive, Value
 
-__all__ = ["JointSearch", "Setting", "SettingResult", "SettingStatus"]
+__all__ = ["JointSearch", "OtherSettings", "Setting", "SettingResult", "SettingStatus"]
 
 SettingStatus = Literal["planned", "memory", "bound", "no cut", "refused", "not tried"]
 """What came of a setting: it has a plan; no cut of it can fit the memory; its bound is not below
@@ -73,6 +74,25 @@ class SettingResult(Value, frozen=True, kw_only=True):
     reason: str = ""
 
 
+class OtherSettings(Value, frozen=True, kw_only=True, omit_defaults=True):
+    """Settings that differ in their number of `microbatches` alone, and of which the same came.
+
+    No plan of the one with `microbatches[i]` has a step shorter than `bounds_ns[i]`. The other
+    fields are those of `Setting` and `SettingResult`.
+    """
+
+    status: SettingStatus
+    ranks: Positive
+    stages_per_rank: Positive
+    replicas: Positive
+    schedule: str
+    recompute: str
+    microbatches: tuple[Positive, ...]
+    bounds_ns: tuple[NonNegative, ...]
+    kinds: str = ""
+    reason: str = ""
+
+
 class JointSearch(Value, frozen=True, kw_only=True):
     """How a plan was chosen among `settings` for `devices`, and how good it can be at most.
 
@@ -83,7 +103,7 @@ class JointSearch(Value, frozen=True, kw_only=True):
     step is above that, as a share of the step, both by the costs of the search: where whole stages
     are measured after it, the plan's own step is another. `counts` has the number of settings by
     status, and `best` the settings with the shortest steps, the plan's first, with all on the
-    Pareto front of step and memory.
+    Pareto front of step and memory. `others` are all other settings, with what ruled them out.
     """
 
     devices: str
@@ -92,6 +112,8 @@ class JointSearch(Value, frozen=True, kw_only=True):
     gap: float
     counts: dict[SettingStatus, int]
     best: tuple[SettingResult, ...] = ()
+    others: tuple[OtherSettings, ...] = ()
+    robustness: Robustness | None = None
 
     def __post_init__(self) -> None:
         # So nothing is left unsaid of any setting: also those that were not tried are counted.

@@ -143,7 +143,7 @@ def best_plan(plans: Sequence[Plan], graph: CostGraph, options: Options) -> Plan
     # Imported here: it needs numpy, which reading and checking a plan does not.
     from pipecompile.schedule.robust_choice import robust_choice
 
-    choice = robust_choice(plans, node_times(graph), options.noise)
+    choice = robust_choice(plans, [node_times(graph)] * len(plans), options.noise)
     return msgspec.structs.replace(plans[choice.place], robustness=choice.robustness)
 
 

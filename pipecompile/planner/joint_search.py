@@ -21,8 +21,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
 from itertools import count
@@ -35,14 +35,16 @@ from pipecompile.ir.duration import time_with_unit
 from pipecompile.ir.links import Links
 from pipecompile.ir.options import DEFAULT_EFFORT, DEFAULT_TOP
 from pipecompile.ir.plan import Plan
-from pipecompile.ir.setting import JointSearch, Setting, SettingResult, SettingStatus
+from pipecompile.ir.robustness import is_close
+from pipecompile.ir.setting import Setting, SettingResult, SettingStatus
 from pipecompile.ir.size import size_text
 from pipecompile.partition.budget import QUICK, THOROUGH, CutEffort
-from pipecompile.planner.draft import draft
+from pipecompile.planner.draft import draft, node_times
+from pipecompile.planner.finished_plans import FinishedPlan, answer_of
 from pipecompile.planner.likely_step import LikelyStep
 from pipecompile.planner.setting_bounds import extra_ns, least_step_ns
 from pipecompile.planner.setting_costs import SettingCosts
-from pipecompile.planner.setting_results import in_order, listed, planned, why_none
+from pipecompile.planner.setting_results import in_order, joint_search_of, planned, why_none
 from pipecompile.planner.setting_space import SettingSpace
 from pipecompile.planner.target_costs import TargetCosts
 from pipecompile.profiling.progress import progress
@@ -65,7 +67,7 @@ class JointLimits:
     """How much is searched: at most `effort` quick plans, of which one with very many actions
     counts as several, and none begun after `seconds`. The plan lists the `top` best settings, and
     those that hold less than any shorter one. The answer is never longer than the thorough plan of
-    `reference`.
+    `reference`, but under noise by 2 %.
     """
 
     effort: int = DEFAULT_EFFORT
@@ -99,7 +101,7 @@ def joint_plan(
 class _SettingSearch:
     """A search under way: what is known of each setting, and the plans so far.
 
-    `leaders` had the shortest step when they were planned. `finished` are those that a thorough
+    `leaders` had the shortest step when they were planned. `finished` are the plans that a thorough
     search made: planning again gives the same ones. `least_filled` is by recompute the least share
     of its memory that a rank was likely to need under a setting without a plan. `spent` is how much
     of the effort is.
@@ -114,7 +116,7 @@ class _SettingSearch:
     results: dict[Setting, SettingResult] = field(default_factory=dict)
     plans: dict[Setting, Plan] = field(default_factory=dict)
     leaders: list[Setting] = field(default_factory=list)
-    finished: dict[Setting, Plan] = field(default_factory=dict)
+    finished: list[FinishedPlan] = field(default_factory=list)
     least_filled: dict[str, float] = field(default_factory=dict)
     spent: int = 0
 
@@ -271,7 +273,8 @@ class _SettingSearch:
         """Plan the best settings again by a thorough search, by which `check` makes a plan too.
 
         These are all that had the shortest step when they were planned, as long as it is close to
-        the best: so more effort gives no longer step. Without any plan yet the first settings for
+        the best: so more effort gives no longer step. Under noise they are also all within 2 % of
+        the best, since one of these may suffer least. Without any plan yet the first settings for
         which no cut was found get a longer search. Plans are made by the other objective as well,
         unless the user has one, or they have very many actions: then that takes longer than all
         quick plans together.
@@ -283,15 +286,27 @@ class _SettingSearch:
             for setting in failed[:LONGER_SEARCHES]:
                 if self._has_time:
                     self._plan(setting, THOROUGH)
-        close = [each for each in self.leaders if self._is_close(self.plans[each])]
-        for setting in reversed(close):
-            if setting not in self.finished and (self._has_time or not self.finished):
+        for setting in self._finalists():
+            if not self._is_finished(setting) and (self._has_time or not self.finished):
                 self._plan(setting, THOROUGH)
         self._compare_with_reference(settings)
         if "objective" not in self.space.fixed:
-            for setting, plan in tuple(self.finished.items()):
+            for setting, plan, _ in tuple(self.finished):
                 if self._is_close(plan) and _effort_of(setting) == 1 and self._has_time:
                     self._plan(setting, THOROUGH, "step-time")
+
+    def _finalists(self) -> list[Setting]:
+        """Return the settings that are planned thoroughly, those that led last first."""
+        close = [each for each in reversed(self.leaders) if self._is_close(self.plans[each])]
+        if self.space.base.noise is None:
+            return close
+        steps = {each: plan.prediction.step_ns for each, plan in self.plans.items()}
+        shortest = min(steps.values(), default=0)
+        others = (each for each, step in steps.items() if is_close(step, shortest))
+        return list(dict.fromkeys([*close, *others]))
+
+    def _is_finished(self, setting: Setting) -> bool:
+        return any(each.setting == setting for each in self.finished)
 
     def _is_close(self, plan: Plan) -> bool:
         return plan.prediction.step_ns <= FINAL_SHARE * self._best_ns
@@ -299,20 +314,19 @@ class _SettingSearch:
     def _compare_with_reference(self, settings: Sequence[Setting]) -> None:
         """Plan the reference thoroughly too, unless its bound rules it out."""
         reference = self.limits.reference
-        if reference is None or reference not in settings or reference in self.finished:
+        if reference is None or reference not in settings or self._is_finished(reference):
             return
         self.costs.add(reference)
         if not self._rule_out(reference):
             self._plan(reference, THOROUGH)
 
-    @staticmethod
-    def _shortest(plans: Mapping[Setting, Plan]) -> Setting:
-        return min(plans, key=lambda each: plans[each].prediction.step_ns)
-
     def _plan(self, setting: Setting, effort: CutEffort, objective: str = "") -> None:
         """Plan a setting, and keep the plan if it is the best one of the setting."""
         options = self.space.options(setting)
         options = replace(options, objective=objective or options.objective)
+        if effort == QUICK:
+            # What is compared later need not be robust yet, which takes longer.
+            options = replace(options, noise=None)
         source = self.costs.source(setting, options)
         bound = self.results[setting].bound_ns
         try:
@@ -330,9 +344,11 @@ class _SettingSearch:
                 self._note(setting, status, bound, str(error) if is_reason else "")
             return
         before, step_ns = self._best_ns, plan.prediction.step_ns
-        for plans in (self.plans, *[self.finished] * (effort == THOROUGH)):
-            if setting not in plans or step_ns < plans[setting].prediction.step_ns:
-                plans[setting] = plan
+        if setting not in self.plans or step_ns < self.plans[setting].prediction.step_ns:
+            self.plans[setting] = plan
+        if effort == THOROUGH:
+            times = node_times(self.costs.graph(setting))
+            self.finished.append(FinishedPlan(setting, plan, times))
         self.results[setting] = planned(setting, bound, self.plans[setting])
         if step_ns < before:
             self.leaders.append(setting)
@@ -343,27 +359,14 @@ class _SettingSearch:
 
     def answer(self, devices: str) -> Plan:
         """Return the best plan, with what the search found; InfeasibleError if there is none."""
-        counts = dict(Counter(result.status for result in self.results.values()))
         if not self.finished:
-            ranked = in_order(self.results.values())
-            raise InfeasibleError(why_none(devices, counts, ranked))
-        chosen = self._shortest(self.finished)
-        plan = self.finished[chosen]
+            raise InfeasibleError(why_none(devices, in_order(self.results.values())))
+        answer = answer_of(self.finished, self.space.base.noise)
+        chosen, plan, _ = answer
         # A thorough search may end with a longer step than a quick one by chance.
         self.results[chosen] = planned(chosen, self.results[chosen].bound_ns, plan)
-        ranked = in_order(self.results.values())
-        step = plan.prediction.step_ns
-        possible = [each.bound_ns for each in ranked if each.status not in ("memory", "refused")]
-        bound = min(step, *possible)
-        joint = JointSearch(
-            devices=devices,
-            settings=len(ranked),
-            bound_ns=bound,
-            gap=(step - bound) / step if step else 0.0,
-            counts=dict(sorted(counts.items())),
-            best=tuple(listed(ranked, chosen, self.limits.top)),
-        )
-        return replace(plan, joint=joint)
+        results = in_order(self.results.values())
+        return replace(plan, joint=joint_search_of(results, answer, devices, self.limits.top))
 
     def _judge_rest(self, settings: Iterable[Setting]) -> None:
         """Note of each setting without a plan whether its bound rules it out."""

@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from math import inf
 
-from pipecompile.ir.plan import Plan
-from pipecompile.ir.setting import Setting, SettingResult, SettingStatus
+from msgspec.structs import asdict, replace
 
-__all__ = ["in_order", "listed", "planned", "why_none"]
+from pipecompile.ir.plan import Plan
+from pipecompile.ir.setting import (
+    JointSearch,
+    OtherSettings,
+    Setting,
+    SettingResult,
+    SettingStatus,
+)
+from pipecompile.planner.finished_plans import Answer
+
+__all__ = ["in_order", "joint_search_of", "planned", "why_none"]
 
 
 def planned(setting: Setting, bound: int, plan: Plan) -> SettingResult:
@@ -33,7 +43,7 @@ def _order(result: SettingResult) -> tuple[float, int, int]:
     return step, result.memory_bytes or 0, result.bound_ns
 
 
-def listed(results: Iterable[SettingResult], chosen: Setting, top: int) -> Iterator[SettingResult]:
+def _listed(results: Iterable[SettingResult], chosen: Setting, top: int) -> Iterator[SettingResult]:
     """Yield what a plan lists of results in their order: that of its setting, so many of the
     shortest in all, and of the rest those that hold less than all before them.
 
@@ -53,9 +63,55 @@ def listed(results: Iterable[SettingResult], chosen: Setting, top: int) -> Itera
         least = min(least, result.memory_bytes)
 
 
-def why_none(
-    devices: str, counts: dict[SettingStatus, int], results: Sequence[SettingResult]
-) -> str:
+def _others(results: Iterable[SettingResult]) -> Iterator[OtherSettings]:
+    """Yield results that are not listed, those of settings that differ in microbatches alone as
+    one; in the order of the settings' words and numbers.
+    """
+    alike: dict[tuple[SettingStatus, str, Setting], dict[int, int]] = {}
+    for result in results:
+        setting = result.setting
+        key = result.status, result.reason, replace(setting, microbatches=1)
+        alike.setdefault(key, {})[setting.microbatches] = result.bound_ns
+    for (status, reason, setting), bounds in sorted(alike.items(), key=_words):
+        numbers = sorted(bounds)
+        fields = {
+            **asdict(setting),
+            "microbatches": tuple(numbers),
+            "bounds_ns": tuple(bounds[number] for number in numbers),
+        }
+        yield OtherSettings(status=status, reason=reason, **fields)
+
+
+def _words(entry: tuple[tuple[SettingStatus, str, Setting], object]) -> tuple[str, int, str]:
+    status, reason, setting = entry[0]
+    return status, setting.replicas, f"{setting} {reason}"
+
+
+def joint_search_of(
+    results: Sequence[SettingResult], answer: Answer, devices: str, top: int
+) -> JointSearch:
+    """Return what a search found, with the results of all its settings in order."""
+    step = answer.plan.prediction.step_ns
+    possible = (each.bound_ns for each in results if each.status not in ("memory", "refused"))
+    bound = min(step, *possible)
+    best = tuple(_listed(results, answer.setting, top))
+    return JointSearch(
+        devices=devices,
+        settings=len(results),
+        bound_ns=bound,
+        gap=(step - bound) / step if step else 0.0,
+        counts=dict(sorted(_counts(results).items())),
+        best=best,
+        others=tuple(_others(each for each in results if each not in best)),
+        robustness=answer.robustness,
+    )
+
+
+def _counts(results: Iterable[SettingResult]) -> Counter[SettingStatus]:
+    return Counter(result.status for result in results)
+
+
+def why_none(devices: str, results: Sequence[SettingResult]) -> str:
     """Return why no setting has a plan, each reason with the number of settings, and an example."""
     texts: dict[SettingStatus, str] = {
         "memory": "cannot fit their memory",
@@ -63,7 +119,7 @@ def why_none(
         "refused": "are not possible",
         "not tried": "were not tried",
     }
-    parts = []
+    counts, parts = _counts(results), []
     for status, text in texts.items():
         if status not in counts:
             continue

@@ -18,7 +18,7 @@ from pipecompile.planner.unequal_devices import UnequalDevices
 from pipecompile.schedule.named_orders import fitting_names, required_placement
 from pipecompile.schedule.placement import place
 
-__all__ = ["JOINT_CHOICES", "SettingSpace"]
+__all__ = ["JOINT_CHOICES", "POLICIES", "SCHEDULES", "SettingSpace"]
 
 JOINT_CHOICES = (
     "k",
@@ -148,7 +148,9 @@ class SettingSpace:
                 # A schedule may need more microbatches than there
                 # are, or another placement than the one asked for.
                 known = (*fitting_names(placement, microbatches), "search")
-                if schedule in known:
+                # Around a loop of one stage each lies the order of another name.
+                is_other_name = shape == "loop" and each == 1 and "schedule" not in self.fixed
+                if schedule in known and not is_other_name:
                     yield schedule, each
 
     def _kinds(self, replicas: int) -> tuple[str, ...]:

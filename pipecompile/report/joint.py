@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
+from itertools import groupby
 
 from pipecompile.ir.duration import time_text, time_with_unit
 from pipecompile.ir.graph import TimeUnit
 from pipecompile.ir.plan import Plan
-from pipecompile.ir.setting import JointSearch, SettingResult, SettingStatus
+from pipecompile.ir.setting import JointSearch, OtherSettings, SettingResult, SettingStatus
 from pipecompile.ir.size import size_text
 from pipecompile.report.tables import DrawTable, plain_table
 from pipecompile.report.units import gap_text
 
-__all__ = ["joint_text", "settings_rows", "settings_table", "word_columns"]
+__all__ = ["joint_text", "others_table", "settings_rows", "settings_table", "word_columns"]
+
+_MOST_NAMES = 3  # of schedules in a row of the others
 
 _STATUSES: dict[SettingStatus, str] = {
     "planned": "planned",
@@ -55,11 +58,15 @@ def _by_nodes(plan: Plan, joint: JointSearch) -> str:
     return f" by the times of nodes, by which this one takes {step}"
 
 
+def _times_text(plan: Plan, joint: JointSearch) -> str:
+    return ", by the times of nodes" if _by_nodes(plan, joint) else ""
+
+
 def settings_table(plan: Plan, draw: DrawTable = plain_table) -> Iterator[str]:
     """Yield the best settings of a joint search as a table, the plan's first; nothing without."""
     if plan.joint is None or len(plan.joint.best) < 2:
         return
-    times = ", by the times of nodes" if _by_nodes(plan, plan.joint) else ""
+    times = _times_text(plan, plan.joint)
     yield f"the best settings that were planned{times}, the first one is the plan's"
     rows = settings_rows(plan.joint, plan.time_unit)
     yield from draw(rows, word_columns(rows[0]))
@@ -94,3 +101,52 @@ def _cells(result: SettingResult, unit: TimeUnit) -> tuple[str, ...]:
         "" if result.bubble is None else f"{result.bubble:.1%}",
         "" if result.memory_bytes is None else size_text(result.memory_bytes),
     )
+
+
+def others_table(plan: Plan, draw: DrawTable = plain_table) -> Iterator[str]:
+    """Yield what came of the settings that are not listed, those of as many replicas together;
+    nothing where all are. The plan's file names each.
+    """
+    if plan.joint is None or not plan.joint.others:
+        return
+    others, times = plan.joint.others, _times_text(plan, plan.joint)
+    yield f"the other settings: none has a step below the bound in its row{times}"
+    known = sorted({each.schedule for each in others})
+    header = ("settings", "replicas", "ranks", "microbatches", "schedule", "recompute", "bound")
+    rows: list[tuple[str, ...]] = [("what came of them", *header)]
+    for status, text in _STATUSES.items():
+        own = sorted((each for each in others if each.status == status), key=_replicas)
+        for _, group in groupby(own, key=_replicas):
+            rows.append((text, *_others_cells(list(group), known, plan.time_unit)))
+    yield from draw(rows, {0, 5, 6})
+
+
+def _replicas(settings: OtherSettings) -> int:
+    return settings.replicas
+
+
+def _others_cells(
+    group: Sequence[OtherSettings], schedules: Sequence[str], unit: TimeUnit
+) -> tuple[str, ...]:
+    """Return what settings with equally many replicas have; `schedules` are those of all others."""
+    numbers = sorted({number for each in group for number in each.microbatches})
+    bound = min(min(each.bounds_ns) for each in group)
+    return (
+        str(sum(len(each.microbatches) for each in group)),
+        str(group[0].replicas),
+        str(group[0].ranks),
+        " to ".join(map(str, dict.fromkeys((numbers[0], numbers[-1])))),
+        _names({each.schedule for each in group}, schedules),
+        ", ".join(sorted({each.recompute for each in group})),
+        time_text(bound, unit) if bound else "",
+    )
+
+
+def _names(own: Set[str], known: Sequence[str]) -> str:
+    """Return own names, or if these are many all but the others, or how many they are."""
+    missing = [name for name in known if name not in own]
+    if len(own) <= _MOST_NAMES:
+        return ", ".join(sorted(own))
+    if not missing:
+        return "all"
+    return f"all but {', '.join(missing)}" if len(missing) <= _MOST_NAMES else f"{len(own)} of them"

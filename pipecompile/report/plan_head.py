@@ -6,11 +6,12 @@ from collections.abc import Iterator
 
 from pipecompile.ir.duration import time_with_unit
 from pipecompile.ir.encodings import ENCODINGS
+from pipecompile.ir.graph import TimeUnit
 from pipecompile.ir.imbalance import imbalance_of
 from pipecompile.ir.links import Link
 from pipecompile.ir.plan import Ordering, Plan
 from pipecompile.ir.plurals import counted
-from pipecompile.ir.robustness import NoisyStep
+from pipecompile.ir.robustness import NoisyStep, Robustness
 from pipecompile.ir.schedule import Kind
 from pipecompile.ir.size import size_text
 from pipecompile.ir.stage_ranks import has_stage_replicas
@@ -198,15 +199,23 @@ def _recompute_hint(plan: Plan, ordering: Ordering) -> Iterator[str]:
 
 
 def _robustness(plan: Plan) -> Iterator[str]:
-    """Yield what noise does to the step of the plan, and to the fastest of those compared."""
-    robustness = plan.robustness
-    if robustness is None:
-        return
+    """Yield what noise does to the step of the plan, and to the fastest of those compared: of
+    several settings, and of its own.
+    """
+    among = None if plan.joint is None else plan.joint.robustness
+    if among is not None:
+        yield from _noise_text(among, " of all settings", plan.time_unit)
+    if plan.robustness is not None:
+        setting = "" if plan.joint is None else " of this setting"
+        yield from _noise_text(plan.robustness, setting, plan.time_unit)
+
+
+def _noise_text(robustness: Robustness, of_which: str, unit: TimeUnit) -> Iterator[str]:
+    """Yield how a plan was chosen under noise among some, beside the fastest of them."""
 
     def text(step: NoisyStep) -> str:
         nominal, p90, regret = (
-            time_with_unit(each, plan.time_unit)
-            for each in (step.nominal_ns, step.p90_ns, step.regret_ns)
+            time_with_unit(each, unit) for each in (step.nominal_ns, step.p90_ns, step.regret_ns)
         )
         return f"step {nominal}, 90th percentile {p90}, regret {regret}"
 
@@ -215,8 +224,7 @@ def _robustness(plan: Plan) -> Iterator[str]:
     rank = "the only plan" if number == 1 else f"least regret of {number} plans"
     fastest = ", also the fastest" if is_fastest and number > 1 else ""
     noise = f"{100 * robustness.noise:.3g}%"
-    setting = "" if plan.joint is None else " of this setting"
-    yield f"  noise      {noise}: {rank} within 2 % of the shortest step{setting}{fastest}"
+    yield f"  noise      {noise}: {rank} within 2 % of the shortest step{of_which}{fastest}"
     yield f"             {text(robustness.chosen)}"
     if not is_fastest:
         yield f"             fastest plan: {text(robustness.fastest)}"

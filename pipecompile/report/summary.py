@@ -12,7 +12,7 @@ from pipecompile.ir.size import size_text
 from pipecompile.ir.stage import Stage
 from pipecompile.ir.stage_ranks import ranks_text
 from pipecompile.report.inference import cache_header, cache_rows, load_text
-from pipecompile.report.joint import settings_table
+from pipecompile.report.joint import others_table, settings_table
 from pipecompile.report.memory import FIXED_NOTE, kinds_of, memory_bounds, stage_memory
 from pipecompile.report.plan_head import plan_head
 from pipecompile.report.recompute import (
@@ -46,6 +46,7 @@ def summary(plan: Plan, draw: DrawTable = plain_table) -> str:
         _routes(plan),
         _tied(plan),
         settings_table(plan, draw),
+        others_table(plan, draw),
     ]
     return "\n\n".join("\n".join(part) for part in map(list, parts) if part) + "\n"
 

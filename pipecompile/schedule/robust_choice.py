@@ -31,26 +31,29 @@ class RobustChoice(NamedTuple):
 
 def robust_choice(
     plans: Sequence[Plan],
-    node_ns: Mapping[str, int],
+    node_ns: Sequence[Mapping[str, int]],
     noise: float,
     *,
+    shortest_ns: int | None = None,
     draws: int = DRAWS,
     seed: int = 0,
 ) -> RobustChoice:
     """Return which of some plans for one minibatch has the least regret under `noise`.
 
-    Only plans count whose predicted step is within 2 % of the shortest one. `node_ns` are the times
-    of nodes for one microbatch, and `noise` is the relative standard deviation of the factors of
-    devices and nodes (`schedule.noisy_steps`). Equal regrets are decided by the 90th percentile of
-    the steps, by the predicted step, and by the order of `plans`. The same input gives the same
-    answer. There must be a plan.
+    Only plans count whose predicted step is within 2 % of the shortest one, or of `shortest_ns` if
+    a shorter one is known. `node_ns` has of each plan the times of nodes for one microbatch, and
+    `noise` is the relative standard deviation of the factors of devices and nodes
+    (`schedule.noisy_steps`). Equal regrets are decided by the 90th percentile of the steps, by the
+    predicted step, and by the order of `plans`. The same input gives the same
+    answer. There must be a plan within 2 %.
     """
-    shortest_ns = min(plan.prediction.step_ns for plan in plans)
+    if shortest_ns is None:
+        shortest_ns = min(plan.prediction.step_ns for plan in plans)
     close = [
         index for index, plan in enumerate(plans) if is_close(plan.prediction.step_ns, shortest_ns)
     ]
     drawn = Noise(noise, draws, seed)
-    steps = np.stack([steps_under_noise(plans[index], node_ns, drawn) for index in close])
+    steps = np.stack([steps_under_noise(plans[index], node_ns[index], drawn) for index in close])
     # Steps 10 12 30 of one plan and 11 11 33 of another have regrets 0 1 0 and 1 0 3.
     # The third draw is slow for both, which says nothing about the choice between them.
     regrets = steps - steps.min(axis=0)

@@ -71,6 +71,18 @@ def test_the_command_says_what_was_chosen_and_a_check_finds_the_plan_current(
     assert all(finding.passed for finding in check_plan(plan, Factory.of(factory)))
 
 
+def test_under_noise_settings_are_compared_by_their_regret(factory: str, tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    text = planned(factory, path, "--effort", "4", "--noise", "5%")
+    assert "plans within 2 % of the shortest step of all settings" in text
+    assert "of the shortest step of this setting" in text
+    plan = read(path, Plan)
+    assert plan.joint is not None
+    assert plan.joint.robustness is not None
+    assert plan.joint.robustness.chosen.nominal_ns == plan.prediction.step_ns
+    assert all(finding.passed for finding in check_plan(plan, Factory.of(factory)))
+
+
 def test_json_has_the_table(factory: str, tmp_path: Path) -> None:
     words = ["--effort", "2", "--format", "json", "-q"]
     text = planned(factory, tmp_path / "plan.json", *words)

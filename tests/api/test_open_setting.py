@@ -8,20 +8,25 @@ from typing import Any
 
 import pytest
 import torch
+from msgspec.structs import replace
 from torch import nn
 
 from pipecompile import InfeasibleError, Plan, pipecompile
 from pipecompile.api.check import check_plan
-from pipecompile.api.open_setting import plan_of
+from pipecompile.api.open_setting import plan_of, plan_with_choice
 from pipecompile.api.options import options_for
 from pipecompile.api.plan import make_plan
 from pipecompile.api.plan_request import plan_request
 from pipecompile.frontend.signature import arguments_of
 from pipecompile.frontend.target import Target
 from pipecompile.frontend.target_capture import capture_target
+from pipecompile.ir.graph import CostGraph
 from pipecompile.ir.links import FREE
 from pipecompile.ir.serialization import encode
+from pipecompile.ir.setting import JointSearch
+from pipecompile.profiling.stage_correction import Draft
 from pipecompile.report.summary import summary
+from pipecompile.training.stage_timer import StageTimer
 
 WIDTH, SAMPLES = 64, 16
 COSTS = "roofline:h100"
@@ -62,6 +67,22 @@ def test_the_step_is_the_shortest_of_all_settings_by_hand() -> None:
     assert plan.joint.bound_ns <= min(tried)
     assert plan.prediction.step_ns < fixed(target, k=2, microbatches=2).prediction.step_ns
     assert "chosen     what was left open" in summary(plan)
+
+
+@pytest.mark.parametrize("memory", [None, "1GiB"])
+def test_where_only_ranks_are_given_stages_on_each_are_chosen_too(memory: str | None) -> None:
+    target = target_of(chain(16), samples=4096)
+    plan = chosen(target, "flops", ranks=2, memory=memory)
+    by_k = chosen(target, "flops", k=2, memory=memory)
+    several = [
+        fixed(target, "flops", ranks=2, microbatches=number, schedule=schedule, memory=memory)
+        for number in (2, 4, 8)
+        for schedule in ("zb-v", "v-half", "v-min")
+    ]
+    shortest = min(each.prediction.step_ns for each in (by_k, *several))
+    assert plan.prediction.step_ns <= shortest < by_k.prediction.step_ns
+    assert (plan.ranks, plan.k, plan.options.stages_per_rank) == (2, 4, None)
+    assert [finding.passed for finding in check_plan(plan)] == [True] * len(check_plan(plan))
 
 
 def test_a_plan_by_hand_with_what_was_chosen_is_the_same_plan() -> None:
@@ -124,6 +145,31 @@ class NoSingles(nn.Module):
 def test_a_model_that_does_not_run_on_smaller_microbatches_has_the_plain_defaults() -> None:
     plan = chosen(target_of(NoSingles(), 8), k=2)
     assert (plan.microbatches, plan.schedule.name, plan.joint) == (2, "1f1b", None)
+
+
+@pytest.mark.parametrize(("slower", "kept"), [("zb-h1", "1f1b"), ("1f1b", "zb-h1")])
+def test_by_whole_stages_the_step_is_no_longer_than_that_of_the_plain_defaults(
+    slower: str, kept: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = target_of(chain())
+    found = fixed(target, "measured", k=2, microbatches=2, schedule="zb-h1")
+    joint = JointSearch(devices="", settings=1, bound_ns=0, gap=0.0, counts={"planned": 1})
+    steps = {}
+
+    def by_whole_stages(graph: CostGraph, draft: Draft, timer: StageTimer) -> Plan:
+        plan = draft(graph)
+        step_ns = (1 + (plan.schedule.name == slower)) * 10**9
+        steps[plan.schedule.name] = step_ns
+        return replace(plan, prediction=replace(plan.prediction, step_ns=step_ns))
+
+    monkeypatch.setattr("pipecompile.api.plan.correct_stages", by_whole_stages)
+    captured = capture_target(target, found.options, verify=False)
+    request = plan_request(k=2, costs="measured")
+    plan = plan_with_choice(target, request, captured, FREE, replace(found, joint=joint))
+    assert plan.schedule.name == kept
+    assert plan.prediction.step_ns == min(steps.values())
+    # The search did not choose the plain defaults.
+    assert (plan.joint is None) == (kept == "1f1b")
 
 
 def test_a_step_of_the_chosen_plan_is_the_unsplit_one() -> None:

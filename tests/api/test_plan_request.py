@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from typing import Any
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipecompile.api.plan_request import PlanRequest, plan_request
+from pipecompile.schedule.named_orders import fitting_names, fullest_moment, required_placement
+from pipecompile.schedule.placement import place
 from tests.sweeps import examples
 
 
@@ -55,13 +60,56 @@ def test_nothing_is_chosen_for_one_rank_unequal_ones_and_steps_without_a_flush(
     assert not plan_request(**{"k": 4, "costs": "flops", **options}).has_choice
 
 
+def schedules(samples: int = 16, **options: Any) -> set[tuple[str, int]]:
+    request = plan_request(**{"costs": "flops", **options}).for_batch(samples)
+    possible = request.space(samples).settings()
+    assert request.setting in possible
+    assert {each.ranks for each in possible} == {4}
+    return {(each.schedule, each.stages_per_rank) for each in possible}
+
+
+def test_without_a_cap_schedules_hold_no_more_microbatches_than_1f1b() -> None:
+    assert schedules(k=4) == {("1f1b", 1), ("zb-h1", 1)}
+    v_shaped = {(name, 2) for name in ("zb-v", "v-half", "v-min")}
+    assert schedules(ranks=4) == schedules(k=4) | v_shaped
+    for name, each in schedules(ranks=4):
+        for number in (4, 8, 16):
+            shape, _ = required_placement(name)
+            placement = place(shape, 4, each)
+            held = fullest_moment(name, placement, number).held
+            by_rank = Counter[int]()
+            for stage, rank in enumerate(placement):
+                by_rank[rank] += held[stage]
+            most = max(fullest_moment("1f1b", range(4), number).held)
+            # Of a stage with half of the nodes a microbatch is half as much.
+            assert max(by_rank.values()) <= each * most
+
+
+def test_under_a_cap_all_named_schedules_are_open() -> None:
+    one_each = {("1f1b", 1), ("zb-h1", 1), ("zb-h2", 1), ("gpipe", 1)}
+    assert schedules(k=4, memory="1GiB") == one_each
+    several = [
+        (name, 2)
+        for shape in ("loop", "v")
+        for name in fitting_names(place(shape, 4, 2), 16)
+        if name != "gpipe"  # of any placement: it is tried on the simplest one
+    ]
+    assert schedules(ranks=4, memory="1GiB") == one_each.union(several)
+
+
+def test_stages_that_are_counted_are_kept() -> None:
+    for options in ({"k": 8, "stages_per_rank": 2}, {"ranks": 4, "stages_per_rank": 2}):
+        assert {each for _, each in schedules(**options, memory="1GiB")} == {2}
+    for options in ({"k": 4, "ranks": 4}, {"ranks": 4, "pin": {"node": 3}}):
+        assert {each for _, each in schedules(**options, memory="1GiB")} == {1}
+
+
 def test_what_is_given_is_kept_and_recompute_is_open_under_a_cap_only() -> None:
     free = plan_request(k=4, costs="flops").space(16).settings()
-    assert {each.schedule for each in free} == {"1f1b", "zb-h1"}
     assert {each.recompute for each in free} == {"none"}
     request = plan_request(k=4, costs="flops", memory="1GiB", schedule="gpipe", replicas=2)
     possible = request.for_batch(16).space(16).settings()
     assert {each.schedule for each in possible} == {"gpipe"}
-    assert {each.recompute for each in possible} == {"none", "auto"}
+    assert {each.recompute for each in possible} == {"none", "auto", "stage"}
     assert {(each.replicas, each.ranks) for each in possible} == {(2, 4)}
     assert request.for_batch(16).setting in possible

@@ -10,9 +10,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipecompile.ir.plan import Plan
-from pipecompile.ir.setting import JointSearch, Setting, SettingResult
+from pipecompile.ir.setting import (
+    JointSearch,
+    OtherSettings,
+    Setting,
+    SettingResult,
+    SettingStatus,
+)
 from pipecompile.report.front import FrontChart, front_chart
-from pipecompile.report.joint import settings_table
+from pipecompile.report.joint import others_table, settings_table
 from pipecompile.report.plan_page import plan_page
 from pipecompile.report.summary import summary
 from pipecompile.schedule.simulator import simulate_plan
@@ -114,3 +120,34 @@ def test_the_head_says_by_which_times_the_bound_holds(plan: Plan) -> None:
     assert "that were planned, by the times of nodes, the first one is" in "\n".join(
         settings_table(with_settings(plan, [(10, 30), (20, 20)]))
     )
+
+
+def test_the_other_settings_are_counted_by_what_ruled_them_out(plan: Plan) -> None:
+    def other(status: SettingStatus, schedule: str, bounds: dict[int, int]) -> OtherSettings:
+        return OtherSettings(
+            status=status,
+            ranks=2,
+            stages_per_rank=1,
+            replicas=1,
+            schedule=schedule,
+            recompute="none",
+            microbatches=tuple(bounds),
+            bounds_ns=tuple(bounds.values()),
+        )
+
+    listed = with_settings(plan, [(plan.prediction.step_ns, 20)])
+    assert listed.joint is not None
+    assert list(others_table(listed)) == []
+    others = (
+        other("bound", "gpipe", {2: 50, 4: 40}),
+        other("bound", "zb-h1", {1: 60}),
+        other("memory", "zb-h2", {8: 0}),
+    )
+    counts: dict[SettingStatus, int] = {"planned": 1, "bound": 3, "memory": 1}
+    joint = msgspec.structs.replace(listed.joint, settings=5, counts=counts, others=others)
+    assert list(others_table(msgspec.structs.replace(plan, joint=joint))) == [
+        "the other settings: none has a step below the bound in its row",
+        "what came of them       settings replicas ranks microbatches schedule     recompute bound",
+        "cannot be shorter              3        1     2       1 to 4 gpipe, zb-h1 none      40 ns",
+        "cannot fit their memory        1        1     2            8 zb-h2        none",
+    ]

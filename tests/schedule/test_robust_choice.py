@@ -104,7 +104,7 @@ def naive_rows(
 @settings(max_examples=8)
 @given(PLANS, NOISES)
 def test_the_choice_is_that_of_a_naive_monte_carlo(plans: list[Plan], noise: float) -> None:
-    choice = robust_choice(plans, node_times(GRAPH), noise, draws=15)
+    choice = robust_choice(plans, [node_times(GRAPH)] * len(plans), noise, draws=15)
     rows = naive_rows(plans, node_times(GRAPH), noise, 15)
     of_chosen = {row.place: row.step for row in rows}[choice.place]
     assert choice.robustness.chosen == of_chosen
@@ -121,7 +121,9 @@ def test_the_choice_is_that_of_a_naive_monte_carlo(plans: list[Plan], noise: flo
 def test_the_choice_is_close_to_the_fastest_and_has_no_more_regret(
     plans: list[Plan], noise: float, seed: int
 ) -> None:
-    index, robustness = robust_choice(plans, node_times(GRAPH), noise, draws=30, seed=seed)
+    index, robustness = robust_choice(
+        plans, [node_times(GRAPH)] * len(plans), noise, draws=30, seed=seed
+    )
     shortest = min(plan.prediction.step_ns for plan in plans)
     assert plans[index].prediction.step_ns <= 1.02 * shortest
     assert robustness.chosen.nominal_ns == plans[index].prediction.step_ns
@@ -134,7 +136,7 @@ def test_the_choice_is_close_to_the_fastest_and_has_no_more_regret(
 @settings(max_examples=20)
 @given(PLANS)
 def test_without_noise_the_fastest_is_chosen(plans: list[Plan]) -> None:
-    index, robustness = robust_choice(plans, node_times(GRAPH), 0.0, draws=3)
+    index, robustness = robust_choice(plans, [node_times(GRAPH)] * len(plans), 0.0, draws=3)
     shortest = min(plan.prediction.step_ns for plan in plans)
     assert plans[index].prediction.step_ns == shortest
     step = NoisyStep(nominal_ns=shortest, p90_ns=shortest, regret_ns=0)
@@ -144,7 +146,7 @@ def test_without_noise_the_fastest_is_chosen(plans: list[Plan]) -> None:
 def test_a_plan_that_is_a_little_slower_may_have_less_regret() -> None:
     # The even plan has the shortest step, and more work: whichever device is slow, it pays most.
     plans = [plan_of([940, 1020, 950]), plan_of([960, 990, 990])]
-    index, robustness = robust_choice(plans, node_times(GRAPH), 0.1)
+    index, robustness = robust_choice(plans, [node_times(GRAPH)] * len(plans), 0.1)
     assert index == 0
     assert robustness.chosen.nominal_ns > robustness.fastest.nominal_ns
     assert robustness.chosen.regret_ns < robustness.fastest.regret_ns / 5

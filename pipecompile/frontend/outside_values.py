@@ -41,7 +41,7 @@ class OutsideValues:
         self._read_each_time = [
             each for each in search.values if isinstance(each.value, (*NUMBERS, *MAPPINGS))
         ]
-        flags = [(where, read, read()) for where, read in asked_flags(search.names)]
+        flags = [(where, read, read()) for where, read in asked_flags(search)]
         code = [*search.code, *flags]
         self._code_places = [where for where, _, _ in code]
         self._code_reads = [read for _, read, _ in code]

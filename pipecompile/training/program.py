@@ -149,8 +149,8 @@ class Program:
         self._trained_as = list(map(_trained_as, self.parameters))
 
     def check_unchanged(self) -> None:
-        """Raise InputError if the model, or autocast, the default dtype or the default device around
-        it, is not as it was when the graph was captured.
+        """Raise InputError if the model is not as it was when the graph was captured, or autocast,
+        the default dtype or the default device around it is not.
         """
         if current_autocast() != self._autocast:
             raise InputError(

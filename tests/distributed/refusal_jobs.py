@@ -39,17 +39,17 @@ def mean_square(output: Tensor, _: Any) -> Tensor:
     return output.square().mean()
 
 
-def compiled(model: nn.Module) -> Pipeline:
+def compiled(model: nn.Module, sample: Tensor = X, step_timeout: float = 20.0) -> Pipeline:
     return pipecompile(
         model,
-        X,
+        sample,
         ranks=2,
         k=2,
         microbatches=4,
         costs="flops",
         self_check=False,
         loss_fn=mean_square,
-        step_timeout=20.0,
+        step_timeout=step_timeout,
     )
 
 
@@ -80,6 +80,64 @@ BOUNDARIES: dict[str, Callable[[], nn.Module]] = {
     "a part": lambda: Does(lambda v: torch.cat([v, v], 1)[:, ::2]),
     "weight_norm": lambda: weight_norm(nn.Linear(WIDTH, WIDTH)),
 }
+
+
+class Turned(nn.Module):
+    """Returns one layout of positive values, and another one of others."""
+
+    def __init__(self, other: Callable[[Tensor], Tensor], *, sample_is_other: bool = False) -> None:
+        super().__init__()
+        self.lin, self.other, self.sign = nn.Linear(WIDTH, WIDTH), other, 1 - 2 * sample_is_other
+
+    def forward(self, value: Tensor) -> Tensor:
+        """A value of shape (N, WIDTH) to the same shape."""
+        result = self.lin(value)
+        return result if float(value.detach().sum()) * self.sign > 0 else self.other(result)
+
+
+def _by_columns(value: Tensor) -> Tensor:
+    return value.t().contiguous().t()
+
+
+def _with_gaps(value: Tensor) -> Tensor:
+    return torch.cat([value, value], 1)[:, :WIDTH]
+
+
+def _repeated(value: Tensor) -> Tensor:
+    return value[:, :1].expand(-1, WIDTH)
+
+
+CHANNELS_LAST = {"memory_format": torch.channels_last}
+LAYOUTS: dict[str, tuple[Callable[[], nn.Module], Tensor, Tensor]] = {
+    "other strides": (lambda: Turned(_by_columns), X.abs(), -X.abs()),
+    "those of what was computed from it": (
+        lambda: nn.Sequential(Turned(_by_columns), nn.PReLU()),
+        X.abs(),
+        -X.abs(),
+    ),
+    "gaps": (lambda: Turned(_with_gaps), X.abs(), -X.abs()),
+    "no gaps": (lambda: Turned(_with_gaps, sample_is_other=True), X.abs(), -X.abs()),
+    "nothing repeated": (lambda: Turned(_repeated, sample_is_other=True), X.abs(), -X.abs()),
+    "another input": (lambda: nn.PReLU(), X, _by_columns(X)),
+    "an image with channels last": (
+        lambda: nn.Conv2d(2, 2, 1),
+        torch.randn(8, 2, 4, 4),
+        torch.randn(8, 2, 4, 4).contiguous(**CHANNELS_LAST),
+    ),
+}
+
+
+def said_of_layouts(names: Sequence[str]) -> list[tuple[str, str]]:
+    """The kind and the text of what a rank says of a batch that leads to another layout."""
+    said = []
+    for name in names:
+        make, sample, other = LAYOUTS[name]
+        torch.manual_seed(0)
+        model = nn.Sequential(make(), make())
+        pipeline = compiled(model, sample, step_timeout=2.0)
+        pipeline.step(sample, None)
+        said.append(_said(nullcontext, lambda p=pipeline, batch=other: p.step(batch, None)))
+    return said
 
 
 def distances(kinds: str, names: Sequence[str]) -> list[float]:

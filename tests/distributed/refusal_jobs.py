@@ -127,17 +127,13 @@ LAYOUTS: dict[str, tuple[Callable[[], nn.Module], Tensor, Tensor]] = {
 }
 
 
-def said_of_layouts(names: Sequence[str]) -> list[tuple[str, str]]:
+def said_of_layout(name: str) -> tuple[str, str]:
     """The kind and the text of what a rank says of a batch that leads to another layout."""
-    said = []
-    for name in names:
-        make, sample, other = LAYOUTS[name]
-        torch.manual_seed(0)
-        model = nn.Sequential(make(), make())
-        pipeline = compiled(model, sample, step_timeout=2.0)
-        pipeline.step(sample, None)
-        said.append(_said(nullcontext, lambda p=pipeline, batch=other: p.step(batch, None)))
-    return said
+    make, sample, other = LAYOUTS[name]
+    torch.manual_seed(0)
+    pipeline = compiled(nn.Sequential(make(), make()), sample, step_timeout=2.0)
+    pipeline.step(sample, None)
+    return _said(nullcontext, lambda: pipeline.step(other, None))
 
 
 def distances(kinds: str, names: Sequence[str]) -> list[float]:

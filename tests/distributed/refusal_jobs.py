@@ -133,7 +133,9 @@ def said_of_layout(name: str) -> tuple[str, str]:
     torch.manual_seed(0)
     pipeline = compiled(nn.Sequential(make(), make()), sample, step_timeout=2.0)
     pipeline.step(sample, None)
-    return _said(nullcontext, lambda: pipeline.step(other, None))
+    said = _said(nullcontext, lambda: pipeline.step(other, None))
+    dist.destroy_process_group()  # a step that failed midway has ended it
+    return said
 
 
 def distances(kinds: str, names: Sequence[str]) -> list[float]:

@@ -49,7 +49,7 @@ def test_a_tensor_is_dense_if_it_is_contiguous_in_some_order(
     ],
 )
 def test_other_strides_are_refused(value: Tensor, planned: tuple[int, ...]) -> None:
-    with pytest.raises(InputError, match="hidden has strides .* but had"):
+    with pytest.raises(InputError, match=r"hidden has strides .* but had"):
         check_strides(value, "hidden", planned)
 
 

@@ -33,7 +33,7 @@ def data_names(attributes: Mapping[str, Any]) -> list[str]:
     return [
         name
         for name, value in tuple(attributes.items())
-        if _is_data(value) and not _is_special(name)
+        if _is_data(value) and not (name.startswith("__") and name.endswith("__"))
     ]
 
 
@@ -44,24 +44,6 @@ def names_there(attributes: Mapping[str, Any], kind: type) -> frozenset[str]:
     return KEPT_BY_PYTHON.union(attributes, *map(vars, kind.__mro__))
 
 
-def parts_of(value: Any) -> Iterator[str]:
-    """Yield the attributes of what leads to a function, which calls it with these, or to items."""
-    for kind, parts in PARTS.items():
-        if isinstance(value, kind):
-            yield from parts
-
-
-def _is_data(value: Any, depth: int = 0) -> bool:
-    """Return whether a value consists of numbers, strings and tensors alone."""
-    if isinstance(value, (*CONTAINERS, *MAPPINGS, tuple)) and depth < MOST_DEEP:
-        if len(value) > MOST_ITEMS:
-            return True
-        items = plain_container(value)
-        inner = items.values() if isinstance(items, (dict, *MAPPINGS)) else items
-        return all(_is_data(item, depth + 1) for item in inner)
-    return isinstance(value, (*PLAIN, *NUMBERS, Tensor, MemberDescriptorType))
-
-
 def may_be_hidden(kind: type, name: str) -> bool:
     """Return whether an object of a class may have another value of this name in its place."""
     value = vars(kind)[name]
@@ -78,21 +60,3 @@ def _is_data(value: Any, depth: int = 0) -> bool:
         inner = items.values() if isinstance(items, (dict, *MAPPINGS)) else items
         return all(_is_data(item, depth + 1) for item in inner)
     return isinstance(value, (*PLAIN, *NUMBERS, Tensor, MemberDescriptorType))
-
-
-def may_be_hidden(kind: type, name: str) -> bool:
-    """Return whether an object of a class may have another value of this name in its place."""
-    value = vars(kind)[name]
-    # Not those of properties, which come first; cached ones put values into objects.
-    return isinstance(value, FunctionType) or not hasattr(type(value), "__get__")
-
-
-def operators(kind: type) -> Iterator[str]:
-    """Yield the methods of a class that code may call without naming them."""
-    for name, method in vars(kind).items():
-        if _is_special(name) and name not in NOT_READING and isinstance(method, FunctionType):
-            yield name
-
-
-def _is_special(name: str) -> bool:
-    return name.startswith("__") and name.endswith("__")

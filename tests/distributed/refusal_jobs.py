@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -167,6 +167,15 @@ def _on_one(rank: int, given: Any) -> Any:
     return given if dist.get_rank() == rank else X
 
 
+@contextmanager
+def _default_dtype_on(rank: int) -> Iterator[None]:
+    torch.set_default_dtype(torch.float64 if dist.get_rank() == rank else torch.float32)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
 STEPS: dict[str, tuple[Around, Step]] = {
     # First, since values are compared in the first steps.
     "another batch": (nullcontext, lambda p: p.step(_on_one(1, X + 1), None)),
@@ -174,6 +183,10 @@ STEPS: dict[str, tuple[Around, Step]] = {
     "inference_mode": (torch.inference_mode, lambda p: p.step(X, None)),
     "no_grad on one rank": (
         lambda: torch.no_grad() if dist.get_rank() == 1 else nullcontext(),
+        lambda p: p.step(X, None),
+    ),
+    "another default dtype on one rank": (
+        lambda: _default_dtype_on(1),
         lambda p: p.step(X, None),
     ),
     "another number of dimensions": (nullcontext, lambda p: p.step(X[None], None)),

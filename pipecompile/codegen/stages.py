@@ -21,7 +21,7 @@ from pipecompile.codegen.region_replacement import replace_regions
 from pipecompile.codegen.regions import EncodedRuns, Regions, check_regions
 from pipecompile.codegen.stage_passes import STAGE_PASSES
 from pipecompile.graph.autograd_context import current_context
-from pipecompile.graph.layout import dense_order, is_dense, strides_with_gaps
+from pipecompile.graph.layout import check_strides, dense_order, strides_with_gaps
 from pipecompile.graph.loss_module import called_path, held_loss, hold_loss
 from pipecompile.graph.stages import origin_of, relay, stage_of
 from pipecompile.graph.storages import storage_key
@@ -256,7 +256,10 @@ def _prepare_to_send(graph: fx.Graph, node: fx.Node, value: fx.Node) -> fx.Node:
     if boundary_tensor.is_permuted:
         value = graph.call_method("permute", (value, boundary_tensor.order))
         value.meta.update(_forwarded_meta(node))
-    if not is_dense(node.meta["val"]):
+    if boundary_tensor.gaps is not None:
+        arguments = (value, boundary_tensor.name, boundary_tensor.gaps)
+        check = graph.call_function(check_strides, arguments)
+        check.meta.update(_forwarded_meta(node), val=None)
         value = graph.call_method("contiguous", (value,))
         value.meta.update(_forwarded_meta(node))
     return value

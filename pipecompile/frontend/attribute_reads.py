@@ -26,7 +26,7 @@ from torch import nn
 from pipecompile.frontend.packages import is_foreign, is_installed, package_of
 from pipecompile.frontend.source import HIDDEN
 
-__all__ = ["ALL", "AttributeReads"]
+__all__ = ["ALL", "GETTER", "AttributeReads", "is_own"]
 
 GETTER = "__getattribute__"
 Getter = Callable[[Any, str], Any]
@@ -49,7 +49,7 @@ class AttributeReads:
         """Note what is read in the block of modules, and of objects of the user's own classes that
         those of `model` hold.
         """
-        own = {type(value) for _, value in _held(model) if _is_own(type(value))}
+        own = {type(value) for _, value in _held(model) if is_own(type(value))}
         with contextlib.ExitStack() as patches:
             self._note(nn.Module, _attribute_of_module, patches)
             for kind in own:
@@ -104,8 +104,10 @@ def _held(model: nn.Module) -> Iterator[tuple[str, Any]]:
             yield f"{path}.{name}".lstrip("."), value
 
 
-def _is_own(kind: type) -> bool:
-    """Return whether a class, which is none of modules, is the user's."""
+def is_own(kind: type) -> bool:
+    """Return whether a class, which is none of modules, is the user's: what is read of its objects
+    is noted.
+    """
     package = package_of(kind.__module__)
     is_others = is_foreign(package) or is_installed(package)
     return not (is_others or issubclass(kind, nn.Module))

@@ -40,7 +40,7 @@ from pipecompile.frontend.export import export_capture
 from pipecompile.frontend.leaves import leaf_paths
 from pipecompile.frontend.recorded_forward import RecordedForward, record_forward
 from pipecompile.frontend.recording_options import RecordingOptions
-from pipecompile.frontend.refusals import UnsupportedError
+from pipecompile.frontend.refusals import UnsupportedError, is_data_dependence_error
 from pipecompile.frontend.signature import Arguments
 from pipecompile.frontend.source import error_line
 from pipecompile.graph.attributes import ModuleAttributes
@@ -162,6 +162,11 @@ def captures(
         else:
             has_capture = True
             yield recorded
+    # In an export the model may catch an error about data, and nobody would know.
+    if any(map(_is_of_data, failures)):
+        if not has_capture:
+            raise CaptureError(str(failures[0])) from failures[0]
+        return
     try:
         yield export_capture(model, call, recapture)
     except CaptureError as error:
@@ -190,6 +195,13 @@ def _probe_data(
             f"the model fails on the sample input ({error_line(error)}): {type(error).__name__}: "
             f"{error}"
         ) from error
+
+
+def _is_of_data(failure: CaptureError) -> bool:
+    return any(
+        error is not None and is_data_dependence_error(error)
+        for error in (failure, failure.__cause__)
+    )
 
 
 def is_first_choice(capture: Capture, call: Arguments) -> bool:

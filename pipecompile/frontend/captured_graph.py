@@ -12,7 +12,7 @@ from torch import Tensor, fx, nn
 from torch.fx.node import map_aggregate
 
 from pipecompile.errors import CaptureError
-from pipecompile.frontend.attribute_reads import ALL
+from pipecompile.frontend.attribute_reads import ALL, is_own
 from pipecompile.frontend.batch_dims import output_dim
 from pipecompile.frontend.constant_answers import ConstantAnswer
 from pipecompile.frontend.data_probe import probe_data
@@ -107,9 +107,13 @@ class Capture:
         read = self.read_attributes or frozenset()
         return (path, name) in read or (path, ALL) in read
 
+    def _has_noted(self, kind: type) -> bool:
+        """Return whether it is known what the forward reads of objects of a class."""
+        return self.read_attributes is not None and is_own(kind)
+
     def outside_values(self) -> OutsideValues:
         """Return what the forward may read now, besides what its modules hold themselves."""
-        known = KnownReads(self.may_read, self._has_read, self.runs_itself)
+        known = KnownReads(self.may_read, self._has_read, self.runs_itself, self._has_noted)
         return OutsideValues(self.model, known)
 
     def with_keys_in_order(self) -> Capture:

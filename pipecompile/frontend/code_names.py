@@ -21,9 +21,15 @@ MOST_TEXTS = 256
 ATTRIBUTE_LOADS = frozenset({"LOAD_ATTR", "LOAD_METHOD"})
 GLOBAL_LOADS = frozenset({"LOAD_GLOBAL", "LOAD_NAME"})
 BY_TEXT = frozenset(
-    {"getattr", "hasattr", "attrgetter", "methodcaller", "vars", "globals", "__dict__"}
+    {
+        *("getattr", "hasattr", "attrgetter", "methodcaller", "vars", "globals", "__dict__"),
+        *("__getattribute__", "getattr_static", "getmembers", "asdict", "astuple", "eval", "exec"),
+    }
 )
 """A function that names one of these may name attributes and globals by its strings."""
+BY_NAME = frozenset({"getattr", "hasattr"})
+"""Of these, what is given a name as its second argument."""
+WITHOUT_EFFECT = frozenset({"CACHE", "EXTENDED_ARG", "KW_NAMES", "PRECALL"})
 
 
 class CodeNames(NamedTuple):
@@ -33,7 +39,8 @@ class CodeNames(NamedTuple):
     `imports` are the Python modules that it imports when it runs. `qualified` are the names that
     tensors have too, each with the variable or attribute that it is read of: ("config", "dtype").
     Where that is `self`, the class of the method stands there as well. Code that `is_by_text` names
-    attributes by strings.
+    attributes by strings, and `computing` are the names by which it may read attributes whose names
+    are no constants.
     """
 
     names: frozenset[str]
@@ -42,6 +49,7 @@ class CodeNames(NamedTuple):
     imports: frozenset[str]
     qualified: frozenset[tuple[str, str]]
     is_by_text: bool
+    computing: frozenset[str]
 
     def joined(self, other: CodeNames) -> CodeNames:
         """Return the names of both."""
@@ -52,6 +60,7 @@ class CodeNames(NamedTuple):
             self.imports | other.imports,
             self.qualified | other.qualified,
             self.is_by_text or other.is_by_text,
+            self.computing | other.computing,
         )
 
 
@@ -64,7 +73,8 @@ def names_in(code: CodeType) -> CodeNames:
 
 def _own_names(code: CodeType) -> CodeNames:
     """Return the names that code reads itself."""
-    found = [(each.opname, each.argval) for each in dis.get_instructions(code)]
+    instructions = [e for e in dis.get_instructions(code) if e.opname not in WITHOUT_EFFECT]
+    found = [(each.opname, each.argval) for each in instructions]
     loads = {name for operation, name in found if operation.startswith(("LOAD", "IMPORT_FROM"))}
     names = loads.intersection(code.co_names)
     imports = {name for operation, name in found if operation == "IMPORT_NAME"}
@@ -85,7 +95,38 @@ def _own_names(code: CodeType) -> CodeNames:
         frozenset(imports),
         frozenset(qualified),
         is_by_text,
+        frozenset(_computing(instructions, BY_TEXT.intersection(names))),
     )
+
+
+def _computing(instructions: list[dis.Instruction], by_text: frozenset[str]) -> Iterator[str]:
+    """Yield those of the names `by_text` by which code may read a name that it computes."""
+    for name in by_text:
+        uses = [i for i, each in enumerate(instructions) if each.argval == name]
+        if name not in BY_NAME or not all(_has_constant_name(instructions[i:]) for i in uses):
+            yield name
+
+
+def _has_constant_name(instructions: list[dis.Instruction]) -> bool:
+    """Return whether a call of getattr or hasattr, which begins with these, is given a constant.
+
+        getattr(object, "name", default)
+              2      3       4        5      values on the stack, with the function and a NULL
+
+    The last instruction that leaves 4 of them has made the name.
+    """
+    depth, last = 0, instructions[0]
+    for each in instructions:
+        # With that of PRECALL, which Python 3.11 has before it, the effect would be this one too.
+        is_call, arguments = each.opname == "CALL", each.arg or 0
+        if is_call and depth == 2 + arguments:
+            return last.opname == "LOAD_CONST"
+        depth -= arguments + 1 if is_call else -dis.stack_effect(each.opcode, each.arg, jump=False)
+        if depth < 2:
+            return False
+        if depth == 4:
+            last = each
+    return False
 
 
 def _loaded_constants(found: list[tuple[str, Any]]) -> tuple[Any, ...]:

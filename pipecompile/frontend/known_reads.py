@@ -13,12 +13,14 @@ class KnownReads(NamedTuple):
 
     `may_read` tells which attributes of modules lead to values that it may read, `has_read` which
     ones of objects it was seen to read, and `runs_itself` by path which modules call their hooks in
-    each step.
+    each step. `has_noted` tells of which classes no object that a module holds was read without
+    being seen.
     """
 
     may_read: Callable[[str, str], bool] = lambda *_: True
     has_read: Callable[[str, str], bool] = lambda *_: False
     runs_itself: Callable[[str], bool] = lambda _: False
+    has_noted: Callable[[type], bool] = lambda _: False
 
 
 NOTHING_KNOWN = KnownReads()

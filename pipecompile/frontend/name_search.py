@@ -19,6 +19,10 @@ an object has of its class, a method that a class inherits, `getattr(config, "sc
 
     x.dtype            a name that tensors have too: of an object only if it is called as the
                        variable or attribute is that some code reads the name of
+    getattr(table, f"scale_{i}")
+                       a name that the user's own code computes may be that of any value in the
+                       user's classes, objects and Python modules, except for objects whose reads
+                       are known
 
 So more may be found than is read, but nothing that changes during training is likely among it.
 """
@@ -29,7 +33,6 @@ import os
 import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import suppress
 from contextvars import ContextVar
 from functools import partial
 from types import FunctionType, MemberDescriptorType, ModuleType
@@ -38,7 +41,7 @@ from weakref import ProxyTypes, ReferenceType
 
 from torch import Tensor, fx, nn
 
-from pipecompile.frontend.attribute_reads import ALL
+from pipecompile.frontend.attribute_reads import ALL, GETTER
 from pipecompile.frontend.code_names import ANY, OF_TENSORS, names_in, strings_in
 from pipecompile.frontend.compared_value import (
     COMPARED,
@@ -53,6 +56,12 @@ from pipecompile.frontend.compared_value import (
     itself,
     referent,
 )
+from pipecompile.frontend.found_attributes import (
+    attributes_of,
+    data_names,
+    may_be_hidden,
+    names_there,
+)
 from pipecompile.frontend.implicit_reads import MAKING, PARTS, REGISTRY, operators
 from pipecompile.frontend.known_reads import NOTHING_KNOWN, KnownReads
 from pipecompile.frontend.packages import is_foreign, is_installed, package_of
@@ -61,8 +70,10 @@ from pipecompile.graph.attributes import CONTAINERS, PLAIN, plain_container
 __all__ = ["NameSearch"]
 
 ENVIRONMENT = frozenset({"environ", "getenv"})
-PAST_CLASSES = ("object", "__getattribute__")
+PAST_CLASSES = ("object", GETTER)
 STATICALLY = "getattr_static"
+ANY_GLOBAL = frozenset({"globals", "eval", "exec"})
+"""What finds globals by names that code computes."""
 NAMESPACES = frozenset({"types", "argparse", "_thread"})
 """Parts of the standard library whose objects hold what a user gives them."""
 Place = str | Callable[[], str]
@@ -80,17 +91,21 @@ class NameSearch:
         self._known = known
         self._names, self._may_be_absent = frozenset({"forward"}), frozenset[str]()
         self._qualified = frozenset[tuple[str, str]]()
-        named_modules, before = list(model.named_modules()), (frozenset[Any](),) * 3
+        # Names in code of the user by which it may read attributes whose names it computes.
+        self._computing = frozenset[str]()
+        named_modules = list(model.named_modules())
+        before: tuple[frozenset[Any], ...] = ()
         self._packages = {package_of(type(module).__module__) for _, module in named_modules}
         # What is found is followed later: objects may lead to others a thousand times over.
         self._found: deque[tuple[str, Any]] = deque()
         # A function that is found may name attributes of what was found before it.
-        while before != (self._names, self._may_be_absent, self._qualified):
-            before = self._names, self._may_be_absent, self._qualified
+        while before != self._all_names:
+            before = self._all_names
             self.values: list[ComparedValue] = []
             self.code: list[tuple[Place, Read, Any]] = []
             # What modules of the model hold is compared by itself.
             self._seen = {id(module) for _, module in named_modules}
+            self._noted: set[int] = set()
             self._made: set[type] = set()
             self._known_globals: dict[int, set[str]] = {}
             for path, module in named_modules:
@@ -104,9 +119,18 @@ class NameSearch:
         return self._names
 
     @property
+    def _all_names(self) -> tuple[frozenset[Any], ...]:
+        return self._names, self._may_be_absent, self._qualified, self._computing
+
+    @property
     def looks_past_classes(self) -> bool:
         """Whether code names what reads an attribute without asking the class of its object."""
-        return PAST_CLASSES in self._qualified or STATICALLY in self._names
+        is_own = GETTER in self._computing
+        return is_own or PAST_CLASSES in self._qualified or STATICALLY in self._names
+
+    def has_found(self, value: Any) -> bool:
+        """Return whether code may have this function, object or Python module, by any name."""
+        return id(value) in self._seen
 
     def _look_in_module(self, path: str, module: nn.Module) -> None:
         self._look_in_class(type(module))
@@ -119,6 +143,8 @@ class NameSearch:
             # The others are compared by the modules' owner.
             if isinstance(value, (*NUMBERS, *MAPPINGS)):
                 self._look(where, partial(attributes.get, name, GONE))
+            if self._known.has_noted(type(value)):
+                self._noted.add(id(value))
             self._follow(where, value)
         self._look_in_slots(path, module)
         if not self._known.runs_itself(path):
@@ -201,9 +227,14 @@ class NameSearch:
         self._names |= reads.names
         self._may_be_absent |= reads.may_be_absent
         self._qualified |= reads.qualified
+        of_globals = reads.globals
         if reads.is_by_text:
             self._add_texts(function.__globals__.get(name) for name in reads.globals)
-        self._look_at_globals(function, reads.globals)
+        if reads.is_by_text and not is_installed(package_of(module)):
+            self._computing |= reads.computing
+            if reads.names & ANY_GLOBAL:
+                of_globals = of_globals.union(data_names(function.__globals__))
+        self._look_at_globals(function, of_globals)
         self._look_at_parts(function)
         for name in reads.imports:
             self._follow(name, sys.modules.get(name))
@@ -250,18 +281,23 @@ class NameSearch:
         self._qualified |= {(ANY, text) for text in texts}
 
     def _look_in_object(self, where: str, value: Any) -> None:
-        attributes = _attributes_of(value)
-        self._look_among(where, attributes, self._named_of(where, value, attributes))
+        attributes = attributes_of(value)
+        names = {*self._named_of(where, value, attributes), *self._computed(value, attributes)}
+        self._look_among(where, attributes, names)
         if isinstance(value, ModuleType):
             return
         self._look_in_class(type(value))
         inherited = {*self._inherited(type(value).__mro__), *self._look_at_read(where, type(value))}
         self._note_absent(where, attributes, self._may_be_absent | inherited)
+        self._note_new(where, value, attributes, type(value))
         self._look_in_slots(where, value)
 
     def _look_in_slots(self, where: str, value: Any) -> None:
         for base in type(value).__mro__:
-            for name in self._named_of(where, value, vars(base)):
+            for name in {
+                *self._named_of(where, value, vars(base)),
+                *self._computed(value, vars(base)),
+            }:
                 if isinstance(vars(base)[name], MemberDescriptorType):
                     read = partial(getattr, value, name, GONE)
                     self._look(f"{where}.{name}".lstrip("."), read)
@@ -274,8 +310,10 @@ class NameSearch:
             is_own = is_generated or not self._is_foreign(base.__module__)
             if is_own and id(base) not in self._seen:
                 self._seen.add(id(base))
-                names = {*self._named(vars(base)), *operators(base)}
+                data = self._computed(base, vars(base))
+                names = {*self._named(vars(base)), *operators(base), *data}
                 self._look_among(base.__qualname__, vars(base), names, base.__module__)
+                self._note_new(base.__qualname__, base, vars(base), base)
                 inherited = self._inherited(base.__mro__[1:])
                 self._note_absent(base.__qualname__, vars(base), inherited)
 
@@ -289,7 +327,7 @@ class NameSearch:
             if not self._is_foreign(base.__module__):
                 read = [name for name in vars(base) if self._known.has_read(where, name)]
                 self._look_among(base.__qualname__, vars(base), read, base.__module__)
-                hidden.update(filter(partial(_may_be_hidden, base), read))
+                hidden.update(filter(partial(may_be_hidden, base), read))
         return hidden
 
     def _look_at_making(self, kind: type) -> None:
@@ -306,7 +344,31 @@ class NameSearch:
         """
         for base in bases:
             if not self._is_foreign(base.__module__):
-                yield from filter(partial(_may_be_hidden, base), self._named(vars(base)))
+                yield from filter(partial(may_be_hidden, base), self._named(vars(base)))
+
+    def _computed(self, owner: Any, attributes: Mapping[str, Any]) -> list[str]:
+        """Return those attributes of `owner`, an object, a class or a Python module, that code of
+        the user may read by a name that it computes.
+        """
+        return data_names(attributes) if self._is_read_by_text(owner) else []
+
+    def _note_new(self, where: str, owner: Any, attributes: Mapping[str, Any], kind: type) -> None:
+        """Note that `owner` has no attribute yet that such code would find."""
+        if self._is_read_by_text(owner):
+            known = names_there(attributes, kind)
+            read = partial(known.issuperset, attributes)
+            self.code.append((partial(_newest_name, where, attributes, known), read, True))
+
+    def _is_read_by_text(self, owner: Any) -> bool:
+        """Return whether code of the user may read what the user's `owner` has by names that it
+        computes; what is read of modules of the model, and of some objects, is known.
+        """
+        if not self._computing or id(owner) in self._noted:
+            return False
+        kind = owner if isinstance(owner, type) else type(owner)
+        module = owner.__name__ if isinstance(owner, ModuleType) else kind.__module__
+        is_others = is_foreign(module) or is_installed(package_of(module))
+        return module in NAMESPACES or not is_others
 
     def _named(self, attributes: Iterable[str]) -> list[str]:
         """Return those of the attributes that a function names."""
@@ -333,6 +395,8 @@ class NameSearch:
         """Return whether a function or class in a table is likely there for other models."""
         if isinstance(item, type) and issubclass(item, nn.Module):
             return True  # no forward makes modules
+        if isinstance(item, FunctionType) and is_foreign(item.__module__):
+            return False  # it leads to nothing, but may ask for a global flag
         return isinstance(item, (FunctionType, type)) and is_installed(package_of(item.__module__))
 
     def _has_own_attributes(self, value: Any) -> bool:
@@ -349,19 +413,8 @@ class NameSearch:
         return is_foreign(module) or (is_installed(package) and package not in self._packages)
 
 
-def _attributes_of(value: Any) -> Mapping[str, Any]:
-    """Return the attributes of an object, which may be none, or not let anybody see them."""
-    attributes: Any = None
-    with suppress(Exception):
-        attributes = vars(value)
-    return attributes if isinstance(attributes, Mapping) else {}
-
-
-def _may_be_hidden(kind: type, name: str) -> bool:
-    """Return whether an object of a class may have another value of this name in its place."""
-    value = vars(kind)[name]
-    # Not those of properties, which come first; cached ones put values into objects.
-    return isinstance(value, FunctionType) or not hasattr(type(value), "__get__")
+def _newest_name(where: str, items: Mapping[str, Any], known: frozenset[str]) -> str:
+    return f"{where}.{next(name for name in items if name not in known)}"
 
 
 def _new_name(where: str, items: Mapping[str, Any], absent: frozenset[str]) -> str:

@@ -7,11 +7,20 @@ A graph has these in it as they were at the capture.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from operator import call, is_
+from typing import Any
 
+import torch
 from torch import nn
 
-from pipecompile.frontend.compared_value import MAPPINGS, MOST_ITEMS, NUMBERS
+from pipecompile.frontend.compared_value import (
+    MAPPINGS,
+    MOST_ITEMS,
+    NUMBERS,
+    ComparedValue,
+    comparable,
+)
 from pipecompile.frontend.global_flags import asked_flags
 from pipecompile.frontend.known_reads import NOTHING_KNOWN, KnownReads
 from pipecompile.frontend.name_search import NameSearch
@@ -19,6 +28,12 @@ from pipecompile.frontend.packages import is_foreign
 from pipecompile.graph.attributes import CONTAINERS, ContainerItems
 
 __all__ = ["OutsideValues"]
+
+GLOBAL_HOOKS = tuple(
+    f"_global_{direction}{kind}hooks"
+    for direction in ("forward", "backward")
+    for kind in ("_", "_pre_")
+)
 
 
 class OutsideValues:
@@ -31,17 +46,17 @@ class OutsideValues:
     def __init__(self, model: nn.Module, known: KnownReads = NOTHING_KNOWN) -> None:
         search = NameSearch(model, known)
         self.looks_past_classes = search.looks_past_classes
-        self._values = search.values
-        self._reads = [each.read for each in search.values]
-        self._objects = [each.value for each in search.values]
+        self._values = [*search.values, *_hooks_of_all_modules()]
+        self._reads = [each.read for each in self._values]
+        self._objects = [each.value for each in self._values]
         small = (each for each in self._objects if isinstance(each, (*CONTAINERS, tuple)))
         self._containers = ContainerItems(each for each in small if len(each) <= MOST_ITEMS)
         # These change in place while they stay the same object, and have no items that could be
         # compared as objects: their contents are compared in each step.
         self._read_each_time = [
-            each for each in search.values if isinstance(each.value, (*NUMBERS, *MAPPINGS))
+            each for each in self._values if isinstance(each.value, (*NUMBERS, *MAPPINGS))
         ]
-        flags = [(where, read, read()) for where, read in asked_flags(search.names)]
+        flags = [(where, read, read()) for where, read in asked_flags(search)]
         code = [*search.code, *flags]
         self._code_places = [where for where, _, _ in code]
         self._code_reads = [read for _, read, _ in code]
@@ -73,6 +88,20 @@ class OutsideValues:
             if _own_class(type(module)) is not _own_class(kind):
                 return f"the class of {path}" if path else "the class of the model"
         return None
+
+
+def _hooks_of_all_modules() -> Iterator[ComparedValue]:
+    """Yield the hooks that every module calls."""
+    for name in GLOBAL_HOOKS:
+        read = partial(_own_hooks, name)
+        hooks = read()
+        yield ComparedValue(f"torch.nn.modules.module.{name}", read, hooks, comparable(hooks))
+
+
+def _own_hooks(name: str) -> tuple[Any, ...]:
+    # Those of torch's own tools, which count operators for example, change nothing.
+    hooks = getattr(torch.nn.modules.module, name).values()
+    return tuple(each for each in hooks if not is_foreign(getattr(each, "__module__", None)))
 
 
 def _own_class(kind: type) -> type:

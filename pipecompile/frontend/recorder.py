@@ -48,7 +48,11 @@ from pipecompile.frontend.nested_values import contains_tensor, tensors_in
 from pipecompile.frontend.randomness import require_torch_randomness
 from pipecompile.frontend.recording import Recording
 from pipecompile.frontend.recording_options import RecordingOptions
-from pipecompile.frontend.refusals import UnsupportedError, is_data_dependence_error
+from pipecompile.frontend.refusals import (
+    UnsupportedError,
+    is_data_dependence_error,
+    number_refusal,
+)
 from pipecompile.frontend.source import current_line, error_line
 from pipecompile.frontend.torch_patches import (
     notify_autocast_clears,
@@ -58,7 +62,7 @@ from pipecompile.frontend.torch_patches import (
     run_inference_as_no_grad,
     set_export_flags,
 )
-from pipecompile.frontend.value_reads import VALUE_READS, ValueReads
+from pipecompile.frontend.value_reads import CONVERSIONS, VALUE_READS, ValueReads
 from pipecompile.graph.attributes import is_same_value
 from pipecompile.graph.data_answers import DataAnswer, OtherPathError, replay_answers
 from pipecompile.graph.hidden_fakes import hide_fake_tensors
@@ -113,6 +117,8 @@ class ForwardRecorder(TorchFunctionMode):
             module: [state[id(tensor)] for tensor in own_state(module)] for module in root.modules()
         }
         self._tracker = SideEffectTracker()
+        # What a forward could not do, unless that has ended it: the model may catch the error.
+        self._caught: CaptureError | None = None
         # By the id of each tensor that is given to a module which is one node: the path of that.
         self._given: dict[int, str] = {}
 
@@ -176,8 +182,17 @@ class ForwardRecorder(TorchFunctionMode):
     # -- calls of functions
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
         name = getattr(func, "__name__", str(func))
+        try:
+            return self._answer(func, name, args, kwargs or {})
+        except Exception as error:
+            if isinstance(error, CaptureError):
+                self._caught = error
+            elif is_data_dependence_error(error) or name in CONVERSIONS:
+                self._caught = number_refusal(self.recording.where(), name)
+            raise
+
+    def _answer(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
         if name == "__set__" and func.__self__ is Tensor.requires_grad:
             return self._require_gradient(*args)
         if name == "__set__":
@@ -295,7 +310,9 @@ class ForwardRecorder(TorchFunctionMode):
                 return self._call_leaf(original, module, args, kwargs)
             self._note_hooks(module, path)
             self.recording.taken_apart.append(path)
-            return original(module, *args, **kwargs)
+            result = original(module, *args, **kwargs)
+            self._raise_caught()
+            return result
         except Exception as error:
             # Unwinding, the error meets the innermost module first: the smallest one that can be a
             # node. If this fails too, the module around it is tried.
@@ -303,11 +320,19 @@ class ForwardRecorder(TorchFunctionMode):
             if self.options.answers is None or not path or not is_data_dependence_error(error):
                 raise
             self.recording.undo(mark)
+            self._caught = None
             result = self._call_leaf(original, module, args, kwargs, call_number)
             self._note_data_dependence(path, error)
             return result
         finally:
             self.recording.leave_module()
+
+    def _raise_caught(self) -> None:
+        """Raise what the forward was told that a capture cannot do, if it went on without it: there
+        it is on a path that the model does not take.
+        """
+        if self._caught is not None:
+            raise self._caught
 
     def _note_data_dependence(self, path: str, error: Exception) -> None:
         """Note that the module at `path` is one node; modules inside it no longer are."""

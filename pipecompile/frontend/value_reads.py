@@ -19,12 +19,14 @@ from pipecompile.frontend.constant_answers import ConstantAnswer, certain_outcom
 from pipecompile.frontend.guards import ValueRead
 from pipecompile.frontend.recording import Recording
 
-__all__ = ["VALUE_READS", "ValueReads"]
+__all__ = ["CONVERSIONS", "VALUE_READS", "ValueReads"]
 
 VALUE_READS = frozenset(
     {"item", "tolist", "__float__", "__int__", "__bool__", "__index__", "__complex__"}
 )
 """Methods that make numbers of a tensor's values."""
+CONVERSIONS = VALUE_READS | {"numpy", "__array__", "__repr__", "__format__", "untyped_storage"}
+"""Methods that fail on fake tensors, and hardly ever on others."""
 
 
 class ValueReads:

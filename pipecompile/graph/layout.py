@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
-__all__ = ["dense_order", "is_dense", "strides_with_gaps"]
+from pipecompile.errors import InputError
+
+__all__ = ["check_strides", "dense_order", "is_dense", "rounds_by_layout", "strides_with_gaps"]
 
 
 def dense_order(value: Tensor) -> tuple[int, ...]:
@@ -44,3 +46,28 @@ def strides_with_gaps(value: Tensor) -> tuple[int, ...] | None:
     None stands for a dense tensor.
     """
     return None if is_dense(value) else tuple(map(int, value.stride()))
+
+
+def rounds_by_layout(value: Tensor) -> bool:
+    """Return whether a sum over this value is rounded by how it lies in memory.
+
+    Only on a CPU is it known how it should lie: kernels of a GPU choose layouts of their own, which
+    a capture does not show, and round otherwise anyway.
+    """
+    return value.device.type == "cpu" and (value.is_floating_point() or value.is_complex())
+
+
+def check_strides(value: Tensor, name: str, planned: tuple[int, ...]) -> None:
+    """Raise InputError if the value of the node `name` does not have the strides that are restored
+    where it is received: elements would be repeated there, or sums rounded otherwise.
+    """
+    own = value.stride()
+    if 0 not in planned and not rounds_by_layout(value):
+        return
+    # The stride of a dimension of size 1 is never used.
+    if any(size > 1 and own[i] != planned[i] for i, size in enumerate(value.shape)):
+        raise InputError(
+            f"{name} has strides {own}, but had {planned} when the model was compiled, and the "
+            "next stage restores these; let it lie in memory alike whatever the data is, for "
+            "example by .contiguous()"
+        )

@@ -79,7 +79,8 @@ class Deadline:
         """
         if self._end is not None:
             device = torch.device("cuda" if dist.get_backend(group) == "nccl" else "cpu")
-            self.all_reduce(torch.zeros(1, device=device), group)
+            # The default dtype may be another one on each rank.
+            self.all_reduce(torch.zeros(1, dtype=torch.float32, device=device), group)
             # A rank that comes late finds that the others were here, but they may have left since.
             if self.is_over():
                 raise OverdueError

@@ -24,6 +24,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from pipecompile.errors import InputError
+from pipecompile.graph.layout import rounds_by_layout
 from pipecompile.ir.schedule import Action, Kind
 from pipecompile.runtime.agreement import Agreement
 from pipecompile.runtime.deadline import Deadline
@@ -157,6 +159,8 @@ class Messages:
         if action.kind is Kind.SEND_BACKWARD:
             target = action.stage - 1
             values = self._gradients_to_send(action, values)
+        elif any(each is not None and _lies_otherwise(each) for each in values):
+            raise InputError(_other_layout(action.stage))
         plain = [None if each is None else _plain(each) for each in values]
         peer = peer_of(self._peers, target, action.microbatch)
         if action.kind is Kind.SEND_FORWARD:
@@ -316,6 +320,22 @@ class Messages:
         sends = operation is dist.isend
         begin = self._group.send if sends else self._group.recv
         return [begin([_of_reals(tensor)], peer, 0) for tensor in there]
+
+
+def _lies_otherwise(value: Tensor) -> bool:
+    """Return whether a value would be rounded otherwise where it is received: stages return values
+    that are contiguous if they lie in memory as planned.
+    """
+    return not value.is_contiguous() and rounds_by_layout(value)
+
+
+def _other_layout(stage: int) -> str:
+    """Return the refusal of a value that would not be received as it lies in memory."""
+    return (
+        f"what stage {stage} sends lies in memory in another way than when the model was compiled, "
+        "and would be received as it lay then; give batches that lie in memory like the sample, "
+        "and let modules that branch on data return tensors alike, for example by .contiguous()"
+    )
 
 
 def _plain(value: Tensor) -> Tensor:

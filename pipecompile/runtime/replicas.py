@@ -131,7 +131,7 @@ class ReplicaSums:
         """Put zeros where a gradient is missing: a branch on data may have led to one elsewhere."""
         missing = [parameter.grad is None for parameter in parameters]
         # Filled on the device: a copy would wait for it.
-        counts = torch.zeros(len(missing), device=parameters[0].device)
+        counts = torch.zeros(len(missing), dtype=torch.float32, device=parameters[0].device)
         for index, parameter in enumerate(parameters):
             if missing[index]:
                 parameter.grad = torch.zeros_like(parameter)

@@ -74,7 +74,7 @@ class _Sum(NamedTuple):
             parameter.grad = torch.zeros_like(parameter)
         assert parameter.grad is not None
         # Filled on the device: a copy would wait for it.
-        missing = torch.full((), float(was_missing), device=parameter.device)
+        missing = torch.full((), float(was_missing), dtype=torch.float32, device=parameter.device)
         summed = local_part(parameter.grad), missing
         works = [deadline.start_all_reduce(each, group) for each in summed]
         return _Sum(parameter, group, was_missing, missing, works)

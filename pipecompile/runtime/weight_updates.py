@@ -216,7 +216,7 @@ class WeightUpdates:
     def _sum_tied(self, parameter: nn.Parameter) -> _GradientOnItsWay:
         """Begin to sum the gradient of a parameter over the ranks that hold it."""
         is_missing = parameter.grad is None
-        missing = torch.full((), float(is_missing), device=parameter.device)
+        missing = torch.full((), float(is_missing), dtype=torch.float32, device=parameter.device)
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
         deadline, group = self._exchange.deadline(), self._groups[parameter]

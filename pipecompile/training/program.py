@@ -60,6 +60,7 @@ class Program:
         self.captured = captured
         self._loss = held_loss(module)
         self._autocast, self._default_dtype = current_autocast(), torch.get_default_dtype()
+        self._default_device = torch.get_default_device().type
         self.remember()
         self.modes = modes_of(self.named_modules)
         # Before it is cut: all stages of the graph then make their tensors where they run.
@@ -148,8 +149,8 @@ class Program:
         self._trained_as = list(map(_trained_as, self.parameters))
 
     def check_unchanged(self) -> None:
-        """Raise InputError if the model, or the autocast or default dtype around it, is not as it
-        was when the graph was captured.
+        """Raise InputError if the model is not as it was when the graph was captured, or autocast,
+        the default dtype or the default device around it is not.
         """
         if current_autocast() != self._autocast:
             raise InputError(
@@ -161,6 +162,14 @@ class Program:
                 f"torch's default dtype is {torch.get_default_dtype()}, but was "
                 f"{self._default_dtype} when the model was compiled: tensors that its forward "
                 "makes would have another type; set it back, or compile the model again"
+            )
+        # What was captured on the meta device makes its tensors where it runs.
+        default_device = torch.get_default_device().type
+        if default_device != self._default_device != "meta":
+            raise InputError(
+                f"torch's default device is {default_device}, but was {self._default_device} when "
+                "the model was compiled: tensors that its forward makes would lie elsewhere; set "
+                "it back, or compile the model again"
             )
         stale = [read.where for read in self.captured.value_reads if not read.holds]
         if stale:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -39,17 +39,17 @@ def mean_square(output: Tensor, _: Any) -> Tensor:
     return output.square().mean()
 
 
-def compiled(model: nn.Module) -> Pipeline:
+def compiled(model: nn.Module, sample: Tensor = X, step_timeout: float = 20.0) -> Pipeline:
     return pipecompile(
         model,
-        X,
+        sample,
         ranks=2,
         k=2,
         microbatches=4,
         costs="flops",
         self_check=False,
         loss_fn=mean_square,
-        step_timeout=20.0,
+        step_timeout=step_timeout,
     )
 
 
@@ -82,6 +82,62 @@ BOUNDARIES: dict[str, Callable[[], nn.Module]] = {
 }
 
 
+class Turned(nn.Module):
+    """Returns one layout of positive values, and another one of others."""
+
+    def __init__(self, other: Callable[[Tensor], Tensor], *, sample_is_other: bool = False) -> None:
+        super().__init__()
+        self.lin, self.other, self.sign = nn.Linear(WIDTH, WIDTH), other, 1 - 2 * sample_is_other
+
+    def forward(self, value: Tensor) -> Tensor:
+        """A value of shape (N, WIDTH) to the same shape."""
+        result = self.lin(value)
+        return result if float(value.detach().sum()) * self.sign > 0 else self.other(result)
+
+
+def _by_columns(value: Tensor) -> Tensor:
+    return value.t().contiguous().t()
+
+
+def _with_gaps(value: Tensor) -> Tensor:
+    return torch.cat([value, value], 1)[:, :WIDTH]
+
+
+def _repeated(value: Tensor) -> Tensor:
+    return value[:, :1].expand(-1, WIDTH)
+
+
+CHANNELS_LAST = {"memory_format": torch.channels_last}
+LAYOUTS: dict[str, tuple[Callable[[], nn.Module], Tensor, Tensor]] = {
+    "other strides": (lambda: Turned(_by_columns), X.abs(), -X.abs()),
+    "those of what was computed from it": (
+        lambda: nn.Sequential(Turned(_by_columns), nn.PReLU()),
+        X.abs(),
+        -X.abs(),
+    ),
+    "gaps": (lambda: Turned(_with_gaps), X.abs(), -X.abs()),
+    "no gaps": (lambda: Turned(_with_gaps, sample_is_other=True), X.abs(), -X.abs()),
+    "nothing repeated": (lambda: Turned(_repeated, sample_is_other=True), X.abs(), -X.abs()),
+    "another input": (lambda: nn.PReLU(), X, _by_columns(X)),
+    "an image with channels last": (
+        lambda: nn.Conv2d(2, 2, 1),
+        torch.randn(8, 2, 4, 4),
+        torch.randn(8, 2, 4, 4).contiguous(**CHANNELS_LAST),
+    ),
+}
+
+
+def said_of_layout(name: str) -> tuple[str, str]:
+    """The kind and the text of what a rank says of a batch that leads to another layout."""
+    make, sample, other = LAYOUTS[name]
+    torch.manual_seed(0)
+    pipeline = compiled(nn.Sequential(make(), make()), sample, step_timeout=2.0)
+    pipeline.step(sample, None)
+    said = _said(nullcontext, lambda: pipeline.step(other, None))
+    dist.destroy_process_group()  # a step that failed midway has ended it
+    return said
+
+
 def distances(kinds: str, names: Sequence[str]) -> list[float]:
     """How far loss and gradients of ranks that are seeded apart are from those of one process."""
     makers = {"draws": DRAWS, "boundaries": BOUNDARIES}[kinds]
@@ -111,6 +167,15 @@ def _on_one(rank: int, given: Any) -> Any:
     return given if dist.get_rank() == rank else X
 
 
+@contextmanager
+def _default_dtype_on(rank: int) -> Iterator[None]:
+    torch.set_default_dtype(torch.float64 if dist.get_rank() == rank else torch.float32)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
 STEPS: dict[str, tuple[Around, Step]] = {
     # First, since values are compared in the first steps.
     "another batch": (nullcontext, lambda p: p.step(_on_one(1, X + 1), None)),
@@ -118,6 +183,10 @@ STEPS: dict[str, tuple[Around, Step]] = {
     "inference_mode": (torch.inference_mode, lambda p: p.step(X, None)),
     "no_grad on one rank": (
         lambda: torch.no_grad() if dist.get_rank() == 1 else nullcontext(),
+        lambda p: p.step(X, None),
+    ),
+    "another default dtype on one rank": (
+        lambda: _default_dtype_on(1),
         lambda p: p.step(X, None),
     ),
     "another number of dimensions": (nullcontext, lambda p: p.step(X[None], None)),

@@ -29,3 +29,15 @@ def test_a_step_that_ranks_cannot_take_is_refused_by_all(workers: Workers, tmp_p
         for name, (kind, text, steps_well) in zip(names, found, strict=True):
             assert kind == "InputError", (name, kind, text)
             assert text and "\n" not in text and steps_well, name
+
+
+@pytest.mark.parametrize("name", jobs.LAYOUTS)
+def test_what_lies_in_memory_otherwise_than_it_is_received_is_refused(
+    workers: Workers, tmp_path: Path, name: str
+) -> None:
+    (kind, text), (other_kind, other_text) = workers.run(
+        2, jobs.said_of_layout, name, folder=str(tmp_path)
+    )
+    assert kind == "InputError"
+    assert "strides" in text or "lies in memory in another way" in text
+    assert other_kind == "RankFaultError" and text in other_text

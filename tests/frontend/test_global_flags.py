@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 from plain_loop import mean_square
 from torch import Tensor, nn
+from torch import are_deterministic_algorithms_enabled as are_repeatable
+from torch import get_float32_matmul_precision as precision
+from torch import get_num_threads as count_threads
+from torch.backends import cuda as gpu
+from torch.backends import cudnn as kernels
 from torch.backends.cuda import flash_sdp_enabled
 
 from pipecompile import InputError, pipecompile
@@ -28,6 +34,8 @@ def flags() -> Iterator[None]:
     torch.set_float32_matmul_precision("highest")
     torch.backends.cuda.enable_flash_sdp(True)
     torch.backends.cudnn.deterministic = torch.backends.cudnn.benchmark = False
+    torch.backends.cuda.matmul.allow_tf32 = False
+    torch.set_default_device(None)
 
 
 class Scaled(nn.Module):
@@ -97,6 +105,46 @@ def test_a_step_is_refused_after_a_flag_changed_that_the_forward_asks_for(name: 
         pipeline.evaluate(X)
 
 
+def allow_tf32() -> None:
+    torch.backends.cuda.matmul.allow_tf32 = True
+
+
+def add_thread() -> None:
+    torch.set_num_threads(torch.get_num_threads() + 1)
+
+
+TABLE = {"ask": are_repeatable, "kernels": kernels}
+
+ALIASED: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[], None]]] = {
+    "a Python module": (lambda value: value * (1 + kernels.deterministic), set_cudnn),
+    "a Python module, and what it has": (
+        lambda value: value * (1 + gpu.matmul.allow_tf32),
+        allow_tf32,
+    ),
+    "an object in a default": (
+        lambda value, flags=gpu.matmul: value * (1 + flags.allow_tf32),  # type: ignore[misc]
+        allow_tf32,
+    ),
+    "a function": (lambda value: value * (1 + are_repeatable()), be_deterministic),
+    "a built-in function": (lambda value: value * count_threads(), add_thread),
+    "a function of text": (lambda value: value * len(precision()), set_precision),
+    "a function in a table": (lambda value: value * (1 + TABLE["ask"]()), be_deterministic),
+    "a Python module in a table": (
+        lambda value: value * (1 + TABLE["kernels"].deterministic),
+        set_cudnn,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ALIASED)
+def test_a_flag_is_asked_for_under_another_name(name: str) -> None:
+    act, change = ALIASED[name]
+    pipeline = pipeline_of(act)
+    change()
+    with pytest.raises(InputError, match=r"^torch\..* has changed since the model was compiled"):
+        pipeline.step(X)
+
+
 @pytest.mark.parametrize("name", ASKED)
 def test_flags_that_choose_among_kernels_may_change(name: str) -> None:
     pipeline = pipeline_of(torch.tanh)
@@ -118,4 +166,31 @@ def test_the_default_dtype_is_that_of_the_compile(act: Callable[[Tensor], Tensor
     with pytest.raises(InputError, match=r"default dtype is torch.float64, but was "):
         pipeline.step(X)
     torch.set_default_dtype(torch.float32)
+    pipeline.step(X)
+
+
+@pytest.mark.parametrize(
+    "act",
+    [
+        lambda value: value + torch.ones(WIDTH),
+        lambda value: value * float(torch.arange(3)[2]),
+        lambda value: value * (2 if torch.empty(0).device.type == "meta" else 1),
+        lambda value: value * (2 if torch.get_default_device().type == "meta" else 1),
+    ],
+)
+@pytest.mark.parametrize("change", [torch.set_default_device, torch.device])
+def test_the_default_device_is_that_of_the_compile(
+    act: Callable[[Tensor], Tensor], change: Callable[[str], Any]
+) -> None:
+    pipeline = pipeline_of(act)
+    with change("meta") or nullcontext(), pytest.raises(InputError, match="default device is meta"):
+        pipeline.step(X)
+    torch.set_default_device(None)
+    pipeline.step(X)
+
+
+def test_a_pipeline_may_be_compiled_where_the_default_device_is_named() -> None:
+    torch.set_default_device("cpu")
+    pipeline = pipeline_of(lambda value: value + torch.ones(WIDTH))
+    torch.set_default_device(None)
     pipeline.step(X)

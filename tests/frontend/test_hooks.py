@@ -8,12 +8,17 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.modules.module as module_hooks
+from plain_loop import mean_square
 from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
 from zoo import called
 from zoo.exact import exact
 
-from pipecompile.errors import CaptureError
+from pipecompile.api.compilation import pipecompile
+from pipecompile.errors import CaptureError, InputError
 from pipecompile.frontend.capture import capture
+from pipecompile.frontend.outside_values import OutsideValues
 from pipecompile.frontend.signature import Arguments
 from pipecompile.passes.contract import apply_passes
 from pipecompile.passes.group import Group
@@ -180,3 +185,48 @@ def test_requiring_a_gradient_inside_the_forward() -> None:
             return self.linear(point), point.requires_grad
 
     exact(Requires(), X)
+
+
+def _doubled(module: nn.Module, *values: Any) -> Any:
+    return tuple(2 * each for each in values[0]) if isinstance(module, Block) else None
+
+
+REGISTERING = (
+    module_hooks.register_module_forward_pre_hook,
+    module_hooks.register_module_forward_hook,
+    module_hooks.register_module_full_backward_pre_hook,
+    module_hooks.register_module_full_backward_hook,
+)
+
+
+@pytest.mark.parametrize("register", REGISTERING)
+def test_a_hook_of_all_modules_that_comes_or_goes_later_is_refused(register: Any) -> None:
+    hooked = model()
+    values = OutsideValues(hooked)
+    handle = register(_doubled)
+    with_hook = OutsideValues(hooked)
+    assert "hooks" in (values.changed() or "")
+    assert with_hook.changed() is None
+    handle.remove()
+    assert values.changed() is None
+    assert "hooks" in (with_hook.changed() or "")
+
+
+def test_hooks_of_torchs_own_tools_may_come() -> None:
+    hooked = model()
+    values = OutsideValues(hooked)
+    with FlopCounterMode(display=False):
+        hooked(X)
+        assert values.changed() is None
+
+
+def test_a_step_knows_the_hooks_of_all_modules() -> None:
+    hooked = model()
+    pipeline = pipecompile(hooked, X[:4], k=2, microbatches=2, loss_fn=mean_square, costs="flops")
+    handle = module_hooks.register_module_forward_hook(lambda *_: None)
+    try:
+        with pytest.raises(InputError, match="_global_forward_hooks has changed"):
+            pipeline.step(X[:4])
+    finally:
+        handle.remove()
+    pipeline.step(X[:4])

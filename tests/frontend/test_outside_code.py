@@ -9,8 +9,8 @@ from array import array
 from collections import UserList, defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from types import SimpleNamespace
-from typing import Any
+from types import ModuleType, SimpleNamespace
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -358,6 +358,115 @@ CASES: dict[str, tuple[Forward, Change, str]] = {
 }
 
 
+class OwnConfig:
+    """A class that is itself the config."""
+
+    scale_1 = 2.0
+    table_1: ClassVar = {"scale": 2.0}
+
+
+class ByItem(type):
+    def __getitem__(cls, name: str) -> Any:
+        return getattr(cls, name)
+
+
+class OfItems(metaclass=ByItem):
+    scale_1 = 2.0
+
+
+class Own:
+    """Looks its own attributes up."""
+
+    def __init__(self) -> None:
+        self.scale_1 = 2.0
+
+    def __getattribute__(self, name: str) -> Any:
+        if name == "scaled":
+            return lambda index: object.__getattribute__(self, f"scale_{index}")
+        return super().__getattribute__(name)
+
+
+class WithSlots:
+    __slots__ = ("scale_1",)
+
+    def __init__(self) -> None:
+        self.scale_1 = 2.0
+
+
+ONE = 1  # part of names that code computes
+OWN, WITH_SLOTS, INNER = Own(), WithSlots(), SimpleNamespace(inner=SimpleNamespace(scale_1=2.0))
+SCALE_1, SETTINGS = 2.0, ModuleType("settings")
+SETTINGS.scale_1 = 2.0  # type: ignore[attr-defined]
+
+COMPUTED: dict[str, tuple[Forward, Change, str]] = {
+    "of a class": (
+        lambda x: x * getattr(OwnConfig, f"scale_{ONE}"),
+        put("scale_1", 3.0, OwnConfig),
+        "OwnConfig.scale_1",
+    ),
+    "a container of a class": (
+        lambda x: x * getattr(OwnConfig, f"table_{ONE}")["scale"],
+        lambda patch: patch.setitem(OwnConfig.table_1, "scale", 3.0),
+        "OwnConfig.table_1",
+    ),
+    "in the dict of a class": (
+        lambda x: x * vars(OwnConfig)[f"scale_{ONE}"],
+        put("scale_1", 3.0, OwnConfig),
+        "OwnConfig.scale_1",
+    ),
+    "absent in a class": (
+        lambda x: x * getattr(OwnConfig, f"scale_{ONE + 1}", 2.0),
+        put("scale_2", 3.0, OwnConfig),
+        "OwnConfig.scale_2",
+    ),
+    "by an attrgetter": (
+        lambda x: x * operator.attrgetter(f"scale_{ONE}")(OwnConfig),
+        put("scale_1", 3.0, OwnConfig),
+        "OwnConfig.scale_1",
+    ),
+    "by a metaclass": (
+        lambda x: x * OfItems[f"scale_{ONE}"],
+        put("scale_1", 3.0, OfItems),
+        "OfItems.scale_1",
+    ),
+    "of an object": (
+        lambda x: x * getattr(INNER.inner, f"scale_{ONE}"),
+        put("scale_1", 3.0, INNER.inner),
+        "inner.scale_1",
+    ),
+    "absent in an object": (
+        lambda x: x * getattr(INNER.inner, f"scale_{ONE + 1}", 2.0),
+        put("scale_2", 3.0, INNER.inner),
+        "inner.scale_2",
+    ),
+    "in a slot": (
+        lambda x: x * getattr(WITH_SLOTS, f"scale_{ONE}"),
+        put("scale_1", 3.0, WITH_SLOTS),
+        "WITH_SLOTS.scale_1",
+    ),
+    "by a lookup of its own": (
+        lambda x: x * OWN.scaled(ONE),
+        put("scale_1", 3.0, OWN),
+        "OWN.scale_1",
+    ),
+    "of a Python module": (
+        lambda x: x * getattr(SETTINGS, f"scale_{ONE}"),
+        put("scale_1", 3.0, SETTINGS),
+        "SETTINGS.scale_1",
+    ),
+    "of a global": (
+        lambda x: x * globals()[f"SCALE_{ONE}"],
+        lambda patch: patch.setitem(globals(), "SCALE_1", 3.0),
+        "SCALE_1",
+    ),
+    "of a global, by text": (
+        lambda x: x * eval(f"SCALE_{ONE}"),
+        lambda patch: patch.setitem(globals(), "SCALE_1", 3.0),
+        "SCALE_1",
+    ),
+}
+
+
 class Reading(nn.Module):
     """Calls a function, which reads something."""
 
@@ -381,6 +490,31 @@ def test_a_change_is_found(name: str, monkeypatch: Patch) -> None:
     change(monkeypatch)
     changed = values.changed()
     assert changed is not None and where in changed
+
+
+@pytest.mark.parametrize("name", COMPUTED)
+def test_a_change_is_found_behind_a_name_that_code_computes(name: str, monkeypatch: Patch) -> None:
+    function, change, where = COMPUTED[name]
+    values = OutsideValues(Reading(function))
+    assert values.changed() is None
+    change(monkeypatch)
+    changed = values.changed()
+    assert changed is not None and where in changed
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: x * getattr(OwnConfig, "scale_1"),  # noqa: B009
+        lambda x: x * getattr(OwnConfig, "absent", SCALE),
+        lambda x: x if hasattr(OwnConfig, "absent") else OwnConfig.scale_1,
+        lambda x: getattr(x * OwnConfig.scale_1, "relu")(),  # noqa: B009
+    ],
+)
+def test_names_that_code_has_are_not_computed(function: Forward, monkeypatch: Patch) -> None:
+    values = OutsideValues(Reading(function))
+    monkeypatch.setattr(OwnConfig, "read_by_nobody", 1, raising=False)
+    assert values.changed() is None
 
 
 class Typed(nn.Module):

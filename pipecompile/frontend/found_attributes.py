@@ -1,0 +1,62 @@
+"""Which attributes of an object, a class or a Python module code may find there."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import suppress
+from types import FunctionType, MemberDescriptorType
+from typing import Any
+
+from torch import Tensor
+
+from pipecompile.frontend.compared_value import MAPPINGS, MOST_ITEMS, NUMBERS
+from pipecompile.graph.attributes import CONTAINERS, PLAIN, plain_container
+
+__all__ = ["attributes_of", "data_names", "may_be_hidden", "names_there"]
+
+MOST_DEEP = 4
+"""How deep containers in a value may lie, since one may hold itself."""
+KEPT_BY_PYTHON = frozenset({"__annotations__", "__slotnames__", "__abstractmethods__"})
+
+
+def attributes_of(value: Any) -> Mapping[str, Any]:
+    """Return the attributes of an object, which may be none, or not let anybody see them."""
+    attributes: Any = None
+    with suppress(Exception):
+        attributes = vars(value)
+    return attributes if isinstance(attributes, Mapping) else {}
+
+
+def data_names(attributes: Mapping[str, Any]) -> list[str]:
+    """Return the attributes that are values or slots, and none that Python keeps for itself."""
+    # A copy, since attributes of a Python module may come into being in another thread.
+    return [
+        name
+        for name, value in tuple(attributes.items())
+        if _is_data(value) and not (name.startswith("__") and name.endswith("__"))
+    ]
+
+
+def names_there(attributes: Mapping[str, Any], kind: type) -> frozenset[str]:
+    """Return the names among which a new one is news: those of attributes and of a class, and those
+    that Python sets when it likes.
+    """
+    return KEPT_BY_PYTHON.union(attributes, *map(vars, kind.__mro__))
+
+
+def may_be_hidden(kind: type, name: str) -> bool:
+    """Return whether an object of a class may have another value of this name in its place."""
+    value = vars(kind)[name]
+    # Not those of properties, which come first; cached ones put values into objects.
+    return isinstance(value, FunctionType) or not hasattr(type(value), "__get__")
+
+
+def _is_data(value: Any, depth: int = 0) -> bool:
+    """Return whether a value consists of numbers, strings and tensors alone."""
+    if isinstance(value, (*CONTAINERS, *MAPPINGS, tuple)) and depth < MOST_DEEP:
+        if len(value) > MOST_ITEMS:
+            return True
+        items = plain_container(value)
+        inner = items.values() if isinstance(items, (dict, *MAPPINGS)) else items
+        return all(_is_data(item, depth + 1) for item in inner)
+    return isinstance(value, (*PLAIN, *NUMBERS, Tensor, MemberDescriptorType))

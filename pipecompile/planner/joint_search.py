@@ -57,6 +57,7 @@ logger = logging.getLogger("pipecompile.planner")
 LIKELY_FILLED = 0.85  # of a rank, by what is known before it is planned: the rest is workspace
 MOST_FILLED = 1.0  # beyond which a setting is tried only if nothing else has a plan
 RESCUES = 8  # settings that are tried beyond the effort while nothing fits
+RESCUES_EACH = 2  # of them with each number of replicas
 EFFORT_ACTIONS = 8192  # computations in an order that take an effort of 1 more to plan
 LONGER_SEARCHES = 2  # for settings without a cut, if no setting has a plan
 FINAL_SHARE = 1.05  # of the best step: what is shorter is planned again by a thorough search
@@ -104,7 +105,7 @@ class _SettingSearch:
     `leaders` had the shortest step when they were planned. `finished` are the plans that a thorough
     search made: planning again gives the same ones. `least_filled` is by recompute the least share
     of its memory that a rank was likely to need under a setting without a plan. `spent` is how much
-    of the effort is.
+    of the effort is, and `is_rescued` whether what holds the least was tried since nothing fitted.
     """
 
     space: SettingSpace
@@ -119,6 +120,7 @@ class _SettingSearch:
     finished: list[FinishedPlan] = field(default_factory=list)
     least_filled: dict[str, float] = field(default_factory=dict)
     spent: int = 0
+    is_rescued: bool = False
 
     def run(self) -> None:
         """Plan settings until the effort or the time is spent, or none is likely to be shorter."""
@@ -138,7 +140,7 @@ class _SettingSearch:
                     self.spent += _effort_of(setting)
                     self._plan(setting, QUICK)
                     advance()
-            if not self.plans:
+            if not self.plans and not self.is_rescued:
                 self._plan_emptiest(fitting)
         self._finish(fitting)
         self._judge_rest(fitting)
@@ -147,16 +149,15 @@ class _SettingSearch:
 
     def _is_refused(self, setting: Setting) -> bool:
         """Return whether a setting cannot be, by what is known without planning it."""
-        options = self.space.options(setting)
-        caps = options.caps(setting.ranks)
-        needed = self.costs.state_bytes(setting)
-        if caps is not None and needed > sum(caps):
+        room, needed = self.costs.room(setting), self.costs.state_bytes(setting)
+        if room is not None and (min(room) < 0 or needed > sum(room)):
             self._note(
                 setting,
                 "memory",
                 0,
                 f"parameters, gradients and optimizer states take {size_text(needed)}, and "
-                f"{setting.ranks} ranks have {size_text(sum(caps))}",
+                f"{setting.ranks} ranks have {size_text(max(0, sum(room)))} besides what allocator "
+                "and communication library take for any model",
             )
         elif setting.schedule in SPLIT and self.costs.work(setting).input_ns is None:
             text = "the costs do not say how long each half of a backward takes"
@@ -176,7 +177,7 @@ class _SettingSearch:
         while queue:
             key, index = heappop(queue)
             setting, (doubt, _, _, step, *_) = settings[index], key
-            if doubt == 2 and self.plans:
+            if doubt == 2 and not self._go_on_with_doubtful(settings):
                 return
             if step >= self._best_ns:
                 continue
@@ -192,15 +193,25 @@ class _SettingSearch:
                 yield setting
                 self._learn(setting)
 
+    def _go_on_with_doubtful(self, settings: Sequence[Setting]) -> bool:
+        """Return whether to plan what is not likely to fit: if nothing else has a plan, and what
+        is likely to hold the least of all does fit.
+        """
+        if not self.is_rescued and not self.plans:
+            self._plan_emptiest(settings)
+            return bool(self.plans)
+        return self.is_rescued
+
     def _plan_emptiest(self, settings: Sequence[Setting]) -> None:
         """Plan what is likely to hold the least until something fits: what was tried did not.
 
         With each number of replicas in turn, since few replicas may lack nodes for their ranks,
         and many the memory for their states.
         """
-        tries = 0
+        self.is_rescued = True
+        tries, most = 0, RESCUES_EACH * len({each.replicas for each in settings})
         for setting in self._emptiest(settings):
-            if self.plans or tries == RESCUES or not self._has_time:
+            if self.plans or tries == min(RESCUES, most) or not self._has_time:
                 return
             self.costs.add(setting)
             if not self._rule_out(setting):
@@ -281,7 +292,7 @@ class _SettingSearch:
         """
         if len(settings) == 1 and not self._rule_out(settings[0]):
             self._plan(settings[0], THOROUGH)
-        elif not self.plans:
+        elif not self.plans and self.limits.reference is None:
             failed = [each for each in settings if self._status(each) == "no cut"]
             for setting in failed[:LONGER_SEARCHES]:
                 if self._has_time:

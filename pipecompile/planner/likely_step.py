@@ -35,9 +35,9 @@ class LikelyStep(NamedTuple):
     filled: float
 
 
-def likely_step(work: Work, options: Options, state_bytes: int) -> LikelyStep:
+def likely_step(work: Work, options: Options, state_bytes: int, fixed_bytes: int = 0) -> LikelyStep:
     """Return a guess for plans with these options; all ranks together hold `state_bytes` whatever
-    is in flight.
+    is in flight, and each takes `fixed_bytes` before it holds anything.
     """
     ranks, stages = _ranks(options), options.k
     work = _balanced(work, ranks)
@@ -57,7 +57,7 @@ def likely_step(work: Work, options: Options, state_bytes: int) -> LikelyStep:
     caps = options.caps(ranks)
     if caps is None:
         return LikelyStep(step, 0.0)
-    cap = sum(caps) // ranks
+    cap = max(0, sum(caps) // ranks - fixed_bytes)
     room = cap - state_bytes // ranks
     # Two gradients of a stage are unread, and half of what crosses a boundary is a gradient.
     sent = stages // ranks * work.boundary_bytes if ranks > 1 else 0

@@ -27,6 +27,7 @@ from pipecompile.ir.schedule import BACKWARDS
 from pipecompile.ir.size import size_text
 from pipecompile.ir.stage_ranks import stage_ranks
 from pipecompile.memory_model.allocator import ALLOCATORS
+from pipecompile.memory_model.empty_ranks import empty_rank_bytes
 from pipecompile.memory_model.lower_bounds import (
     bytes_lower_bounds,
     freeable_bytes,
@@ -242,11 +243,8 @@ def _refuse_caps_below_fixed(
 
     Without this every search would run to its end first, and then blame a node.
     """
-    for rank, cap in enumerate(caps):
-        stages = {stage for stage, runs_on in enumerate(placement) if runs_on == rank}
-        # Whatever is cut, a stage receives from the one before it.
-        peers = len({stage - 1 for stage in stages if stage} - stages)
-        fixed = ALLOCATORS[allocator].padded(0, peers)
+    empty = empty_rank_bytes(placement, len(caps), allocator)
+    for rank, (cap, fixed) in enumerate(zip(caps, empty, strict=True)):
         if cap < fixed:
             raise InfeasibleError(
                 f"rank {rank} may hold {size_text(cap)}, but the allocator and the buffers of the "

@@ -17,6 +17,7 @@ The last line holds for all ranks at once: a linear program over fᵢ and bᵢ, 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
@@ -29,6 +30,7 @@ from pipecompile.ir.links import FREE
 from pipecompile.ir.plan import Options
 from pipecompile.ir.setting import Setting
 from pipecompile.ir.unequal_costs import UnequalCosts
+from pipecompile.memory_model.empty_ranks import room_of_ranks
 from pipecompile.memory_model.lower_bounds import bytes_lower_bounds
 from pipecompile.memory_model.optimizer import optimizer_bytes
 from pipecompile.partition.memory_constraint import MemoryConstraint
@@ -208,14 +210,17 @@ def extra_ns(graph: CostGraph, options: Options) -> int | None:
     """Return what stages recompute at least in each microbatch, in ns all together, to fit their
     ranks; None if no cut fits.
 
-    Stage i holds its resident bytes and nᵢ microbatches: capᵢ ≥ residentᵢ + nᵢ × (savedᵢ − freedᵢ).
-    Over all stages that is Σ freedᵢ ≥ Σ savedᵢ + Σ residentᵢ / nᵢ − Σ capᵢ / nᵢ, where no nᵢ is
-    above the largest one. The bytes that take the least time are freed first.
+    Stage i holds its resident bytes and nᵢ microbatches in the room that its rank has for storages:
+    roomᵢ ≥ residentᵢ + nᵢ × (savedᵢ − freedᵢ). Over all stages that is
+    Σ freedᵢ ≥ Σ savedᵢ + Σ residentᵢ / nᵢ − Σ roomᵢ / nᵢ, where no nᵢ is above the largest one. The
+    bytes that take the least time are freed first.
     """
-    caps = options.caps(max(placements(options)[0]) + 1)
+    placement = placements(options)[0]
+    caps = options.caps(max(placement) + 1)
     if caps is None:
         return 0
-    if state_bytes(graph, options) > sum(caps):
+    room = room_of_ranks(caps, placement, graph.allocator)
+    if min(room) < 0 or state_bytes(graph, options) > sum(room):
         return None
     # A rank of several stages does not hold the most of all of them at once, and a search may
     # find an order that holds less.
@@ -226,13 +231,13 @@ def extra_ns(graph: CostGraph, options: Options) -> int | None:
     except InfeasibleError:
         return None
     assert memory is not None
-    return _least_extra_ns(memory)
+    return _least_extra_ns(memory, room)
 
 
-def _least_extra_ns(memory: MemoryConstraint) -> int | None:
-    # Caps of 60 and 30 with 3 and 1 microbatches in flight
+def _least_extra_ns(memory: MemoryConstraint, room_of_stages: Sequence[int]) -> int | None:
+    # Rooms of 60 and 30 with 3 and 1 microbatches in flight
     # are room for 20 + 30 bytes of one of them.
-    room = sum(Fraction(*pair) for pair in zip(memory.caps, memory.in_flight, strict=True))
+    room = sum(Fraction(*pair) for pair in zip(room_of_stages, memory.in_flight, strict=True))
     resident = Fraction(sum(memory.resident.values()), max(memory.in_flight))
     classes = [(each.rate, sum(each.bytes.values())) for each in memory.freeable]
     kept = sum(memory.saved.values()) + sum(size for _, size in classes)

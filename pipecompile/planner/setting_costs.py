@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
+from pipecompile.ir.amount import AllocatorName
 from pipecompile.ir.graph import CostGraph
 from pipecompile.ir.plan import Options
 from pipecompile.ir.setting import Setting
+from pipecompile.memory_model.empty_ranks import empty_rank_bytes, room_of_ranks
 from pipecompile.planner.likely_step import LikelyStep, likely_step
 from pipecompile.planner.setting_bounds import Work, state_bytes
 from pipecompile.planner.setting_space import SettingSpace
 from pipecompile.planner.target_costs import Source, TargetCosts
+from pipecompile.schedule.selection import placements
 
 __all__ = ["SettingCosts"]
 
@@ -69,10 +72,22 @@ class SettingCosts:
             self._states[setting.replicas] = state_bytes(any_graph, options)
         return self._states[setting.replicas]
 
+    def room(self, setting: Setting) -> tuple[int, ...] | None:
+        """Return what the storages of each rank of a setting may take; None without a cap."""
+        options = self._space.options(setting)
+        caps = options.caps(setting.ranks)
+        return caps and room_of_ranks(caps, placements(options)[0], self._allocator)
+
     def likely(self, setting: Setting) -> LikelyStep:
         """Return how long a step of a setting likely is, and how full its ranks."""
         options, state = self._space.options(setting), self.state_bytes(setting)
-        return likely_step(self.work(setting), options, state)
+        empty = empty_rank_bytes(placements(options)[0], setting.ranks, self._allocator)
+        fixed = sum(empty) // setting.ranks
+        return likely_step(self.work(setting), options, state, fixed)
+
+    @property
+    def _allocator(self) -> AllocatorName:
+        return next(iter(self._graphs.values())).allocator
 
 
 def _size(setting: Setting) -> _Size:

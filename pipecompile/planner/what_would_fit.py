@@ -14,6 +14,7 @@ from pipecompile.errors import PipecompileError
 from pipecompile.ir.graph import CostGraph
 from pipecompile.ir.links import Links
 from pipecompile.ir.plan import Options
+from pipecompile.memory_model.empty_ranks import room_of_ranks
 from pipecompile.partition.missing_memory import missing_bytes
 from pipecompile.partition.roomiest_cut import roomiest_cut
 from pipecompile.partition.unit_graph import UnitGraph
@@ -80,9 +81,11 @@ def _with_more_room(options: Options, most: int) -> tuple[dict[str, Options], di
 def _may_fit(graph: CostGraph, options: Options, links: Links) -> bool:
     """Return whether lower bounds of what ranks hold leave a cut possible."""
     with suppress(PipecompileError):
-        caps = options.caps(max(placements(options)[0]) + 1)
+        placement = placements(options)[0]
+        caps = options.caps(max(placement) + 1)
         # Sums alone rule out most numbers of stages, before there is a problem of them.
-        if caps is not None and state_bytes(graph, options) > sum(caps):
+        room = caps and room_of_ranks(caps, placement, graph.allocator)
+        if room is not None and state_bytes(graph, options) > sum(room):
             return False
         return missing_bytes(problem_of(graph, options, links)) == 0
     return False

@@ -343,6 +343,23 @@ def test_nothing_fits_is_said_with_the_reasons() -> None:
         searched(chain, space(2, {"replicas": 1}, memory=138_000_000), JointLimits(effort=3))
 
 
+def test_what_no_rank_can_hold_for_any_model_is_refused_without_a_cut(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def cut(*args: object, **options: object) -> Plan:
+        pytest.fail("no cut is needed to know that")
+
+    monkeypatch.setattr(joint_search, "draft", cut)
+    # Ranks between two others take 151 MiB before they hold anything, and these have 133.
+    where = space(4, {"replicas": 1}, memory=140_000_000)
+    with pytest.raises(InfeasibleError, match=r"\d+ cannot fit .* 4 ranks have 0 B besides what"):
+        searched(even_chain(), where)
+    # The first rank of two takes 119 MiB: the rest of 133 is less than all states.
+    chain = even_chain(parameter_bytes=10**7)
+    with pytest.raises(InfeasibleError, match=r"states take 114.4 MiB, and 2 ranks have 27.6 MiB"):
+        searched(chain, space(2, {"replicas": 1}, memory=140_000_000))
+
+
 def test_numbers_that_do_not_divide_are_refused() -> None:
     with pytest.raises(
         InputError, match=r"no setting of 4 devices and a batch of 8 has replicas=3"

@@ -14,6 +14,7 @@ __all__ = [
     "IDEALS_PER_SECOND",
     "INTEGER_SHARE",
     "NODES_PRICED_PER_SECOND",
+    "ONE_OF_SEVERAL",
     "PAIRS_PER_SECOND",
     "PRICE_OVERHEAD_NODES",
     "QUICK",
@@ -41,12 +42,16 @@ INTEGER_SHARE = {"max-load": 0.3, "variance": 0.1, "total-load": 0.3}
 
 class CutEffort(NamedTuple):
     """How much is done for one cut: about `seconds` of work, and whether the user is told more: of
-    a faster objective, or if there is none what is in the way and what would fit.
+    a faster objective, or if there is none what is in the way, and if `is_advised` which other
+    options would fit.
     """
 
     seconds: float
     is_explained: bool
+    is_advised: bool = True
 
 
 THOROUGH = CutEffort(SECONDS, is_explained=True)
+# For one of several settings, which a search over these options tries by itself.
+ONE_OF_SEVERAL = THOROUGH._replace(is_advised=False)
 QUICK = CutEffort(1.0, is_explained=False)  # for one of many plans that are compared

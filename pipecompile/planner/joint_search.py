@@ -38,7 +38,7 @@ from pipecompile.ir.plan import Plan
 from pipecompile.ir.robustness import is_close
 from pipecompile.ir.setting import Setting, SettingResult, SettingStatus
 from pipecompile.ir.size import size_text
-from pipecompile.partition.budget import QUICK, THOROUGH, CutEffort
+from pipecompile.partition.budget import ONE_OF_SEVERAL, QUICK, CutEffort
 from pipecompile.planner.draft import draft, node_times
 from pipecompile.planner.finished_plans import FinishedPlan, answer_of
 from pipecompile.planner.likely_step import LikelyStep
@@ -291,20 +291,20 @@ class _SettingSearch:
         quick plans together.
         """
         if len(settings) == 1 and not self._rule_out(settings[0]):
-            self._plan(settings[0], THOROUGH)
+            self._plan(settings[0], ONE_OF_SEVERAL)
         elif not self.plans and self.limits.reference is None:
             failed = [each for each in settings if self._status(each) == "no cut"]
             for setting in failed[:LONGER_SEARCHES]:
                 if self._has_time:
-                    self._plan(setting, THOROUGH)
+                    self._plan(setting, ONE_OF_SEVERAL)
         for setting in self._finalists():
             if not self._is_finished(setting) and (self._has_time or not self.finished):
-                self._plan(setting, THOROUGH)
+                self._plan(setting, ONE_OF_SEVERAL)
         self._compare_with_reference(settings)
         if "objective" not in self.space.fixed:
             for setting, plan, _ in tuple(self.finished):
                 if self._is_close(plan) and _effort_of(setting) == 1 and self._has_time:
-                    self._plan(setting, THOROUGH, "step-time")
+                    self._plan(setting, ONE_OF_SEVERAL, "step-time")
 
     def _finalists(self) -> list[Setting]:
         """Return the settings that are planned thoroughly, those that led last first."""
@@ -329,7 +329,7 @@ class _SettingSearch:
             return
         self.costs.add(reference)
         if not self._rule_out(reference):
-            self._plan(reference, THOROUGH)
+            self._plan(reference, ONE_OF_SEVERAL)
 
     def _plan(self, setting: Setting, effort: CutEffort, objective: str = "") -> None:
         """Plan a setting, and keep the plan if it is the best one of the setting."""
@@ -352,12 +352,13 @@ class _SettingSearch:
             if setting not in self.plans:
                 status: SettingStatus = "refused" if isinstance(error, InputError) else "no cut"
                 is_reason = status == "refused" or effort.is_explained
-                self._note(setting, status, bound, str(error) if is_reason else "")
+                reason = error.reason if isinstance(error, InfeasibleError) else str(error)
+                self._note(setting, status, bound, reason if is_reason else "")
             return
         before, step_ns = self._best_ns, plan.prediction.step_ns
         if setting not in self.plans or step_ns < self.plans[setting].prediction.step_ns:
             self.plans[setting] = plan
-        if effort == THOROUGH:
+        if effort == ONE_OF_SEVERAL:
             times = node_times(self.costs.graph(setting))
             self.finished.append(FinishedPlan(setting, plan, times))
         self.results[setting] = planned(setting, bound, self.plans[setting])

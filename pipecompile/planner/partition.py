@@ -191,9 +191,9 @@ def best_cut(
             return problem, corrected_cut(problem, best, missing_by_rank)
         except InfeasibleError as error:
             refusal = error
-    if not is_explained:
+    if not is_explained or not effort.is_advised:
         raise refusal
-    raise InfeasibleError(f"{refusal}{what_would_fit(graph, options, links)}")
+    raise InfeasibleError(str(refusal), what_would_fit(graph, options, links))
 
 
 def _missing_by_rank(

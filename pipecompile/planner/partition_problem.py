@@ -248,8 +248,8 @@ def _refuse_caps_below_fixed(
         if cap < fixed:
             raise InfeasibleError(
                 f"rank {rank} may hold {size_text(cap)}, but the allocator and the buffers of the "
-                f"communication library take {size_text(fixed)} there for any model; "
-                "allow more memory"
+                f"communication library take {size_text(fixed)} there for any model",
+                "allow more memory",
             )
 
 

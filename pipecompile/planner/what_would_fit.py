@@ -30,7 +30,7 @@ CUTS_PRICED = 3  # for something to suggest
 
 
 def what_would_fit(graph: CostGraph, options: Options, links: Links) -> str:
-    """Return the nearest options that can be met, as the end of a sentence.
+    """Return the nearest options that can be met, as advice.
 
     It is "" where memory is not capped. Tried are `recompute=auto`, more stages, and both. Lower
     bounds of what ranks hold rule most of them out. Others would fit if their cut with the most
@@ -52,14 +52,14 @@ def what_would_fit(graph: CostGraph, options: Options, links: Links) -> str:
         if len(fitting) == SUGGESTIONS:
             break
     if fitting:
-        return f"; this would fit: {' or '.join(fitting)}"
+        return f"this would fit: {' or '.join(fitting)}"
     both = (text for text, changed in double.items() if _may_fit(graph, changed, links))
     # That one cut does not fit rules nothing out.
     open_ones = list(islice(chain(priced, possible, both), SUGGESTIONS))
     if open_ones:
-        return f"; this may fit: {' or '.join(open_ones)}"
+        return f"this may fit: {' or '.join(open_ones)}"
     return (
-        f"; neither up to {most} stages nor recompute would fit: allow more memory or more, "
+        f"neither up to {most} stages nor recompute would fit: allow more memory or more, "
         f"smaller microbatches"
     )
 

@@ -268,7 +268,8 @@ def named_schedule_within(
     )
     raise InfeasibleError(
         f"no cut was found whose ranks fit their memory under {name!r}; whether there is one is "
-        f"not proven. The last one tried is over its cap on {over}; {RELIEF}"
+        f"not proven. The last one tried is over its cap on {over}",
+        RELIEF,
     )
 
 
@@ -305,7 +306,8 @@ def _preferred(
         if result is None:
             raise InfeasibleError(
                 "no order was found whose ranks fit their memory; whether there is one is not "
-                f"proven; {RELIEF}"
+                "proven",
+                RELIEF,
             )
         return result
     if result is None or result.value_ns >= named.value_ns:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -33,6 +34,7 @@ from tests.api.sized_costs import ChainNode, SizedChain, chains, contiguous_cuts
 
 SAMPLES = 8
 ALL = JointLimits(effort=10_000, top=10_000)
+SOURCE = SizedChain((), SAMPLES).source(requested_options(k=1, costs="flops"))._asdict()
 LINKS = Links.of(Link(bandwidth_bytes_per_s=10**9, latency_ns=3))
 
 
@@ -341,6 +343,23 @@ def test_nothing_fits_is_said_with_the_reasons() -> None:
     chain = even_chain(bytes=10**7, parameter_bytes=10**6)
     with pytest.raises(InfeasibleError, match=r"found to fit \(such as .*: a rank may hold 131\.6"):
         searched(chain, space(2, {"replicas": 1}, memory=138_000_000), JointLimits(effort=3))
+
+
+@pytest.mark.parametrize(
+    "fixed", [{"replicas": 1}, {"replicas": 1, "schedule": "1f1b", "microbatches": 4}]
+)
+def test_reasons_of_settings_do_not_advise_what_the_search_has_tried(fixed: dict[str, Any]) -> None:
+    chain = even_chain(bytes=10**7, parameter_bytes=10**6)
+    where = space(2, fixed, memory=138_000_000)
+    setting = where.settings()[0]
+    with pytest.raises(InfeasibleError, match=r"; this would fit: |; this may fit: "):
+        draft(graph_of(chain, where.options(setting)), where.options(setting), **SOURCE)
+    with pytest.raises(InfeasibleError) as refusal:
+        searched(chain, where, JointLimits(effort=3))
+    message = str(refusal.value)
+    assert "a rank may hold 131.6" in message
+    assert not re.search(r"(may|would) fit:|recompute[ =]auto or|more ranks", message)
+    assert message.endswith("more memory or a smaller batch, or fix fewer options")
 
 
 def test_what_no_rank_can_hold_for_any_model_is_refused_without_a_cut(

@@ -265,11 +265,18 @@ def several_stages(
     return losses, unsplit, sorted(pipeline.state_dict()), agrees
 
 
-def plans(name: str, k: int) -> tuple[str, int]:
-    """Return the costs of each rank's plan, and the results of a short minibatch under it."""
+def plans(name: str, k: int, microbatches: int | None) -> tuple[str, int]:
+    """Return the costs of each rank's plan, and the steps after a short minibatch under it. Without
+    a number of microbatches all that is left open is chosen.
+    """
     target = load(name)
     pipeline = pipecompile(
-        target.model, target.call, k=k, microbatches=4, costs="measured", loss_fn=target.loss_fn
+        target.model,
+        target.call,
+        k=k,
+        microbatches=microbatches,
+        costs="measured",
+        loss_fn=target.loss_fn,
     )
     (value,) = target.call.args
     pipeline.step(value[:6], target.targets[:6])

@@ -287,8 +287,12 @@ def test_what_no_planned_stage_holds_is_refused_by_all_ranks(
         )
 
 
-def test_one_rank_plans_for_all_and_short_minibatches_run(workers: Workers, tmp_path: Path) -> None:
-    found = workers.run(2, jobs.plans, "sequential", 2, folder=str(tmp_path))
+@pytest.mark.parametrize("microbatches", [4, None])
+def test_one_rank_plans_for_all_and_short_minibatches_run(
+    microbatches: int | None, workers: Workers, tmp_path: Path
+) -> None:
+    # Without a number two plans are measured, in which the other ranks assist.
+    found = workers.run(2, jobs.plans, "sequential", 2, microbatches, folder=str(tmp_path))
     assert found[0] == found[1], (
         "measured costs differ from rank to rank, so the plan must be rank 0's"
     )

@@ -37,7 +37,6 @@ from pipecompile.ir.options import DEFAULT_EFFORT, DEFAULT_TOP
 from pipecompile.ir.plan import Plan
 from pipecompile.ir.robustness import is_close
 from pipecompile.ir.setting import Setting, SettingResult, SettingStatus
-from pipecompile.ir.size import size_text
 from pipecompile.partition.budget import ONE_OF_SEVERAL, QUICK, CutEffort
 from pipecompile.planner.draft import draft, node_times
 from pipecompile.planner.finished_plans import FinishedPlan, answer_of
@@ -45,10 +44,9 @@ from pipecompile.planner.likely_step import LikelyStep
 from pipecompile.planner.setting_bounds import extra_ns, least_step_ns
 from pipecompile.planner.setting_costs import SettingCosts
 from pipecompile.planner.setting_results import in_order, joint_search_of, planned, why_none
-from pipecompile.planner.setting_space import SettingSpace
+from pipecompile.planner.setting_space import SettingSpace, effort_of
 from pipecompile.planner.target_costs import TargetCosts
 from pipecompile.profiling.progress import progress
-from pipecompile.schedule.named_orders import SPLIT
 
 __all__ = ["JointLimits", "joint_plan"]
 
@@ -58,7 +56,6 @@ LIKELY_FILLED = 0.85  # of a rank, by what is known before it is planned: the re
 MOST_FILLED = 1.0  # beyond which a setting is tried only if nothing else has a plan
 RESCUES = 8  # settings that are tried beyond the effort while nothing fits
 RESCUES_EACH = 2  # of them with each number of replicas
-EFFORT_ACTIONS = 8192  # computations in an order that take an effort of 1 more to plan
 LONGER_SEARCHES = 2  # for settings without a cut, if no setting has a plan
 FINAL_SHARE = 1.05  # of the best step: what is shorter is planned again by a thorough search
 
@@ -137,7 +134,7 @@ class _SettingSearch:
         if len(fitting) > 1:
             with progress("settings planned", self.limits.effort) as advance:
                 for setting in self._likeliest(fitting):
-                    self.spent += _effort_of(setting)
+                    self.spent += effort_of(setting)
                     self._plan(setting, QUICK)
                     advance()
             if not self.plans and not self.is_rescued:
@@ -149,20 +146,11 @@ class _SettingSearch:
 
     def _is_refused(self, setting: Setting) -> bool:
         """Return whether a setting cannot be, by what is known without planning it."""
-        room, needed = self.costs.room(setting), self.costs.state_bytes(setting)
-        if room is not None and (min(room) < 0 or needed > sum(room)):
-            self._note(
-                setting,
-                "memory",
-                0,
-                f"parameters, gradients and optimizer states take {size_text(needed)}, and "
-                f"{setting.ranks} ranks have {size_text(max(0, sum(room)))} besides what allocator "
-                "and communication library take for any model",
-            )
-        elif setting.schedule in SPLIT and self.costs.work(setting).input_ns is None:
-            text = "the costs do not say how long each half of a backward takes"
-            self._note(setting, "refused", 0, text)
-        return setting in self.results
+        refusal = self.costs.refusal(setting)
+        if refusal is not None:
+            status, reason = refusal
+            self._note(setting, status, 0, reason)
+        return refusal is not None
 
     # -- what to plan
 
@@ -303,7 +291,7 @@ class _SettingSearch:
         self._compare_with_reference(settings)
         if "objective" not in self.space.fixed:
             for setting, plan, _ in tuple(self.finished):
-                if self._is_close(plan) and _effort_of(setting) == 1 and self._has_time:
+                if self._is_close(plan) and effort_of(setting) == 1 and self._has_time:
                     self._plan(setting, ONE_OF_SEVERAL, "step-time")
 
     def _finalists(self) -> list[Setting]:
@@ -410,8 +398,3 @@ class _SettingSearch:
         self.results[setting] = SettingResult(
             setting=setting, status=status, bound_ns=bound, reason=reason
         )
-
-
-def _effort_of(setting: Setting) -> int:
-    """Return how many quick plans of usual orders take as long as one of a setting."""
-    return 1 + setting.k * setting.microbatches * 2 // EFFORT_ACTIONS

@@ -7,12 +7,14 @@ from msgspec.structs import replace
 from pipecompile.ir.amount import AllocatorName
 from pipecompile.ir.graph import CostGraph
 from pipecompile.ir.plan import Options
-from pipecompile.ir.setting import Setting
+from pipecompile.ir.setting import Setting, SettingStatus
+from pipecompile.ir.size import size_text
 from pipecompile.memory_model.empty_ranks import empty_rank_bytes, room_of_ranks
 from pipecompile.planner.likely_step import LikelyStep, likely_step
 from pipecompile.planner.setting_bounds import Work, state_bytes
 from pipecompile.planner.setting_space import SettingSpace
 from pipecompile.planner.target_costs import Source, TargetCosts
+from pipecompile.schedule.named_orders import SPLIT
 from pipecompile.schedule.selection import placements
 
 __all__ = ["SettingCosts"]
@@ -77,6 +79,19 @@ class SettingCosts:
         options = self._space.options(setting)
         caps = options.caps(setting.ranks)
         return caps and room_of_ranks(caps, placements(options)[0], self._allocator)
+
+    def refusal(self, setting: Setting) -> tuple[SettingStatus, str] | None:
+        """Return why a setting cannot be, as far as that is known without planning it."""
+        room, needed = self.room(setting), self.state_bytes(setting)
+        if room is not None and (min(room) < 0 or needed > sum(room)):
+            return "memory", (
+                f"parameters, gradients and optimizer states take {size_text(needed)}, and "
+                f"{setting.ranks} ranks have {size_text(max(0, sum(room)))} besides what allocator "
+                "and communication library take for any model"
+            )
+        if setting.schedule in SPLIT and self.work(setting).input_ns is None:
+            return "refused", "the costs do not say how long each half of a backward takes"
+        return None
 
     def likely(self, setting: Setting) -> LikelyStep:
         """Return how long a step of a setting likely is, and how full its ranks."""

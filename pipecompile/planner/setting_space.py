@@ -18,7 +18,7 @@ from pipecompile.planner.unequal_devices import UnequalDevices
 from pipecompile.schedule.named_orders import fitting_names, required_placement
 from pipecompile.schedule.placement import place
 
-__all__ = ["JOINT_CHOICES", "POLICIES", "SCHEDULES", "SettingSpace"]
+__all__ = ["JOINT_CHOICES", "POLICIES", "SCHEDULES", "SettingSpace", "effort_of"]
 
 JOINT_CHOICES = (
     "k",
@@ -46,6 +46,7 @@ SCHEDULES = (
 )
 STAGES_PER_RANK = (2,)  # of schedules that take any number around a loop
 POLICIES = ("none", "auto", "stage")
+EFFORT_ACTIONS = 8192  # computations in an order that take an effort of 1 more to plan
 
 
 @dataclass(frozen=True)
@@ -173,3 +174,8 @@ def _default(shape: str) -> str:
 
 def _divisors(number: int) -> tuple[int, ...]:
     return tuple(each for each in range(1, number + 1) if number % each == 0)
+
+
+def effort_of(setting: Setting) -> int:
+    """Return how many quick plans of usual orders take as long as one of a setting."""
+    return 1 + setting.k * setting.microbatches * 2 // EFFORT_ACTIONS

@@ -22,7 +22,7 @@ from pipecompile.ir.plan import Options, Plan
 from pipecompile.ir.serialization import encode
 from pipecompile.ir.setting import Setting
 from pipecompile.partition.budget import QUICK
-from pipecompile.planner import joint_search
+from pipecompile.planner import joint_search, setting_space
 from pipecompile.planner.draft import draft
 from pipecompile.planner.finished_plans import Answer, FinishedPlan, answer_of
 from pipecompile.planner.joint_search import JointLimits, joint_plan
@@ -192,7 +192,7 @@ def test_a_setting_with_many_actions_takes_several_parts_of_the_effort(
 ) -> None:
     chain, where, planned = uneven_chain(), space(4, {"replicas": 1}), []
     for actions in (8192, 1):
-        monkeypatch.setattr(joint_search, "EFFORT_ACTIONS", actions)
+        monkeypatch.setattr(setting_space, "EFFORT_ACTIONS", actions)
         joint = searched(chain, where, JointLimits(effort=2)).joint
         assert joint is not None
         planned.append(joint.counts["planned"])

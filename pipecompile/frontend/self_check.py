@@ -17,6 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from pipecompile.errors import CaptureError, PipecompileError
 from pipecompile.frontend.captured_graph import Capture
 from pipecompile.frontend.deviation import difference_text, first_deviating_call, first_reader
+from pipecompile.frontend.foreign_leaves import refuse_foreign_leaves
 from pipecompile.frontend.outside_values import OutsideValues
 from pipecompile.frontend.refusals import COMPUTED_WITH, LOOKED_AT
 from pipecompile.frontend.signature import Arguments
@@ -72,6 +73,7 @@ def check_capture(
         _refuse_changes(outside)
     _refuse_sparse(original.gradients)
     captured = _captured_step(model, runnable, capture.inputs.flatten(call))
+    refuse_foreign_leaves(model, original.foreign_leaves, captured.foreign_leaves)
     # In the order of the step: where outputs differ gradients mostly do too, and the first one is
     # the nearest to its cause.
     for kind in KINDS:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from pipecompile.frontend.data_probe import cuda_devices
+from pipecompile.frontend.foreign_leaves import foreign_leaves
 from pipecompile.graph.attributes import attributes_restored
 from pipecompile.graph.pytrees import tensor_leaves
 
@@ -38,13 +39,15 @@ SEED = 602_214_076
 class TrainingStep:
     """All that a training step leaves, by name; `buffers` hold written parameters too.
 
-    `draws_in_backward` says whether its backward drew random numbers, `writes_in_backward`
-    whether it wrote to buffers, and `writes` whether it or its forward wrote to anything.
+    `foreign_leaves` are the tensors besides that got gradients. `draws_in_backward` says whether
+    its backward drew random numbers, `writes_in_backward` whether it wrote to buffers, and `writes`
+    whether it or its forward wrote to anything.
     """
 
     outputs: dict[str, Tensor]
     gradients: dict[str, Tensor]
     buffers: dict[str, Tensor]
+    foreign_leaves: tuple[Tensor, ...]
     draws_in_backward: bool
     writes_in_backward: bool
     writes: bool
@@ -81,13 +84,16 @@ def training_steps(
                 outputs = waiting.pop(0)
                 before_backward = _random_state(model)
                 buffers = [buffer.clone() for buffer in model.buffers()]
-                gradients = _gradients(outputs, [parameter for _, parameter in trainable])
-                named = zip(trainable, gradients, strict=True)
+                foreign = foreign_leaves(model, outputs)
+                parameters = [parameter for _, parameter in trainable]
+                gradients = _gradients(outputs, [*parameters, *foreign])
+                named = zip(trainable, gradients[: len(trainable)], strict=True)
                 steps.append(
                     TrainingStep(
                         outputs={f"output {i}": v.detach() for i, v in enumerate(outputs)},
                         gradients={name: g for (name, _), g in named if g is not None},
                         buffers={},
+                        foreign_leaves=foreign,
                         draws_in_backward=not torch.equal(_random_state(model), before_backward),
                         writes_in_backward=not all(map(is_same_tensor, buffers, model.buffers())),
                         writes=False,

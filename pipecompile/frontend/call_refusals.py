@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from pipecompile.errors import CaptureError
@@ -23,6 +23,7 @@ __all__ = [
     "refuse_lasting_gradient",
     "refuse_lasting_hook",
     "refuse_place",
+    "refuse_split_gradients",
     "refuse_swapped_state",
 ]
 
@@ -83,6 +84,37 @@ def refuse_data(recording: Recording, result: Any, name: str) -> None:
         raise number_refusal(recording.where(), name)
     if any(free_unbacked_symbols(tensor) for tensor in tensors_in(result)):
         raise shape_refusal(recording.where(), name)
+
+
+def refuse_split_gradients(recording: Recording, root: nn.Module) -> None:
+    """Raise CaptureError for a parameter of which a reentrant checkpoint and something else give
+    the gradient. Torch adds each part to `grad` by itself, and the graph their sum, which rounds
+    otherwise behind the first microbatch.
+    """
+    nodes = [node for node in recording.graph.nodes if node.op != "get_attr"]
+    if not any("checkpoint" in node.meta for node in nodes):
+        return
+    places: dict[int, int | None] = {}
+    for node in nodes:
+        place = node.meta.get("checkpoint")
+        for name, parameter in _parameters_of(node, root):
+            if places.setdefault(id(parameter), place) != place:
+                raise CaptureError(
+                    f"{name} is used in a region of checkpoint(use_reentrant=True) and elsewhere "
+                    "too, and its gradient would be rounded otherwise; give use_reentrant=False"
+                )
+
+
+def _parameters_of(node: fx.Node, root: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield the trained parameters that a node reads, by name."""
+    if node.op == "call_module":
+        path = str(node.target)
+        for name, parameter in root.get_submodule(path).named_parameters(path):
+            if parameter.requires_grad:
+                yield name, parameter
+    for source in node.all_input_nodes:
+        if source.op == "get_attr" and source.meta["val"].requires_grad:
+            yield str(source.target), source.meta["val"]
 
 
 def refuse_swapped_state(

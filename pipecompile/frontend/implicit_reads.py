@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections import UserList, defaultdict
 from collections.abc import Iterator, Mapping
+from configparser import RawConfigParser
 from functools import cache, cached_property, partial, partialmethod, singledispatchmethod
 from types import FunctionType, MethodType
 from weakref import WeakKeyDictionary, WeakSet, WeakValueDictionary
@@ -43,6 +44,7 @@ PARTS: Mapping[type, tuple[str, ...]] = {
     WeakValueDictionary: ("data",),
     WeakSet: ("data",),
     defaultdict: ("default_factory",),
+    RawConfigParser: ("_sections", "_defaults"),
 }
 """Attributes of what leads to a function, which calls it with these, or to items."""
 REGISTRY = "registry"

@@ -35,6 +35,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextvars import ContextVar
 from functools import partial
+from operator import attrgetter, methodcaller
 from types import FunctionType, MemberDescriptorType, ModuleType
 from typing import Any
 from weakref import ProxyTypes, ReferenceType
@@ -74,6 +75,8 @@ PAST_CLASSES = ("object", GETTER)
 STATICALLY = "getattr_static"
 ANY_GLOBAL = frozenset({"globals", "eval", "exec"})
 """What finds globals by names that code computes."""
+BY_VALUE = (getattr, hasattr, vars, attrgetter, methodcaller)
+"""What reads attributes by names that code computes, also if code has another name for it."""
 NAMESPACES = frozenset({"types", "argparse", "_thread"})
 """Parts of the standard library whose objects hold what a user gives them."""
 Place = str | Callable[[], str]
@@ -106,12 +109,13 @@ class NameSearch:
             # What modules of the model hold is compared by itself.
             self._seen = {id(module) for _, module in named_modules}
             self._noted: set[int] = set()
-            self._made: set[type] = set()
+            self._made: set[Any] = set()
             self._known_globals: dict[int, set[str]] = {}
             for path, module in named_modules:
                 self._look_in_module(path, module)
             while self._found:
                 self._look_up(*self._found.popleft())
+            self._computing |= {each.__name__ for each in BY_VALUE if self.has_found(each)}
 
     @property
     def names(self) -> frozenset[str]:
@@ -130,7 +134,7 @@ class NameSearch:
 
     def has_found(self, value: Any) -> bool:
         """Return whether code may have this function, object or Python module, by any name."""
-        return id(value) in self._seen
+        return id(value) in self._seen or value in self._made
 
     def _look_in_module(self, path: str, module: nn.Module) -> None:
         self._look_in_class(type(module))

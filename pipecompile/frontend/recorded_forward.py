@@ -14,6 +14,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from pipecompile.errors import CaptureError
 from pipecompile.frontend.caches import CacheUse
+from pipecompile.frontend.call_refusals import refuse_split_gradients
 from pipecompile.frontend.captured_graph import eliminate_dead_code
 from pipecompile.frontend.guards import Guards, batch_symbol, fake_input
 from pipecompile.frontend.recorder import ForwardRecorder
@@ -114,6 +115,7 @@ def _run_model(
             result = model(*call.args, **call.kwargs)
             outputs, tensors = OutputStructure.of(result, inputs.batch_dims)
             recording.write_back()
+            refuse_split_gradients(recording, model)
             recording.output(tensors)
     except CaptureError:
         raise

@@ -282,7 +282,8 @@ class ForwardRecorder(TorchFunctionMode):
         if function is CheckpointFunction:
             # A region that the model itself recomputes: its values are those of its forward.
             run, _, *inputs = args
-            return run(*inputs)
+            with self.recording.checkpoint():
+                return run(*inputs)
         # Calls inside the function are part of its node, so the recorder does not see them.
         call = RecordedCall(self.recording, self._tracker, args, kwargs)
         with _pop_mode_temporarily():

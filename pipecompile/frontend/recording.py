@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -78,6 +79,7 @@ class Recording:
         self._alive: list[Tensor] = []  # an id is unique only while its tensor lives
         self._outside = current_context()
         self._autocast_clears = 0
+        self._checkpoint = self._checkpoints = 0
 
     def _name_state(self) -> dict[int, str]:
         """Return the first name of each parameter and buffer, by the id of its fake."""
@@ -116,6 +118,18 @@ class Recording:
     def note_autocast_clear(self) -> None:
         """Note that autocast drops its casts, as it does at the end of an outermost region."""
         self._autocast_clears += 1
+
+    @contextmanager
+    def checkpoint(self) -> Iterator[None]:
+        """Note on the nodes of the block that they are of one region, which the model recomputes in
+        a backward of its own.
+        """
+        outer, self._checkpoints = self._checkpoint, self._checkpoints + 1
+        self._checkpoint = self._checkpoints
+        try:
+            yield
+        finally:
+            self._checkpoint = outer
 
     def count_call(self, path: str) -> int:
         """Note a call of the module at `path`; return how many there were before."""
@@ -157,6 +171,8 @@ class Recording:
             context = replace(current, region_number=self._autocast_clears)
         node.meta.update(module=self.path, source=current_line(), autograd_context=context)
         node.meta.update(random=False, mutates=False)
+        if self._checkpoint:
+            node.meta["checkpoint"] = self._checkpoint
         return node
 
     def bind(self, value: Any, node: fx.Node) -> None:

@@ -8,6 +8,7 @@ import weakref
 from array import array
 from collections import UserList, defaultdict
 from collections.abc import Callable
+from configparser import ConfigParser
 from dataclasses import dataclass, field
 from types import ModuleType, SimpleNamespace
 from typing import Any, ClassVar
@@ -110,6 +111,8 @@ NESTED = SimpleNamespace(nested=({"numbers": np.ones(2)}, [bytearray(2)]))
 LETTERS, CODES = bytearray(b"ab"), array("d", [2.0])
 VIEW = memoryview(bytearray(b"ab"))
 MAKING = defaultdict(lambda: 2.0)
+PARSER = ConfigParser()
+PARSER.read_string("[model]\nscale = 2.0")
 SCALER, INHERITING = Scaler(), InheritingScaler()
 OUTSIDE = nn.Linear(2, 2)
 OUTSIDE.config = SimpleNamespace(scale=2.0)  # type: ignore[assignment]
@@ -334,6 +337,11 @@ CASES: dict[str, tuple[Forward, Change, str]] = {
         "CODES",
     ),
     "a byte behind a view": (lambda x: x * VIEW[0], lambda _: VIEW.__setitem__(0, 3), "VIEW"),
+    "what a file of settings has": (
+        lambda x: x * PARSER.getfloat("model", "scale"),
+        lambda _: PARSER.set("model", "scale", "3.0"),
+        "PARSER._sections",
+    ),
     "what makes the items of a defaultdict": (
         lambda x: x * MAKING["absent"],
         lambda _: setattr(MAKING, "default_factory", float),
@@ -394,6 +402,7 @@ class WithSlots:
 
 
 ONE = 1  # part of names that code computes
+GET, OF_OWN = getattr, functools.partial(getattr, OwnConfig)
 OWN, WITH_SLOTS, INNER = Own(), WithSlots(), SimpleNamespace(inner=SimpleNamespace(scale_1=2.0))
 SCALE_1, SETTINGS = 2.0, ModuleType("settings")
 SETTINGS.scale_1 = 2.0  # type: ignore[attr-defined]
@@ -418,6 +427,16 @@ COMPUTED: dict[str, tuple[Forward, Change, str]] = {
         lambda x: x * getattr(OwnConfig, f"scale_{ONE + 1}", 2.0),
         put("scale_2", 3.0, OwnConfig),
         "OwnConfig.scale_2",
+    ),
+    "by getattr under another name": (
+        lambda x: x * GET(OwnConfig, f"scale_{ONE}"),
+        put("scale_1", 3.0, OwnConfig),
+        "OwnConfig.scale_1",
+    ),
+    "by a partial function": (
+        lambda x: x * OF_OWN(f"scale_{ONE}"),
+        put("scale_1", 3.0, OwnConfig),
+        "OwnConfig.scale_1",
     ),
     "by an attrgetter": (
         lambda x: x * operator.attrgetter(f"scale_{ONE}")(OwnConfig),

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, fx, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from pipecompile.errors import CaptureError
@@ -14,7 +17,7 @@ from pipecompile.frontend.nested_values import tensors_in
 from pipecompile.frontend.recording import SYMBOLS, Recording
 from pipecompile.frontend.refusals import UnsupportedError, number_refusal, shape_refusal
 from pipecompile.graph.attributes import is_same_value
-from pipecompile.graph.storages import storage_key
+from pipecompile.graph.storages import is_irregular, storage_key
 
 __all__ = [
     "PLACE_QUESTIONS",
@@ -22,6 +25,7 @@ __all__ = [
     "refuse_data",
     "refuse_lasting_gradient",
     "refuse_lasting_hook",
+    "refuse_lasting_write",
     "refuse_place",
     "refuse_split_gradients",
     "refuse_swapped_state",
@@ -29,6 +33,11 @@ __all__ = [
 
 # Their answers depend on where a tensor begins, which is the same for no two microbatches.
 PLACE_QUESTIONS = frozenset({"storage_offset", "data_ptr"})
+# add_, _foreach_mul_, __iadd__, __setitem__
+IN_PLACE = re.compile(
+    r"_?[a-z]\w*[a-z0-9]_|__setitem__"
+    r"|__i(add|sub|mul|matmul|truediv|floordiv|mod|pow|and|or|xor|lshift|rshift)__"
+)
 
 
 def refuse_place(recording: Recording, name: str, tensor: Tensor) -> None:
@@ -75,6 +84,26 @@ def refuse_lasting_hook(recording: Recording, tensor: Tensor, hook: Any) -> None
             f"{recording.where()}: a hook encloses a value of the forward, which is "
             "another in each step; let it compute from the gradient and from constants"
         )
+
+
+def refuse_lasting_write(recording: Recording, name: str, args: Any, kwargs: Any) -> None:
+    """Raise CaptureError before the call `name` writes to a tensor that is neither of the forward
+    nor the model's: it has values, and would have others after the capture.
+    """
+    written = [kwargs.get("out")]
+    if IN_PLACE.fullmatch(name):
+        written.append(args[0] if args else None)
+    if any(_has_values(each) for each in tensors_in(written)):
+        raise CaptureError(
+            f"{recording.where()}: the forward writes to a tensor attribute in place; write to a "
+            "copy, or make it a buffer with register_buffer"
+        )
+
+
+def _has_values(tensor: Tensor) -> bool:
+    # Nested tensors, and those in a function that is transformed, are refused by what they are.
+    is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+    return not (isinstance(tensor, FakeTensor) or is_wrapped or is_irregular(tensor))
 
 
 def refuse_data(recording: Recording, result: Any, name: str) -> None:

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode, _get_current_function_mode, _pop_mode_temporarily
+from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import CheckpointFunction
 
 from pipecompile.errors import CaptureError
@@ -33,6 +34,7 @@ from pipecompile.frontend.call_refusals import (
     refuse_data,
     refuse_lasting_gradient,
     refuse_lasting_hook,
+    refuse_lasting_write,
     refuse_place,
     refuse_swapped_state,
 )
@@ -184,13 +186,22 @@ class ForwardRecorder(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(func, "__name__", str(func))
         try:
-            return self._answer(func, name, args, kwargs or {})
+            return self._answer(func, name, *self._with_fakes(args, kwargs or {}))
         except Exception as error:
             if isinstance(error, CaptureError):
                 self._caught = error
             elif is_data_dependence_error(error) or name in CONVERSIONS:
                 self._caught = number_refusal(self.recording.where(), name)
             raise
+
+    def _with_fakes(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """Return arguments with fakes in the place of parameters and buffers: a list or a closure
+        may have one itself, and a write would change it.
+        """
+        if self._state.keys().isdisjoint(map(id, tensors_in((args, kwargs)))):
+            return args, kwargs
+        placed = tree_map_only(Tensor, lambda each: self._state.get(id(each), each), (args, kwargs))
+        return placed  # type: ignore[no-any-return]
 
     def _answer(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
         if name == "__set__" and func.__self__ is Tensor.requires_grad:
@@ -213,6 +224,7 @@ class ForwardRecorder(TorchFunctionMode):
             answer = self.values.answer(func, args[0])
             if answer is not None:
                 return answer
+        refuse_lasting_write(self.recording, name, args, kwargs)
         if name in PLACE_QUESTIONS:
             refuse_place(self.recording, name, args[0])
         if func is Tensor.requires_grad_:

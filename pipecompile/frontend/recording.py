@@ -236,6 +236,8 @@ class Recording:
         """Return the node of a tensor; a tensor that is not the recording's becomes a constant."""
         if id(tensor) in self._nodes:
             return self._nodes[id(tensor)]
+        # A list or a closure may have a parameter itself, in whose place no fake is put.
+        tensor = self._state.get(id(tensor), tensor)
         if id(tensor) in self._names:
             return self._read(self._names[id(tensor)], tensor)
         if torch._C._functorch.is_functorch_wrapped_tensor(tensor):

@@ -1,0 +1,92 @@
+"""Tensors with values that a forward reaches without its modules: parameters in lists, globals."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from plain_loop import mean_square
+from torch import Tensor, nn
+from torch.nn import functional
+
+from pipecompile.api.compilation import pipecompile
+from pipecompile.errors import CaptureError
+
+WIDTH = 8
+X = torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(1))
+Act = Callable[[Any, Tensor], Tensor]
+
+
+class Model(nn.Module):
+    """Two layers, between which `act` runs; a list has a parameter and a buffer too."""
+
+    def __init__(self, act: Act) -> None:
+        super().__init__()
+        self.one, self.two, self.act = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), act
+        self.register_buffer("scale", torch.ones(WIDTH))
+        self.listed, self.plain = [self.two.weight, self.scale], torch.ones(WIDTH)
+        self.mask = torch.ones(WIDTH, dtype=torch.bool)
+        weight = self.two.weight
+        self.enclosing = lambda value: value @ weight
+
+    def forward(self, value: Tensor) -> Tensor:
+        """A value of shape (N, WIDTH) to the same shape."""
+        return self.two(self.act(self, self.one(value)))
+
+
+def model_of(act: Act) -> Model:
+    torch.manual_seed(0)
+    return Model(act)
+
+
+def both(*results: Any) -> Any:
+    return results[-1]
+
+
+ALIASES: dict[str, Act] = {
+    "a parameter in a list": lambda m, v: v @ m.listed[0],
+    "one in a closure": lambda m, v: m.enclosing(v),
+    "an argument of a function": lambda m, v: functional.linear(v, m.listed[0]),
+    "only its shape": lambda m, v: v * m.listed[0].shape[0],
+    "a buffer in a list": lambda m, v: v * m.listed[1],
+    "one that is written there": lambda m, v: both(m.listed[1].mul_(0.5), v * m.scale),
+    "one that is written elsewhere": lambda m, v: both(m.scale.mul_(0.5), v * m.listed[1]),
+    "a mask that is inverted": lambda m, v: v * ~m.mask + v,
+}
+
+
+@pytest.mark.parametrize("name", ALIASES)
+def test_what_is_also_held_elsewhere_trains_as_in_a_loop(name: str) -> None:
+    model, plain = model_of(ALIASES[name]), model_of(ALIASES[name])
+    pipeline = pipecompile(model, X, k=2, microbatches=2, loss_fn=mean_square, costs="flops")
+    assert torch.equal(model.scale, torch.ones(WIDTH))
+    pipeline.step(X)
+    for rows in X.chunk(2):
+        mean_square(plain(rows), None).backward()
+    assert torch.equal(model.scale, plain.scale)
+    for path, parameter in pipeline.named_parameters():
+        assert torch.equal(parameter.grad, plain.get_parameter(path).grad / 2), path
+
+
+GLOBAL = torch.ones(WIDTH)
+
+WRITES: dict[str, Act] = {
+    "an attribute": lambda m, v: both(m.plain.mul_(0.5), v * m.plain),
+    "an item": lambda m, v: both(m.plain.__setitem__(0, 2.0), v * m.plain),
+    "an operator": lambda m, v: both(m.plain.__iadd__(1), v),
+    "an output": lambda m, v: both(torch.mul(m.plain, 2, out=m.plain), v),
+    "a list of several": lambda m, v: both(torch._foreach_mul_([m.plain], 2), v),
+    "a global": lambda _, v: both(GLOBAL.add_(1), v),
+    "with what the forward has": lambda m, v: both(m.plain.copy_(v.detach().mean(0)), v * m.plain),
+}
+
+
+@pytest.mark.parametrize("name", WRITES)
+def test_a_write_to_a_tensor_with_values_is_refused_before_it_is_done(name: str) -> None:
+    model = model_of(WRITES[name])
+    with pytest.raises(CaptureError, match="the forward writes to a tensor attribute in place"):
+        pipecompile(model, X, k=2, microbatches=2, loss_fn=mean_square, costs="flops")
+    assert torch.equal(model.plain, torch.ones(WIDTH))
+    assert torch.equal(GLOBAL, torch.ones(WIDTH))

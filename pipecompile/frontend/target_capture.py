@@ -16,6 +16,7 @@ from pipecompile.frontend.batch_dims import part_of
 from pipecompile.frontend.capture import capture, captures, is_first_choice
 from pipecompile.frontend.captured_graph import KEYS_IN_ORDER, Capture
 from pipecompile.frontend.digest import digest
+from pipecompile.frontend.plain_tensors import plain_tensors_kept
 from pipecompile.frontend.proof import Proof, proven_capture
 from pipecompile.frontend.refusals import UnsupportedError
 from pipecompile.frontend.row_independence import refuse_dependent_rows
@@ -83,24 +84,25 @@ def capture_target(
     _refuse_synchronised_norms(target.model)
     _refuse_irregular_state(target.model)
     sample = _microbatch(target, options, 0)
-    if verify and target.has_values:
-        captured, module, proof = proven_capture(target.model, sample, options.leaf)
-        # What samples know of each other shows only where they are cut apart.
-        if options.microbatches > 1:
-            refuse_dependent_rows(target.model, sample, _microbatch(target, options, 1))
-            if target.loss_reduction == "mean":
-                refuse_batch_counts(target, sample, target.cut_targets(options.microbatches)[0])
-        _log(chain(_remarks(captured), [_proof_text(proof)]))
-    else:
-        proof = None
-        applicable = (
-            capture
-            for capture in known
-            if capture.holds_for(sample) and is_first_choice(capture, sample)
-        )
-        captured = next(applicable, None) or _captured_by(method, target, sample, options)
-        module = captured.instantiate(sample)
-        _log(_remarks(captured))
+    with plain_tensors_kept(target.model):
+        if verify and target.has_values:
+            captured, module, proof = proven_capture(target.model, sample, options.leaf)
+            # What samples know of each other shows only where they are cut apart.
+            if options.microbatches > 1:
+                refuse_dependent_rows(target.model, sample, _microbatch(target, options, 1))
+                if target.loss_reduction == "mean":
+                    refuse_batch_counts(target, sample, target.cut_targets(options.microbatches)[0])
+            _log(chain(_remarks(captured), [_proof_text(proof)]))
+        else:
+            proof = None
+            applicable = (
+                capture
+                for capture in known
+                if capture.holds_for(sample) and is_first_choice(capture, sample)
+            )
+            captured = next(applicable, None) or _captured_by(method, target, sample, options)
+            module = captured.instantiate(sample)
+            _log(_remarks(captured))
     # Names are those of nodes as well, which are known only now.
     _refuse_unknown_names(module.graph, options.groups)
     apply_passes(module.graph, [Group(options.groups)])

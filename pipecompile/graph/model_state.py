@@ -15,18 +15,22 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
+from pipecompile.graph.pytrees import tensor_leaves
+
 __all__ = [
     "copied_model",
     "distinct_tensors",
     "fake_state",
     "has_values",
     "named_state",
+    "named_tensor_attributes",
     "swapped_state",
     "tensor_attributes",
     "without_values",
 ]
 
 Model = TypeVar("Model", bound=nn.Module)
+INTERNAL = frozenset(vars(nn.Module()))
 
 
 def named_state(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -54,7 +58,16 @@ def without_values(tensor: Tensor, device: torch.device | str = "meta") -> Tenso
 def tensor_attributes(module: nn.Module) -> Iterator[Tensor]:
     """Yield the tensors that modules hold in plain attributes, as a weight that a hook computes."""
     for part in module.modules():
-        yield from (value for value in vars(part).values() if isinstance(value, Tensor))
+        yield from (tensor for _, tensor in named_tensor_attributes(part))
+
+
+def named_tensor_attributes(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors in plain attributes of one module, and in containers there, each with the
+    name of the attribute.
+    """
+    for name, value in vars(module).items():
+        if name not in INTERNAL:
+            yield from ((name, tensor) for tensor in tensor_leaves(value))
 
 
 def copied_model(model: Model) -> Model:

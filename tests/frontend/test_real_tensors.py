@@ -90,3 +90,55 @@ def test_a_write_to_a_tensor_with_values_is_refused_before_it_is_done(name: str)
         pipecompile(model, X, k=2, microbatches=2, loss_fn=mean_square, costs="flops")
     assert torch.equal(model.plain, torch.ones(WIDTH))
     assert torch.equal(GLOBAL, torch.ones(WIDTH))
+
+
+class Counting(nn.Module):
+    """Asks for data, and is one node; `write` does something to its tensors."""
+
+    def __init__(self, write: Callable[[Any], Any]) -> None:
+        super().__init__()
+        self.linear, self.write = nn.Linear(WIDTH, WIDTH), write
+        self.count, self.counts = torch.zeros(()), [torch.zeros(WIDTH)]
+        self.table = {"count": torch.zeros(WIDTH, dtype=torch.long)}
+
+    def forward(self, value: Tensor) -> Tensor:
+        """A value of shape (N, WIDTH) to the same shape."""
+        if float(value.detach().abs().max()) > 1e6:
+            return value * 0
+        self.write(self)
+        return self.linear(value)
+
+
+NODE_WRITES: dict[str, Callable[[Any], Any]] = {
+    "a count": lambda m: m.count.add_(1),
+    "an operator": lambda m: m.count.__iadd__(1),
+    "through data": lambda m: m.count.data.add_(1),
+    "an item of a list": lambda m: m.counts[0].mul_(0.5).add_(1),
+    "an item of a dict": lambda m: m.table["count"].add_(1),
+    "an element": lambda m: m.counts[0].__setitem__(2, 5.0),
+    "through a view": lambda m: m.counts[0].view(2, -1)[1].add_(1),
+}
+
+
+@pytest.mark.parametrize("name", NODE_WRITES)
+@pytest.mark.parametrize("self_check", [True, False])
+def test_a_node_that_writes_to_a_plain_tensor_is_refused(name: str, self_check: bool) -> None:
+    node = Counting(NODE_WRITES[name])
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), node, nn.Linear(WIDTH, WIDTH))
+    with pytest.raises(CaptureError, match=r"1\.(count|counts|table): the forward writes"):
+        pipecompile(
+            model,
+            X,
+            k=2,
+            microbatches=2,
+            loss_fn=mean_square,
+            costs="flops",
+            self_check=self_check,
+        )
+    assert not any(map(torch.count_nonzero, (node.count, *node.counts, node.table["count"])))
+
+
+def test_a_plain_tensor_that_is_read_or_replaced_is_kept() -> None:
+    node = Counting(lambda m: setattr(m, "table", {"count": m.counts[0] + m.count}))
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), node, nn.Linear(WIDTH, WIDTH))
+    pipecompile(model, X, k=2, microbatches=2, loss_fn=mean_square, costs="flops").step(X)

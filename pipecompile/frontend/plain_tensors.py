@@ -1,0 +1,65 @@
+"""Tensors in plain attributes of modules: a forward that writes to one is refused, and the tensor
+is put back.
+
+A write outside of modules that are one node is refused when it is recorded. Of what such a node
+does itself only the values tell, since it runs as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from pipecompile.errors import CaptureError
+from pipecompile.frontend.training_step import is_same_tensor
+from pipecompile.graph.model_state import has_values, named_state, named_tensor_attributes
+from pipecompile.graph.storages import is_irregular
+
+__all__ = ["plain_tensors_kept"]
+
+
+@contextmanager
+def plain_tensors_kept(model: nn.Module) -> Iterator[None]:
+    """Put the plain tensors of `model` back after the block, in which its forward runs.
+
+    CaptureError if one was written to, whatever else the block raises of captures.
+    """
+    before = [(name, tensor, tensor.detach().clone()) for name, tensor in _plain_tensors(model)]
+    error: CaptureError | None = None
+    try:
+        yield
+    except CaptureError as failure:
+        error = failure
+    finally:
+        written = _put_back(before)
+    if written:
+        raise CaptureError(
+            f"{written[0]}: the forward writes to this tensor in place, and its module is one "
+            "node; make it a buffer with register_buffer, which each microbatch sees as in a loop"
+        ) from error
+    if error is not None:
+        raise error
+
+
+def _put_back(before: Sequence[tuple[str, Tensor, Tensor]]) -> list[str]:
+    """Give each tensor its value of `before`; return the names of those that had another one."""
+    written = [each for each in before if not is_same_tensor(each[1], each[2])]
+    with torch.no_grad():
+        for _, tensor, value in written:
+            tensor.copy_(value)
+    return [name for name, _, _ in written]
+
+
+def _plain_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors with values in plain attributes, each once, with the path of its module and
+    its attribute.
+    """
+    seen = {id(tensor) for _, tensor in named_state(model)}
+    for path, module in model.named_modules():
+        for name, tensor in named_tensor_attributes(module):
+            if id(tensor) not in seen and has_values(tensor) and not is_irregular(tensor):
+                seen.add(id(tensor))
+                yield f"{path}.{name}".lstrip("."), tensor

@@ -20,8 +20,10 @@ from pipecompile.graph.attributes import is_same_value
 from pipecompile.graph.storages import is_irregular, storage_key
 
 __all__ = [
+    "LAYOUT_QUESTIONS",
     "PLACE_QUESTIONS",
     "own_state",
+    "refuse_backward_hooks",
     "refuse_data",
     "refuse_lasting_gradient",
     "refuse_lasting_hook",
@@ -31,6 +33,10 @@ __all__ = [
     "refuse_swapped_state",
 ]
 
+# Their answers depend on how a tensor lies in memory.
+LAYOUT_QUESTIONS = frozenset(
+    {"is_contiguous", "stride", "storage_offset", "as_strided", "dim_order", "data_ptr"}
+)
 # Their answers depend on where a tensor begins, which is the same for no two microbatches.
 PLACE_QUESTIONS = frozenset({"storage_offset", "data_ptr"})
 # add_, _foreach_mul_, __iadd__, __setitem__
@@ -159,6 +165,16 @@ def refuse_swapped_state(
                 "its parameters or buffers (functional_call), which its node would not have; "
                 "call the function that it stands for"
             )
+
+
+def refuse_backward_hooks(module: nn.Module, where: str) -> None:
+    """Raise CaptureError if a module that is taken apart, at `where`, has a backward hook."""
+    if module._backward_hooks or module._backward_pre_hooks:
+        raise CaptureError(
+            f"{where}: a backward hook is registered on a module that is taken apart, so it would "
+            "not be called; make the module one node (leaf), or register the hook on a module of "
+            "torch.nn, or on a tensor in the forward"
+        )
 
 
 def own_state(module: nn.Module) -> list[Tensor]:

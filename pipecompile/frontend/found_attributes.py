@@ -12,7 +12,14 @@ from torch import Tensor
 from pipecompile.frontend.compared_value import MAPPINGS, MOST_ITEMS, NUMBERS
 from pipecompile.graph.attributes import CONTAINERS, PLAIN, plain_container
 
-__all__ = ["attributes_of", "data_names", "may_be_hidden", "names_there"]
+__all__ = [
+    "attributes_of",
+    "data_names",
+    "may_be_hidden",
+    "names_there",
+    "new_name",
+    "newest_name",
+]
 
 MOST_DEEP = 4
 """How deep containers in a value may lie, since one may hold itself."""
@@ -60,3 +67,13 @@ def _is_data(value: Any, depth: int = 0) -> bool:
         inner = items.values() if isinstance(items, (dict, *MAPPINGS)) else items
         return all(_is_data(item, depth + 1) for item in inner)
     return isinstance(value, (*PLAIN, *NUMBERS, Tensor, MemberDescriptorType))
+
+
+def newest_name(where: str, items: Mapping[str, Any], known: frozenset[str]) -> str:
+    """Return the name of the first of the `items` of a place that is not among those known."""
+    return f"{where}.{next(name for name in items if name not in known)}"
+
+
+def new_name(where: str, items: Mapping[str, Any], absent: frozenset[str]) -> str:
+    """Return the name of the first of the `absent` items of a place that is there now."""
+    return f"{where}.{next(name for name in sorted(absent) if name in items)}"

@@ -62,10 +62,19 @@ from pipecompile.frontend.found_attributes import (
     data_names,
     may_be_hidden,
     names_there,
+    new_name,
+    newest_name,
 )
 from pipecompile.frontend.implicit_reads import MAKING, PARTS, REGISTRY, operators
 from pipecompile.frontend.known_reads import NOTHING_KNOWN, KnownReads
-from pipecompile.frontend.packages import is_foreign, is_installed, package_of
+from pipecompile.frontend.packages import (
+    NAMESPACES,
+    has_own_attributes,
+    is_installed,
+    is_of_all_models,
+    is_of_others,
+    package_of,
+)
 from pipecompile.graph.attributes import CONTAINERS, PLAIN, plain_container
 
 __all__ = ["NameSearch"]
@@ -77,8 +86,6 @@ ANY_GLOBAL = frozenset({"globals", "eval", "exec"})
 """What finds globals by names that code computes."""
 BY_VALUE = (getattr, hasattr, vars, attrgetter, methodcaller)
 """What reads attributes by names that code computes, also if code has another name for it."""
-NAMESPACES = frozenset({"types", "argparse", "_thread"})
-"""Parts of the standard library whose objects hold what a user gives them."""
 Place = str | Callable[[], str]
 """The name of a place; where there was nothing, what returns it once there is."""
 
@@ -184,7 +191,7 @@ class NameSearch:
         absent = frozenset(names) - items.keys()
         # One look for all of them: they are many.
         read = partial(items.keys().isdisjoint, absent)
-        self.code.append((partial(_new_name, where, items, absent), read, True))
+        self.code.append((partial(new_name, where, items, absent), read, True))
 
     def _follow(self, where: str, value: Any) -> None:
         """Look up in `value` later what can be reached in it."""
@@ -203,7 +210,7 @@ class NameSearch:
         self._seen.add(id(value))
         if isinstance(value, FunctionType):
             self._look_in_function(value)
-        elif self._has_own_attributes(value):
+        elif has_own_attributes(value, self._packages):
             self._look_in_object(where, value)
         if isinstance(value, ContextVar):
             self._look(f"{where}.get()", partial(value.get, GONE))
@@ -218,7 +225,7 @@ class NameSearch:
             for item in items.values() if isinstance(items, (dict, *MAPPINGS)) else items:
                 if isinstance(item, NUMBERS):
                     self._look(where, partial(itself, item))
-                elif not self._is_of_all_models(item):
+                elif not is_of_all_models(item):
                     self._follow(where, item)
 
     def _look_in_function(self, function: FunctionType) -> None:
@@ -336,7 +343,7 @@ class NameSearch:
 
     def _look_at_making(self, kind: type) -> None:
         """Note what makes objects of a class that code names. No forward makes modules."""
-        if not self._is_of_all_models(kind) and kind not in self._made:
+        if not is_of_all_models(kind) and kind not in self._made:
             self._made.add(kind)
             for base in kind.__mro__:
                 if not self._is_foreign(base.__module__):
@@ -361,7 +368,7 @@ class NameSearch:
         if self._is_read_by_text(owner):
             known = names_there(attributes, kind)
             read = partial(known.issuperset, attributes)
-            self.code.append((partial(_newest_name, where, attributes, known), read, True))
+            self.code.append((partial(newest_name, where, attributes, known), read, True))
 
     def _is_read_by_text(self, owner: Any) -> bool:
         """Return whether code of the user may read what the user's `owner` has by names that it
@@ -371,8 +378,7 @@ class NameSearch:
             return False
         kind = owner if isinstance(owner, type) else type(owner)
         module = owner.__name__ if isinstance(owner, ModuleType) else kind.__module__
-        is_others = is_foreign(module) or is_installed(package_of(module))
-        return module in NAMESPACES or not is_others
+        return module in NAMESPACES or not is_of_others(module)
 
     def _named(self, attributes: Iterable[str]) -> list[str]:
         """Return those of the attributes that a function names."""
@@ -395,31 +401,5 @@ class NameSearch:
             )
         ]
 
-    def _is_of_all_models(self, item: Any) -> bool:
-        """Return whether a function or class in a table is likely there for other models."""
-        if isinstance(item, type) and issubclass(item, nn.Module):
-            return True  # no forward makes modules
-        if isinstance(item, FunctionType) and is_foreign(item.__module__):
-            return False  # it leads to nothing, but may ask for a global flag
-        return isinstance(item, (FunctionType, type)) and is_installed(package_of(item.__module__))
-
-    def _has_own_attributes(self, value: Any) -> bool:
-        """Return whether `value` is an object or a Python module whose attributes the user sets."""
-        if isinstance(value, ModuleType):
-            return not self._is_foreign(getattr(value, "__name__", None))
-        module = type(value).__module__
-        if isinstance(value, nn.Module):
-            return True
-        return module in NAMESPACES or not self._is_foreign(module)
-
     def _is_foreign(self, module: str | None) -> bool:
-        package = package_of(module)
-        return is_foreign(module) or (is_installed(package) and package not in self._packages)
-
-
-def _newest_name(where: str, items: Mapping[str, Any], known: frozenset[str]) -> str:
-    return f"{where}.{next(name for name in items if name not in known)}"
-
-
-def _new_name(where: str, items: Mapping[str, Any], absent: frozenset[str]) -> str:
-    return f"{where}.{next(name for name in sorted(absent) if name in items)}"
+        return is_of_others(module, self._packages)

@@ -3,11 +3,23 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Collection
 from functools import cache
 from pathlib import Path
+from types import FunctionType, ModuleType
 from typing import Any
 
-__all__ = ["is_foreign", "is_installed", "package_of"]
+from torch import nn
+
+__all__ = [
+    "NAMESPACES",
+    "has_own_attributes",
+    "is_foreign",
+    "is_installed",
+    "is_of_all_models",
+    "is_of_others",
+    "package_of",
+]
 
 FOREIGN = frozenset({"torch", "numpy"})
 """Packages whose code and objects are not followed, besides the standard library, and what is
@@ -15,6 +27,8 @@ installed but has no module of the model (a test runner, a progress bar).
 """
 INSTALLED = frozenset({"site-packages", "dist-packages"})
 """Folders of installed packages."""
+NAMESPACES = frozenset({"types", "argparse", "_thread"})
+"""Parts of the standard library whose objects hold what a user gives them."""
 
 
 def is_foreign(module: str | None) -> bool:
@@ -35,3 +49,32 @@ def is_installed(package: str) -> bool:
     # A package without an __init__.py has no file, only folders.
     places = [getattr(module, "__file__", None), *getattr(module, "__path__", ())]
     return any(not INSTALLED.isdisjoint(Path(place).parts) for place in places if place)
+
+
+def is_of_others(module: str | None, packages: Collection[str] = ()) -> bool:
+    """Return whether a Python module is not the user's: foreign, or installed and in none of the
+    `packages` that have modules of the model.
+    """
+    package = package_of(module)
+    return is_foreign(module) or (is_installed(package) and package not in packages)
+
+
+def is_of_all_models(item: Any) -> bool:
+    """Return whether a function or class in a table is likely there for other models."""
+    if isinstance(item, type) and issubclass(item, nn.Module):
+        return True  # no forward makes modules
+    if isinstance(item, FunctionType) and is_foreign(item.__module__):
+        return False  # it leads to nothing, but may ask for a global flag
+    return isinstance(item, (FunctionType, type)) and is_installed(package_of(item.__module__))
+
+
+def has_own_attributes(value: Any, packages: Collection[str]) -> bool:
+    """Return whether `value` is an object or a Python module whose attributes the user sets; for
+    `packages` see `is_of_others`.
+    """
+    if isinstance(value, ModuleType):
+        return not is_of_others(getattr(value, "__name__", None), packages)
+    module = type(value).__module__
+    if isinstance(value, nn.Module):
+        return True
+    return module in NAMESPACES or not is_of_others(module, packages)

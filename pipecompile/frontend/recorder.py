@@ -29,8 +29,10 @@ from torch.utils.checkpoint import CheckpointFunction
 
 from pipecompile.errors import CaptureError
 from pipecompile.frontend.call_refusals import (
+    LAYOUT_QUESTIONS,
     PLACE_QUESTIONS,
     own_state,
+    refuse_backward_hooks,
     refuse_data,
     refuse_lasting_gradient,
     refuse_lasting_hook,
@@ -75,10 +77,6 @@ __all__ = ["ForwardRecorder"]
 
 # Attributes of a tensor that belong to autograd and are no values of the forward.
 AUTOGRAD_ATTRIBUTES = ("grad", "grad_fn", "_base")
-# Their answers depend on how a tensor lies in memory.
-LAYOUT_QUESTIONS = frozenset(
-    {"is_contiguous", "stride", "storage_offset", "as_strided", "dim_order", "data_ptr"}
-)
 
 
 class ForwardRecorder(TorchFunctionMode):
@@ -319,7 +317,8 @@ class ForwardRecorder(TorchFunctionMode):
         self.recording.enter_module(path)
         mark = self.recording.mark()
         try:
-            if self._is_leaf(module, path):
+            is_own_node = path in self.options.leaves or is_torch_leaf(module)
+            if is_own_node and module is not self.root:
                 return self._call_leaf(original, module, args, kwargs)
             self._note_hooks(module, path)
             self.recording.taken_apart.append(path)
@@ -355,10 +354,6 @@ class ForwardRecorder(TorchFunctionMode):
         self.data_dependent[path] = error_line(error) or current_line()
         self.failed_in = None
 
-    def _is_leaf(self, module: nn.Module, path: str) -> bool:
-        """Return whether a module is to be one node, whatever its forward does."""
-        return module is not self.root and (path in self.options.leaves or is_torch_leaf(module))
-
     def _call_leaf(
         self,
         original: Callable[..., Any],
@@ -392,22 +387,14 @@ class ForwardRecorder(TorchFunctionMode):
         """Return the answers of this call of the current module in the probe; None without one."""
         if call_number is None:
             return None
-        answers = self.options.answers or {}
-        key = (self.recording.path, call_number)
-        if key not in answers:
-            raise UnsupportedError(
-                f"{self.recording.where()}: the model does not call this module on the sample "
-                "itself"
-            )
-        return answers[key]
+        answers = (self.options.answers or {}).get((self.recording.path, call_number))
+        if answers is None:
+            text = "the model does not call this module on the sample itself"
+            raise UnsupportedError(f"{self.recording.where()}: {text}")
+        return answers
 
     def _note_hooks(self, module: nn.Module, path: str) -> None:
         """Note the forward hooks of a module that is recorded inside; refuse its backward hooks."""
-        if module._backward_hooks or module._backward_pre_hooks:
-            raise CaptureError(
-                f"{path or type(self.root).__name__}: a backward hook is registered on a module "
-                "that is taken apart, so it would not be called; make the module one node (leaf), "
-                "or register the hook on a module of torch.nn, or on a tensor in the forward"
-            )
+        refuse_backward_hooks(module, path or type(self.root).__name__)
         if module._forward_hooks or module._forward_pre_hooks:
             self.hooked.add(path)

@@ -66,7 +66,8 @@ class Agreement:
         self._watch = watch
         self.is_history_the_same = True
         self.is_refused = False
-        own = torch.tensor([said.digest, number, history])
+        # A default device that the user has set is not for what goes through the host.
+        own = torch.tensor([said.digest, number, history], device="cpu")
         self._all = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
         self._work: dist.Work | None = watch.deadline.start_all_gather(self._all, own, group)
 

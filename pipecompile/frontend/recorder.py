@@ -317,8 +317,7 @@ class ForwardRecorder(TorchFunctionMode):
         self.recording.enter_module(path)
         mark = self.recording.mark()
         try:
-            is_own_node = path in self.options.leaves or is_torch_leaf(module)
-            if is_own_node and module is not self.root:
+            if self._is_leaf(module, path):
                 return self._call_leaf(original, module, args, kwargs)
             self._note_hooks(module, path)
             self.recording.taken_apart.append(path)
@@ -353,6 +352,10 @@ class ForwardRecorder(TorchFunctionMode):
             del self.data_dependent[other]
         self.data_dependent[path] = error_line(error) or current_line()
         self.failed_in = None
+
+    def _is_leaf(self, module: nn.Module, path: str) -> bool:
+        """Return whether a module is to be one node, whatever its forward does."""
+        return module is not self.root and (path in self.options.leaves or is_torch_leaf(module))
 
     def _call_leaf(
         self,

@@ -19,8 +19,9 @@ from pipecompile.schedule.selection import placements
 __all__ = ["PlanRequest", "plan_request"]
 
 OPEN = ("microbatches", "schedule", "recompute", "stages_per_rank")
-# Under these no rank holds more than the fullest one does under 1f1b. Without a cap nobody has said
-# that there is room for more.
+# Under these no rank holds more microbatches than the fullest one does under 1f1b. Without a cap
+# nobody has said that there is room for more. In bytes it may be more: gradients that wait for a
+# weight backward are held too.
 SPARING = ("1f1b", "zb-h1", "v-min", "v-half", "zb-v")
 MOST_ROUNDS = 4  # microbatches for each stage: the bubble is then small (GPipe, section 2.3)
 

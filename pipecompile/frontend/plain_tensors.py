@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from pipecompile.errors import CaptureError
 from pipecompile.frontend.training_step import is_same_tensor
-from pipecompile.graph.model_state import has_values, named_state, named_tensor_attributes
+from pipecompile.graph.model_state import has_values, named_tensor_attributes
 from pipecompile.graph.storages import is_irregular
 
 __all__ = ["plain_tensors_kept"]
@@ -38,7 +38,8 @@ def plain_tensors_kept(model: nn.Module) -> Iterator[None]:
     if written:
         raise CaptureError(
             f"{written[0]}: the forward writes to this tensor in place, and its module is one "
-            "node; make it a buffer with register_buffer, which each microbatch sees as in a loop"
+            "node; make it a buffer with register_buffer and use it by that name, so that each "
+            "microbatch sees it as in a loop"
         ) from error
     if error is not None:
         raise error
@@ -55,9 +56,10 @@ def _put_back(before: Sequence[tuple[str, Tensor, Tensor]]) -> list[str]:
 
 def _plain_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yield the tensors with values in plain attributes, each once, with the path of its module and
-    its attribute.
+    its attribute. Parameters and buffers are among them if an attribute has them as well: a node
+    that writes there does not write to the copies that its tables have during a capture.
     """
-    seen = {id(tensor) for _, tensor in named_state(model)}
+    seen = set[int]()
     for path, module in model.named_modules():
         for name, tensor in named_tensor_attributes(module):
             if id(tensor) not in seen and has_values(tensor) and not is_irregular(tensor):

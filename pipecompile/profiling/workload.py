@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 from torch.fx.node import map_aggregate
+from torch.overrides import TorchFunctionMode
 
 from pipecompile.graph.loss_module import held_loss, hold_loss
 from pipecompile.graph.model_state import (
@@ -73,7 +74,8 @@ class Workload:
         # The loss is called as it is, so it is not copied: it gets the tensors of the copy.
         loss, fakes = held_loss(self.module), dict(memo)
         memo |= {id(each): each for each in unused} | {id(self.module.graph): graph}
-        module = copy.deepcopy(self.module, memo)
+        with _CopiesWithoutValues():
+            module = copy.deepcopy(self.module, memo)
         hold_loss(module, loss)
         with nullcontext() if loss is None else swapped_state(loss, fakes):
             yield replace(
@@ -93,6 +95,20 @@ class Workload:
         held |= set() if loss is None else {id(value) for value in _tensors(loss)}
         unused = (attrgetter(name)(self.module) for name in others)
         return [each for each in unused if not held & {id(value) for value in _tensors(each)}]
+
+
+class _CopiesWithoutValues(TorchFunctionMode):
+    """Lets `deepcopy` make a fake of each tensor that it comes to, such as one in an object that a
+    module has: no memo names these.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is not Tensor.__deepcopy__:
+            return func(*args, **(kwargs or {}))
+        value, memo = args
+        # Once for all that refer to it.
+        fake = memo[id(value)] = without_values(value, "cpu")
+        return fake
 
 
 def _attribute_names(graph: fx.Graph) -> set[str]:

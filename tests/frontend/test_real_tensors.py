@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -142,3 +144,111 @@ def test_a_plain_tensor_that_is_read_or_replaced_is_kept() -> None:
     node = Counting(lambda m: setattr(m, "table", {"count": m.counts[0] + m.count}))
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), node, nn.Linear(WIDTH, WIDTH))
     pipecompile(model, X, k=2, microbatches=2, loss_fn=mean_square, costs="flops").step(X)
+
+
+class Decaying(nn.Linear):
+    """Is one node; `write` does something to its weight, or to its buffer, by another name."""
+
+    def __init__(self, write: Callable[[Any], Any]) -> None:
+        super().__init__(WIDTH, WIDTH)
+        self.register_buffer("mean", torch.ones(WIDTH))
+        self.mine, self.table, self.write = [self.weight], {"mean": self.mean}, write
+
+    def forward(self, value: Tensor) -> Tensor:
+        """A value of shape (N, WIDTH) to the same shape."""
+        with torch.no_grad():
+            self.write(self)
+        return super().forward(value)
+
+
+def decaying(write: Callable[[Any], Any]) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(Decaying(write), nn.Linear(WIDTH, WIDTH))
+
+
+def unchanged(model: nn.Sequential, write: Callable[[Any], Any]) -> bool:
+    before = decaying(write).state_dict()
+    return all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+REFUSED: list[Callable[[Any], Any]] = [
+    lambda m: m.mine[0].mul_(0.5),
+    lambda m: m.mine[0].data.add_(1),
+    lambda m: m.table["mean"].mul_(0.5),
+]
+ALLOWED: list[Callable[[Any], Any]] = [
+    lambda m: m.mine[0][0].zero_(),
+    lambda m: torch._foreach_add_([m.table["mean"]], 1),
+    lambda m: m.table["mean"].__setitem__(0, 5.0),
+]
+
+
+@pytest.mark.parametrize("write", REFUSED)
+def test_a_node_that_writes_to_its_state_by_another_name_is_refused(
+    write: Callable[[Any], Any],
+) -> None:
+    model = decaying(write)
+    with pytest.raises(CaptureError, match=r"0\.(mine|table): the forward writes to this tensor"):
+        pipecompile(model, X, k=2, microbatches=2, loss_fn=mean_square, costs="flops")
+    assert unchanged(model, write)
+
+
+@pytest.mark.parametrize("write", ALLOWED)
+def test_a_node_may_write_to_its_state_by_another_name_where_that_is_seen(
+    write: Callable[[Any], Any],
+) -> None:
+    model, plain = decaying(write), decaying(write)
+    pipeline = pipecompile(model, X, k=2, microbatches=2, loss_fn=mean_square, costs="flops")
+    assert unchanged(model, write)
+    pipeline.step(X)
+    for rows in X.chunk(2):
+        mean_square(plain(rows), None).backward()
+    assert torch.equal(model[0].mean, plain[0].mean)
+    for path, parameter in pipeline.named_parameters():
+        assert torch.equal(parameter, plain.get_parameter(path)), path
+        assert torch.equal(parameter.grad, plain.get_parameter(path).grad / 2), path
+
+
+class Held:
+    """An object that holds a tensor."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
+class Masked(nn.Linear):
+    """Is one node, and reads a tensor that it reaches by `held`."""
+
+    def __init__(self, held: Any, read: Callable[[Any], Tensor]) -> None:
+        super().__init__(WIDTH, WIDTH)
+        self.held, self.read = held, read
+
+    def forward(self, value: Tensor) -> Tensor:
+        """A value of shape (N, WIDTH) to the same shape."""
+        return super().forward(value) * self.read(self.held)
+
+
+MASK = torch.linspace(0, 1, WIDTH)
+
+
+@pytest.mark.parametrize(
+    ("held", "read"),
+    [
+        (Held(MASK), lambda held: held.value),
+        (SimpleNamespace(value=MASK), lambda held: held.value),
+        (Held({"mask": MASK}), lambda held: held.value["mask"]),
+        ([Held(MASK)], lambda held: held[0].value),
+        (Held(Held(MASK)), lambda held: held.value.value),
+        (Held((MASK, MASK)), lambda held: held.value[0] * held.value[1]),
+    ],
+)
+def test_a_node_may_read_a_tensor_in_an_object(held: Any, read: Callable[[Any], Tensor]) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(Masked(held, read), nn.Linear(WIDTH, WIDTH))
+    plain = copy.deepcopy(model)
+    pipeline = pipecompile(model, X, k=2, microbatches=2, loss_fn=mean_square, costs="flops")
+    pipeline.step(X)
+    for rows in X.chunk(2):
+        mean_square(plain(rows), None).backward()
+    for path, parameter in pipeline.named_parameters():
+        assert torch.equal(parameter.grad, plain.get_parameter(path).grad / 2), path

@@ -6,11 +6,17 @@ import math
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+from torch import Tensor
 from torch.autograd.graph import Node
 
 from pipecompile.ir.encodings import Use
 
-__all__ = ["autograd_nodes_since", "known_uses"]
+__all__ = ["GradientEdge", "autograd_nodes_since", "gradient_edge", "known_uses"]
+
+GradientEdge = tuple[Node | int, int]
+"""Where the gradients of a tensor are summed: its autograd node, or the id of a leaf, and which of
+the node's outputs it is.
+"""
 
 # Nodes of pooling, by the number of dimensions that they pool. Of the saved input their backwards
 # read the layout only.
@@ -23,6 +29,13 @@ _MAX_POOLS = {
 _AVERAGE_POOLS = frozenset(
     {"AvgPool2DBackward0", "AvgPool3DBackward0", "AdaptiveAvgPool2DBackward0"}
 )
+
+
+def gradient_edge(value: Tensor) -> GradientEdge | None:
+    """Return where the gradients of `value` are summed; None if it needs none."""
+    if not value.requires_grad:
+        return None
+    return value.grad_fn or id(value), value.output_nr
 
 
 def autograd_nodes_since(number: int, roots: Iterable[Node]) -> Iterator[Node]:

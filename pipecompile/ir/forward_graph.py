@@ -48,5 +48,10 @@ def _forward_node(node: Node, kv_token_bytes: int | None) -> Node:
 
 def _forward_tensor(tensor: Tensor) -> Tensor:
     return replace(
-        tensor, gradient_bytes=0, gradient_expanded_by=None, consumers_without_gradient=()
+        tensor,
+        gradient_bytes=0,
+        gradient_expanded_by=None,
+        sums_with=None,
+        sums_with_parameter=None,
+        consumers_without_gradient=(),
     )

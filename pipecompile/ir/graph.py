@@ -111,6 +111,10 @@ class Tensor(Value, frozen=True, kw_only=True):
     strides, of `strided_copy_bytes`. A gradient that repeats elements, since
     `gradient_expanded_by` is its only source, would lose that as a message, and sums over it
     would be rounded differently.
+
+    A node that returns its argument as it is, as a dropout of 0 does, makes no other tensor: the
+    gradients of all readers form one sum. Its tensor `sums_with` that of an earlier producer, or
+    with a parameter, `sums_with_parameter`.
     """
 
     producer: str
@@ -122,6 +126,8 @@ class Tensor(Value, frozen=True, kw_only=True):
     is_dense: bool = True
     strided_copy_bytes: NonNegative = 0
     gradient_expanded_by: str | None = None
+    sums_with: str | None = None
+    sums_with_parameter: str | None = None
     consumers_without_gradient: tuple[str, ...] = ()
 
     @property
@@ -224,7 +230,8 @@ class CostGraph(Value, frozen=True, kw_only=True, dict=True):
 
     def _check_tensor(self, tensor: Tensor) -> None:
         owner = f"tensor of {tensor.producer!r}"
-        self._check_names(owner, (tensor.producer, *tensor.consumers))
+        before = () if tensor.sums_with is None else (tensor.sums_with,)
+        self._check_names(owner, (tensor.producer, *tensor.consumers, *before))
         if tensor.gradient_expanded_by not in (None, *tensor.consumers):
             raise ValueError(
                 f"{owner} is expanded by {tensor.gradient_expanded_by!r}, not a consumer"

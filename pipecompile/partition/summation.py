@@ -5,12 +5,24 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from itertools import pairwise
 
 from pipecompile.ir.graph import CostGraph
 
 __all__ = ["gradient_sum_order"]
+
+
+@dataclass
+class _Sum:
+    """One sum of gradients: of the nodes that read a tensor or parameter, and those that return it
+    as it is, whose readers are among these.
+    """
+
+    readers: set[str] = field(default_factory=set)
+    returning: set[str] = field(default_factory=set)
 
 
 def gradient_sum_order(graph: CostGraph) -> Iterator[tuple[str, str]]:
@@ -26,22 +38,36 @@ def gradient_sum_order(graph: CostGraph) -> Iterator[tuple[str, str]]:
     the tensor's producer share a stage.
     """
     position = {node.name: index for index, node in enumerate(graph.nodes)}
-    parameter_readers = {
-        parameter.name: list[str]() for parameter in graph.parameters if parameter.trainable
-    }
-    for node in graph.nodes:
-        for name in parameter_readers.keys() & set(node.parameters):
-            parameter_readers[name].append(node.name)
-    tensor_readers = [
-        sorted(set(tensor.consumers), key=position.__getitem__)
-        for tensor in graph.tensors
-        if tensor.gradient_bytes
-    ]
-    for readers in (*tensor_readers, *parameter_readers.values()):
-        if len(readers) > 2:
-            yield from pairwise(readers[:-1])
-            yield readers[-3], readers[-1]
+    for each in _sums(graph):
+        readers = sorted(each.readers, key=position.__getitem__)
+        if len(readers) < 3:
+            continue
+        yield from pairwise(readers[:-1])
+        yield readers[-3], readers[-1]
+        # For y = dropout(x) of 0: earlier stages then read x alone, and later ones y alone.
+        for node in sorted(each.returning, key=position.__getitem__):
+            yield from ((reader, node) for reader in readers if position[reader] < position[node])
     for tensor in graph.tensors:
         if tensor.gradient_expanded_by is not None:
             # The expanding node reads the tensor, so this pair forces both into one stage.
             yield tensor.gradient_expanded_by, tensor.producer
+
+
+def _sums(graph: CostGraph) -> Iterator[_Sum]:
+    """Yield the sums of gradients that a step makes, of tensors and of parameters."""
+    of_tensors: dict[str, _Sum] = defaultdict(_Sum)
+    of_parameters = {each.name: _Sum() for each in graph.parameters if each.trainable}
+    for node in graph.nodes:
+        for name in of_parameters.keys() & set(node.parameters):
+            of_parameters[name].readers.add(node.name)
+    for tensor in graph.tensors:
+        if tensor.gradient_bytes:
+            each = of_tensors[tensor.sums_with or tensor.producer]
+            if tensor.sums_with_parameter in of_parameters:
+                each = of_parameters[tensor.sums_with_parameter]
+            each.readers.update(tensor.consumers)
+            if tensor.sums_with or tensor.sums_with_parameter:
+                each.returning.add(tensor.producer)
+    for each in (*of_tensors.values(), *of_parameters.values()):
+        each.readers -= each.returning
+        yield each

@@ -232,6 +232,7 @@ class _Unfolding:
             parameters=renamed(node.parameters),
             view_gradients=renamed(node.view_gradients),
             gradients_by_input_backward=renamed(node.gradients_by_input_backward),
+            sums_with=None if node.sums_with is None else self._name(node.sums_with, move),
             consumers_without_gradient=self._names(node.consumers_without_gradient, move),
         )
 

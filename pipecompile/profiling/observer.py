@@ -25,7 +25,12 @@ from torch.autograd.graph import Node, saved_tensors_hooks
 
 from pipecompile.cost_models.protocol import NodeCall
 from pipecompile.errors import CaptureError
-from pipecompile.graph.autograd_nodes import autograd_nodes_since, known_uses
+from pipecompile.graph.autograd_nodes import (
+    GradientEdge,
+    autograd_nodes_since,
+    gradient_edge,
+    known_uses,
+)
 from pipecompile.graph.layout import dense_order, is_dense, strides_with_gaps
 from pipecompile.graph.model_state import named_state
 from pipecompile.graph.pytrees import tensor_leaves
@@ -78,6 +83,8 @@ class _Observer(NodeCaller):
         self.state = [value for _, value in named_state(workload.module)]
         self.tracker = StorageTracker(self.state, workspace)
         self.roots: tuple[Tensor, ...] = ()
+        # By node, for each tensor of its value, the first node whose value that is.
+        self.first_nodes: dict[str, list[str | None]] = {}
         self.contents: dict[int, Content | None] = {}  # None: not plain elements
         self.destinations = GradientDestinations(self.tracker)
 
@@ -88,7 +95,7 @@ class _Observer(NodeCaller):
         # A write to an argument raises its version.
         versions = [argument._version for argument in call.arguments]
         # Before the node runs: one that works in place changes the autograd nodes of its arguments.
-        sources = self._sources(call.node)
+        sources, edges = self._sources(call.node), self._gradient_edges(call.node)
         value, uses, saves_at = self._run_and_note_saved(call)
         outputs = tensor_leaves(value)
         output_nodes = [output.grad_fn for output in outputs if output.grad_fn is not None]
@@ -112,6 +119,7 @@ class _Observer(NodeCaller):
             parameters=tuple(self.workload.names[id(parameter)] for parameter in call.parameters),
             differentiable=call.differentiable,
             mutates=versions != [argument._version for argument in call.arguments],
+            sums_with=self._note_first(call.node, value, edges),
         )
         self.nodes.append((call.node.name, observation))
         return value
@@ -124,6 +132,36 @@ class _Observer(NodeCaller):
                 if value.grad_fn is not None and source.op != "get_attr":
                     sources[value.grad_fn].append(source.name)
         return sources
+
+    def _gradient_edges(self, node: fx.Node) -> dict[GradientEdge, str]:
+        """Return where the gradients of each tensor that `node` reads are summed, with the first
+        node whose value that tensor is.
+        """
+        edges: dict[GradientEdge, str] = {}
+        for source in node.all_input_nodes:
+            leaves = tensor_leaves(self.env[source])
+            # `get_attr` nodes are not observed: each is the first that has its parameter.
+            firsts = self.first_nodes.get(source.name) or [source.name] * len(leaves)
+            for leaf, first in zip(leaves, firsts, strict=True):
+                edge = gradient_edge(leaf)
+                if edge is not None and first is not None:
+                    edges[edge] = first
+        return edges
+
+    def _note_first(
+        self, node: fx.Node, value: Any, edges: Mapping[GradientEdge, str]
+    ) -> str | None:
+        """Return the first node whose value is, to autograd, that of `node`; None without one.
+
+        A collection that has such a value is no sum by itself: the node that takes it out is.
+        """
+        own = node.name if isinstance(value, Tensor) else None
+        firsts: list[str | None] = []
+        for leaf in tensor_leaves(value):
+            edge = gradient_edge(leaf)
+            firsts.append(own if edge is None else edges.get(edge, own))
+        self.first_nodes[node.name] = firsts
+        return None if own is None or firsts == [own] else firsts[0]
 
     def _run_and_note_saved(
         self, call: NodeCall

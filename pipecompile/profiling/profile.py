@@ -224,6 +224,7 @@ def _tensors(
     A tuple counts as one tensor with the sum of the bytes. It has no storage, since it has several.
     """
     position = {node: index for index, node in enumerate(graph.nodes)}
+    parameters = {node.name: str(node.target) for node in graph.nodes if node.op == "get_attr"}
     for node in graph.nodes:
         if node.op != "get_attr" and node.users:
             observed = observation.nodes[node.name]
@@ -237,6 +238,8 @@ def _tensors(
                 is_dense=observed.is_dense,
                 strided_copy_bytes=observed.strided_copy_bytes,
                 gradient_expanded_by=observation.expanded_by.get(node.name),
+                sums_with=None if observed.sums_with in parameters else observed.sums_with,
+                sums_with_parameter=parameters.get(observed.sums_with or ""),
                 consumers_without_gradient=observed.consumers_without_gradient,
             )
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -28,6 +28,7 @@ __all__ = [
     "refuse_lasting_gradient",
     "refuse_lasting_hook",
     "refuse_lasting_write",
+    "refuse_lost_gradients",
     "refuse_place",
     "refuse_split_gradients",
     "refuse_swapped_state",
@@ -103,6 +104,19 @@ def refuse_lasting_write(recording: Recording, name: str, args: Any, kwargs: Any
         raise CaptureError(
             f"{recording.where()}: the forward writes to a tensor attribute in place; write to a "
             "copy, or make it a buffer with register_buffer"
+        )
+
+
+def refuse_lost_gradients(recording: Recording, inputs: Sequence[Any], result: Any) -> None:
+    """Raise CaptureError for a region of a reentrant checkpoint that torch gives no gradient,
+    since none of its inputs needs one, though parameters inside do.
+    """
+    if any(value.requires_grad for value in tensors_in(result)) and not any(
+        value.requires_grad for value in tensors_in(tuple(inputs))
+    ):
+        raise CaptureError(
+            f"{recording.where()}: no input of checkpoint(use_reentrant=True) needs a gradient, so "
+            "the parameters inside get none; give it use_reentrant=False"
         )
 
 

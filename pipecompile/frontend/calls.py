@@ -14,6 +14,7 @@ from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.node import map_aggregate
 
+from pipecompile.errors import CaptureError
 from pipecompile.frontend.nested_values import tensors_in
 from pipecompile.frontend.recording import SYMBOLS, Recording, SymbolicNumber
 from pipecompile.frontend.refusals import UnsupportedError
@@ -61,9 +62,21 @@ class RecordedCall:
         self.is_random = self._updates_statistics = False
 
     def run(self, function: Callable[[], Any]) -> Any:
-        """Return what `function` returns, and note its side effects."""
+        """Return what `function` returns, and note its side effects.
+
+        CaptureError if it writes to a tensor that is neither the model's nor of this forward.
+        """
         self._tracker.reset()
-        result = function()
+        try:
+            result = function()
+        finally:
+            # Also if that has failed, as a write of fakes to a real tensor may.
+            if self._tracker.writes_outside:
+                raise CaptureError(
+                    f"{self._recording.where()}: the forward writes in place to a tensor that it "
+                    "does not use as a parameter or buffer of the model, so that no stage sees the "
+                    "write; make it a buffer with register_buffer, and use it by that name"
+                )
         self.is_random = self._tracker.is_random
         self._updates_statistics = bool(self._tracker.running_statistics)
         return result

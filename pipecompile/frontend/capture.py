@@ -38,6 +38,7 @@ from pipecompile.frontend.constant_answers import has_gradient_type
 from pipecompile.frontend.data_probe import ProbedAnswers, probe_data
 from pipecompile.frontend.export import export_capture
 from pipecompile.frontend.leaves import leaf_paths
+from pipecompile.frontend.plain_tensors import plain_tensors_kept
 from pipecompile.frontend.recorded_forward import RecordedForward, record_forward
 from pipecompile.frontend.recording_options import RecordingOptions
 from pipecompile.frontend.refusals import UnsupportedError, is_data_dependence_error
@@ -48,7 +49,7 @@ from pipecompile.graph.model_state import has_values, named_state
 from pipecompile.graph.pytrees import tensor_leaves
 from pipecompile.graph.torch_repairs import repair_torch
 
-__all__ = ["capture", "captures", "is_first_choice", "normalises_batches"]
+__all__ = ["capture", "captures", "is_first_choice", "normalises_batches", "refuse_unfit"]
 
 WRAPPERS = {
     "DataParallel": "module",
@@ -114,7 +115,9 @@ def capture(
     and its state are restored. CaptureError, with the module and the line, if no graph is known to
     be right.
     """
-    return next(captures(model, call, leaf, as_outside=as_outside))
+    refuse_unfit(model)
+    with plain_tensors_kept(model):
+        return next(captures(model, call, leaf, as_outside=as_outside))
 
 
 def captures(
@@ -125,7 +128,7 @@ def captures(
     Each is captured when the caller needs it. With `as_outside` inputs may be left out that this
     call does not need, such as a mask of ones. CaptureError if there is none.
     """
-    _refuse_unfit(model)
+    refuse_unfit(model)
     repair_torch()
     leaves, recapture = leaf_paths(model, leaf), partial(capture, model, leaf=leaf)
     model_has_values = all(has_values(tensor) for _, tensor in named_state(model))
@@ -357,7 +360,7 @@ def _first_of(names: Sequence[str]) -> str:
     return first if len(names) == 1 else f"{first} and {len(names) - 1} more"
 
 
-def _refuse_unfit(model: nn.Module) -> None:
+def refuse_unfit(model: nn.Module) -> None:
     """Raise InputError for a model that cannot be captured, whatever its forward does.
 
     Such are modules without shapes, scripted modules, and wrappers that do more than call a module.

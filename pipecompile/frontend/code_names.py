@@ -40,7 +40,8 @@ class CodeNames(NamedTuple):
     tensors have too, each with the variable or attribute that it is read of: ("config", "dtype").
     Where that is `self`, the class of the method stands there as well. Code that `is_by_text` names
     attributes by strings, and `computing` are the names by which it may read attributes whose names
-    are no constants.
+    are no constants, each with the global that it reads them of: ("getattr", "nn.functional"), or
+    ("getattr", "*") for anything.
     """
 
     names: frozenset[str]
@@ -49,7 +50,7 @@ class CodeNames(NamedTuple):
     imports: frozenset[str]
     qualified: frozenset[tuple[str, str]]
     is_by_text: bool
-    computing: frozenset[str]
+    computing: frozenset[tuple[str, str]]
 
     def joined(self, other: CodeNames) -> CodeNames:
         """Return the names of both."""
@@ -99,12 +100,36 @@ def _own_names(code: CodeType) -> CodeNames:
     )
 
 
-def _computing(instructions: list[dis.Instruction], by_text: frozenset[str]) -> Iterator[str]:
-    """Yield those of the names `by_text` by which code may read a name that it computes."""
+def _computing(
+    instructions: list[dis.Instruction], by_text: frozenset[str]
+) -> Iterator[tuple[str, str]]:
+    """Yield those of the names `by_text` by which code may read a name that it computes, each with
+    what it reads that of.
+    """
     for name in by_text:
-        uses = [i for i, each in enumerate(instructions) if each.argval == name]
-        if name not in BY_NAME or not all(_has_constant_name(instructions[i:]) for i in uses):
-            yield name
+        for index, each in enumerate(instructions):
+            if each.argval == name and name not in BY_NAME:
+                yield name, ANY
+            elif each.argval == name and not _has_constant_name(instructions[index:]):
+                yield name, _global_owner(instructions[index + 1 :])
+
+
+def _global_owner(instructions: list[dis.Instruction]) -> str:
+    """Return the global whose attribute a call of getattr reads, whose arguments begin with these
+    instructions; `ANY` if that is something else.
+
+        getattr(F.silu, name)       LOAD_GLOBAL F   LOAD_ATTR silu   LOAD_FAST name      F.silu
+    """
+    path: list[str] = []
+    for each in instructions:
+        is_first = each.opname in GLOBAL_LOADS and not path
+        if is_first or (each.opname == "LOAD_ATTR" and path):
+            path.append(str(each.argval))
+        else:
+            # What is called or chosen between is no name.
+            is_next = each.opname.startswith("LOAD") and each.opname not in ATTRIBUTE_LOADS
+            return ".".join(path) if path and is_next else ANY
+    return ANY
 
 
 def _has_constant_name(instructions: list[dis.Instruction]) -> bool:

@@ -15,10 +15,12 @@ from pipecompile.graph.attributes import CONTAINERS, PLAIN, plain_container
 __all__ = [
     "attributes_of",
     "data_names",
+    "function_names",
     "may_be_hidden",
     "names_there",
     "new_name",
     "newest_name",
+    "own_names",
 ]
 
 MOST_DEEP = 4
@@ -34,14 +36,20 @@ def attributes_of(value: Any) -> Mapping[str, Any]:
     return attributes if isinstance(attributes, Mapping) else {}
 
 
-def data_names(attributes: Mapping[str, Any]) -> list[str]:
-    """Return the attributes that are values or slots, and none that Python keeps for itself."""
+def own_names(attributes: Mapping[str, Any]) -> list[str]:
+    """Return the names of all attributes but those that Python keeps for itself."""
     # A copy, since attributes of a Python module may come into being in another thread.
-    return [
-        name
-        for name, value in tuple(attributes.items())
-        if _is_data(value) and not (name.startswith("__") and name.endswith("__"))
-    ]
+    return [name for name in tuple(attributes) if not (name[:2] == "__" == name[-2:])]
+
+
+def data_names(attributes: Mapping[str, Any]) -> list[str]:
+    """Return those names whose attributes are values or slots."""
+    return [name for name in own_names(attributes) if _is_data(attributes[name])]
+
+
+def function_names(attributes: Mapping[str, Any]) -> list[str]:
+    """Return those names whose attributes are functions."""
+    return [name for name in own_names(attributes) if isinstance(attributes[name], FunctionType)]
 
 
 def names_there(attributes: Mapping[str, Any], kind: type) -> frozenset[str]:

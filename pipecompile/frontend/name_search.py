@@ -60,10 +60,12 @@ from pipecompile.frontend.compared_value import (
 from pipecompile.frontend.found_attributes import (
     attributes_of,
     data_names,
+    function_names,
     may_be_hidden,
     names_there,
     new_name,
     newest_name,
+    own_names,
 )
 from pipecompile.frontend.implicit_reads import MAKING, PARTS, REGISTRY, operators
 from pipecompile.frontend.known_reads import NOTHING_KNOWN, KnownReads
@@ -73,6 +75,7 @@ from pipecompile.frontend.packages import (
     is_installed,
     is_of_all_models,
     is_of_others,
+    names_foreign_module,
     package_of,
 )
 from pipecompile.graph.attributes import CONTAINERS, PLAIN, plain_container
@@ -242,9 +245,14 @@ class NameSearch:
         if reads.is_by_text:
             self._add_texts(function.__globals__.get(name) for name in reads.globals)
         if reads.is_by_text and not is_installed(package_of(module)):
-            self._computing |= reads.computing
+            self._computing |= {
+                name
+                for name, owner in reads.computing
+                if not names_foreign_module(function.__globals__, owner)
+            }
             if reads.names & ANY_GLOBAL:
                 of_globals = of_globals.union(data_names(function.__globals__))
+                self._note_functions(module, function.__globals__)
         self._look_at_globals(function, of_globals)
         self._look_at_parts(function)
         for name in reads.imports:
@@ -361,7 +369,20 @@ class NameSearch:
         """Return those attributes of `owner`, an object, a class or a Python module, that code of
         the user may read by a name that it computes.
         """
-        return data_names(attributes) if self._is_read_by_text(owner) else []
+        if not self._is_read_by_text(owner):
+            return []
+        # A Python module may hold all of a program, and a module of the model its training.
+        if isinstance(owner, ModuleType):
+            self._note_functions(owner.__name__, attributes)
+            return data_names(attributes)
+        holds_values = isinstance(owner, type) and issubclass(owner, nn.Module)
+        return data_names(attributes) if holds_values else own_names(attributes)
+
+    def _note_functions(self, where: str, attributes: Mapping[str, Any]) -> None:
+        """Note functions that are called by names that code computes, without following them."""
+        for name in function_names(attributes):
+            read = partial(attributes.get, name, GONE)
+            self.code.append((f"{where}.{name}", read, attributes[name]))
 
     def _note_new(self, where: str, owner: Any, attributes: Mapping[str, Any], kind: type) -> None:
         """Note that `owner` has no attribute yet that such code would find."""

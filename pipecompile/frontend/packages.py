@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from functools import cache
 from pathlib import Path
 from types import FunctionType, ModuleType
@@ -18,6 +18,7 @@ __all__ = [
     "is_installed",
     "is_of_all_models",
     "is_of_others",
+    "names_foreign_module",
     "package_of",
 ]
 
@@ -35,6 +36,18 @@ def is_foreign(module: str | None) -> bool:
     """Return whether a Python module is torch's, numpy's or Python's own."""
     package = package_of(module)
     return package in FOREIGN or package in sys.stdlib_module_names
+
+
+def names_foreign_module(names: Mapping[str, Any], path: str) -> bool:
+    """Return whether a dotted path, which begins with one of these names, is a Python module of
+    torch, numpy or Python, such as `torch.nn.functional`.
+    """
+    first, *others = path.split(".")
+    value = names.get(first)
+    for name in others:
+        # Only modules are asked: what an object says may depend on when it is asked.
+        value = getattr(value, name, None) if isinstance(value, ModuleType) else None
+    return isinstance(value, ModuleType) and is_foreign(value.__name__)
 
 
 def package_of(module: Any) -> str:

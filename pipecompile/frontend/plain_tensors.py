@@ -1,4 +1,4 @@
-"""Tensors in plain attributes of modules: a forward that writes to one is refused, and the tensor
+"""Tensors besides parameters and buffers: a forward that writes to one is refused, and the tensor
 is put back.
 
 A write outside of modules that are one node is refused when it is recorded. Of what such a node
@@ -14,6 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from pipecompile.errors import CaptureError
+from pipecompile.frontend.name_search import NameSearch
+from pipecompile.frontend.nested_values import tensors_in
 from pipecompile.frontend.training_step import is_same_tensor
 from pipecompile.graph.model_state import has_values, named_tensor_attributes
 from pipecompile.graph.storages import is_irregular
@@ -55,13 +57,25 @@ def _put_back(before: Sequence[tuple[str, Tensor, Tensor]]) -> list[str]:
 
 
 def _plain_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors with values in plain attributes, each once, with the path of its module and
-    its attribute. Parameters and buffers are among them if an attribute has them as well: a node
-    that writes there does not write to the copies that its tables have during a capture.
+    """Yield the tensors with values that the forward may write to besides its state, each once,
+    with its place: in plain attributes of modules, in globals, objects, classes and closures.
+
+    Parameters and buffers are among them if such a place has them as well: a node that writes there
+    does not write to the copies that its tables have during a capture.
     """
     seen = set[int]()
+    for where, tensor in (*_in_attributes(model), *_outside(model)):
+        if id(tensor) not in seen and has_values(tensor) and not is_irregular(tensor):
+            seen.add(id(tensor))
+            yield where, tensor
+
+
+def _in_attributes(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     for path, module in model.named_modules():
         for name, tensor in named_tensor_attributes(module):
-            if id(tensor) not in seen and has_values(tensor) and not is_irregular(tensor):
-                seen.add(id(tensor))
-                yield f"{path}.{name}".lstrip("."), tensor
+            yield f"{path}.{name}".lstrip("."), tensor
+
+
+def _outside(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    for found in NameSearch(model).values:
+        yield from ((found.where, tensor) for tensor in tensors_in(found.value))

@@ -37,6 +37,7 @@ from pipecompile.frontend.call_refusals import (
     refuse_lasting_gradient,
     refuse_lasting_hook,
     refuse_lasting_write,
+    refuse_lost_gradients,
     refuse_place,
     refuse_swapped_state,
 )
@@ -116,7 +117,7 @@ class ForwardRecorder(TorchFunctionMode):
         self._expected_state = {
             module: [state[id(tensor)] for tensor in own_state(module)] for module in root.modules()
         }
-        self._tracker = SideEffectTracker()
+        self._tracker = SideEffectTracker(state.values())
         # What a forward could not do, unless that has ended it: the model may catch the error.
         self._caught: CaptureError | None = None
         # By the id of each tensor that is given to a module which is one node: the path of that.
@@ -293,7 +294,9 @@ class ForwardRecorder(TorchFunctionMode):
             # A region that the model itself recomputes: its values are those of its forward.
             run, _, *inputs = args
             with self.recording.checkpoint():
-                return run(*inputs)
+                result = run(*inputs)
+            refuse_lost_gradients(self.recording, inputs, result)
+            return result
         # Calls inside the function are part of its node, so the recorder does not see them.
         call = RecordedCall(self.recording, self._tracker, args, kwargs)
         with _pop_mode_temporarily():

@@ -13,7 +13,7 @@ from torch import fx, nn
 from pipecompile.errors import CaptureError, InputError
 from pipecompile.frontend.batch_counts import refuse_batch_counts
 from pipecompile.frontend.batch_dims import part_of
-from pipecompile.frontend.capture import capture, captures, is_first_choice
+from pipecompile.frontend.capture import capture, captures, is_first_choice, refuse_unfit
 from pipecompile.frontend.captured_graph import KEYS_IN_ORDER, Capture
 from pipecompile.frontend.digest import digest
 from pipecompile.frontend.plain_tensors import plain_tensors_kept
@@ -81,6 +81,7 @@ def capture_target(
     is what a new capture would be. The log says what is special about the capture.
     """
     # Before the capture, whose forward would wait for ranks that run something else.
+    refuse_unfit(target.model)
     _refuse_synchronised_norms(target.model)
     _refuse_irregular_state(target.model)
     sample = _microbatch(target, options, 0)

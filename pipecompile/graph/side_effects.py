@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,9 +15,15 @@ from torch._prims_common import suggest_memory_format
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from pipecompile.graph.model_state import has_values
+from pipecompile.graph.pytrees import tensor_leaves
+from pipecompile.graph.storages import storage_key
+
 __all__ = ["SideEffectTracker", "versions_of_lists"]
 
 RUNNING_STATISTICS = ("running_mean", "running_var")
+NEW = (torch.ops.aten.lift.default, torch.ops.aten.lift_fresh.default)
+"""What makes a fake of a tensor that the forward has just made of numbers."""
 HALF_TYPES = (torch.bfloat16, torch.float16)
 
 
@@ -27,14 +33,17 @@ class SideEffectTracker(TorchDispatchMode):
     `is_random` tells whether an operator drew random numbers. `running_statistics` are the buffers
     that batch normalisation updated; it does so without raising their version counters, which show
     all other writes. `cast_parameters` are the trainable float32 parameters that were cast to a
-    half type, by autocast or by a call.
+    half type, by autocast or by a call. `writes_outside` tells whether an operator wrote to a
+    tensor that has values, while all others of this forward are fake; a view of one is a fake too,
+    in another storage than those of the model's `state`.
 
     On fake tensors the mode also corrects the strides of batch normalisation's results, and raises
     the versions of tensors that an operator on lists, as `_foreach_mul_`, writes to.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, state: Iterable[Tensor] = ()) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self._own = set(map(storage_key, state))
         self.reset()
 
     def reset(self) -> None:
@@ -42,6 +51,10 @@ class SideEffectTracker(TorchDispatchMode):
         self.is_random = False
         self.running_statistics: list[Tensor] = []
         self.cast_parameters: list[Tensor] = []
+        self.writes_outside = False
+        # Fakes that stand for views of tensors with values, by storage: they must live so
+        # long, since another storage may get the number of one that is gone.
+        self._outside: dict[int, Tensor] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -56,8 +69,13 @@ class SideEffectTracker(TorchDispatchMode):
         # operator.
         if _is_cast_to_half(func, args, kwargs):
             self.cast_parameters.append(args[0])
+        if func._schema.is_mutable and not self.writes_outside:
+            self.writes_outside = any(map(self._is_outside, _written(func, args, kwargs)))
         with versions_of_lists(func, args, kwargs):
             result = func(*args, **kwargs)
+        if func.is_view and func not in NEW and has_values(args[0]):
+            views = {storage_key(each): each for each in tensor_leaves(result)}
+            self._outside |= {key: each for key, each in views.items() if key not in self._own}
         if _is_batch_norm(func):
             self.running_statistics.extend(
                 _updated_statistics(_arguments_by_name(func, args, kwargs))
@@ -66,6 +84,9 @@ class SideEffectTracker(TorchDispatchMode):
             if isinstance(result, tuple):
                 return (_with_cpu_strides(result[0], args[0]), *result[1:])
         return result
+
+    def _is_outside(self, tensor: Tensor) -> bool:
+        return has_values(tensor) or storage_key(tensor) in self._outside
 
 
 def _device_of(tensor: Tensor) -> torch.device:
@@ -114,6 +135,16 @@ def versions_of_lists(
     # Real kernels have raised theirs already.
     unnoted = [tensor for tensor, version in written if tensor._version == version]
     torch.autograd.graph.increment_version(unnoted)
+
+
+def _written(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator[Tensor]:
+    """Yield the tensors that a call writes to, by the operator's schema."""
+    given = _arguments_by_name(func, args, kwargs)
+    for argument in func._schema.arguments:
+        if argument.is_write:
+            value = given.get(argument.name)
+            values = value if isinstance(value, list | tuple) else (value,)
+            yield from (each for each in values if isinstance(each, Tensor))
 
 
 def _written_lists(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Tensor]:

@@ -161,10 +161,15 @@ def loss_of(
                 f"loss_fn cannot do without a target ({raised}); give the step one: "
                 "step(batch, target)"
             ) from error
+        # Its first dimension may be as long as the batch by chance: one weight for each class.
+        advice = (
+            "; a tensor that belongs to no sample stays whole by target_batch_dims, as (0, None)"
+        )
+        several = sum(isinstance(leaf, Tensor) for leaf in tree_leaves(wanted)) > 1
         given = [tree_map_only(Tensor, _description, value) for value in (output, wanted)]
         raise InputError(
             f"loss_fn raised {raised}; for a microbatch it was given the output {given[0]} and the "
-            f"target {given[1]}"
+            f"target {given[1]}{advice if several else ''}"
         ) from error
 
 

@@ -353,6 +353,20 @@ def test_what_a_loss_raises_is_said_with_what_it_was_given(name: str, how: str) 
         getattr(pipeline, how)(X, X)
 
 
+def test_a_loss_that_is_given_parts_of_class_weights_is_told_the_way() -> None:
+    """Eight classes, and eight samples: weights of classes are cut as if they were of samples."""
+
+    def weighted(output: Tensor, target: dict[str, Tensor]) -> Tensor:
+        return nn.functional.cross_entropy(output, target["classes"], weight=target["weights"])
+
+    target = {"classes": torch.zeros(8, dtype=torch.long), "weights": torch.ones(WIDTH)}
+    pipeline = pipecompile(
+        between(nn.Tanh()), X, k=2, microbatches=2, costs="flops", loss_fn=weighted
+    )
+    with pytest.raises(InputError, match=r"weight tensor .* target_batch_dims, as \(0, None\)"):
+        pipeline.step(X, target)
+
+
 class LaterLoss:
     """A loss that begins at its sixth call to train what `begin` adds to it."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import operator
 import weakref
 from array import array
@@ -407,6 +408,24 @@ OWN, WITH_SLOTS, INNER = Own(), WithSlots(), SimpleNamespace(inner=SimpleNamespa
 SCALE_1, SETTINGS = 2.0, ModuleType("settings")
 SETTINGS.scale_1 = 2.0  # type: ignore[attr-defined]
 
+
+def act_1(x: Tensor) -> Tensor:
+    return x.tanh()
+
+
+class OwnOperations:
+    """Has functions, and nothing else."""
+
+    @staticmethod
+    def act_1(x: Tensor) -> Tensor:
+        """A value of any shape to the same shape."""
+        return x * SCALE
+
+
+ACTS = ModuleType("functions")
+ACTS.act_1 = act_1  # type: ignore[attr-defined]
+OPERATIONS = SimpleNamespace(act_1=act_1, config_1=SimpleNamespace(scale=2.0))
+
 COMPUTED: dict[str, tuple[Forward, Change, str]] = {
     "of a class": (
         lambda x: x * getattr(OwnConfig, f"scale_{ONE}"),
@@ -478,6 +497,36 @@ COMPUTED: dict[str, tuple[Forward, Change, str]] = {
         lambda patch: patch.setitem(globals(), "SCALE_1", 3.0),
         "SCALE_1",
     ),
+    "a method of a class": (
+        lambda x: getattr(OwnOperations, f"act_{ONE}")(x),
+        put("act_1", staticmethod(torch.relu), OwnOperations),
+        "OwnOperations.act_1",
+    ),
+    "what a method of a class reads": (
+        lambda x: getattr(OwnOperations, f"act_{ONE}")(x),
+        lambda patch: patch.setitem(globals(), "SCALE", 3.0),
+        "SCALE",
+    ),
+    "a function of an object": (
+        lambda x: getattr(OPERATIONS, f"act_{ONE}")(x),
+        put("act_1", torch.relu, OPERATIONS),
+        "OPERATIONS.act_1",
+    ),
+    "an object of an object": (
+        lambda x: x * getattr(OPERATIONS, f"config_{ONE}").scale,
+        put("scale", 3.0, OPERATIONS.config_1),
+        "OPERATIONS.config_1.scale",
+    ),
+    "a function of a Python module": (
+        lambda x: getattr(ACTS, f"act_{ONE}")(x),
+        put("act_1", torch.relu, ACTS),
+        "functions.act_1",
+    ),
+    "a function among the globals": (
+        lambda x: globals()[f"act_{ONE}"](x),
+        lambda patch: patch.setitem(globals(), "act_1", torch.relu),
+        "act_1",
+    ),
     "of a global, by text": (
         lambda x: x * eval(f"SCALE_{ONE}"),
         lambda patch: patch.setitem(globals(), "SCALE_1", 3.0),
@@ -534,6 +583,43 @@ def test_names_that_code_has_are_not_computed(function: Forward, monkeypatch: Pa
     values = OutsideValues(Reading(function))
     monkeypatch.setattr(OwnConfig, "read_by_nobody", 1, raising=False)
     assert values.changed() is None
+
+
+STATE = SimpleNamespace(temperature=2.0, step=0)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: getattr(torch.nn.functional, f"gel{'u'}")(x) * STATE.temperature,
+        lambda x: getattr(torch, f"tan{'h'}")(x) * STATE.temperature,
+        lambda x: getattr(math, f"sqr{'t'}")(2) * STATE.temperature * x,
+    ],
+)
+def test_names_that_are_computed_of_torch_are_of_nothing_else(
+    function: Forward, monkeypatch: Patch
+) -> None:
+    values = OutsideValues(Reading(function))
+    monkeypatch.setattr(STATE, "step", 1)
+    assert values.changed() is None
+    monkeypatch.setattr(STATE, "temperature", 1.0)
+    assert values.changed() is not None
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: getattr(STATE or torch, f"ste{'p'}") * x,
+        lambda x: getattr(torch.nn.functional if x is None else STATE, f"ste{'p'}") * x,
+        lambda x: getattr(functools.partial(STATE), f"fun{'c'}").step * x,
+    ],
+)
+def test_names_that_are_computed_of_something_else_count(
+    function: Forward, monkeypatch: Patch
+) -> None:
+    values = OutsideValues(Reading(function))
+    monkeypatch.setattr(STATE, "step", 1)
+    assert values.changed() is not None
 
 
 class Typed(nn.Module):

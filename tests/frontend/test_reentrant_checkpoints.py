@@ -80,3 +80,12 @@ def test_a_parameter_in_one_region_trains_as_in_a_loop(name: str) -> None:
     for path, parameter in pipeline.named_parameters():
         wanted = model.get_parameter(path).grad
         assert wanted is None or torch.equal(parameter.grad, wanted / 4), path
+
+
+def test_a_region_that_torch_gives_no_gradient_is_refused() -> None:
+    """No input of the first region needs a gradient: in the model its layer trains nothing."""
+    with pytest.raises(CaptureError, match=r"no input of checkpoint.* use_reentrant=False"):
+        pipeline_of(lambda m, v: m.two(reentrant(m.three, v)))
+    model = Model(lambda m, v: m.two(reentrant(m.three, v)))
+    model.three.requires_grad_(False)
+    pipecompile(model, X, k=1, microbatches=4, loss_fn=mean_square, costs="flops").step(X)

@@ -43,6 +43,7 @@ class GradientDestinations:
         `gradients_by_input_backward`
                              parameters, by id, whose gradients the input backward computes
                              (runtime/split_backward.py)
+        `repeating`          the nodes that give several gradients for one tensor, as `h * h` does
 
     A gradient is captured where parameters branch off the way from a node's value to its inputs. It
     is captured too where the ways to several inputs branch, since these may lead to parameters.
@@ -55,6 +56,7 @@ class GradientDestinations:
         self.expanded_edges: set[Edge] = set()
         self.view_gradients: dict[str, list[int]] = defaultdict(list)
         self.gradients_by_input_backward: dict[str, list[int]] = {}
+        self.repeating: set[str] = set()
         self._tracker = tracker
         self._value_strides: dict[str, SizedStrides] = {}
         self._hooks: list[RemovableHandle] = []
@@ -75,6 +77,8 @@ class GradientDestinations:
             # A node that returns its input has no autograd node of its own: the gradient of its
             # readers is also the one that it gives to its input.
             self._aliases[output] += [(source, name) for source in sources.get(output, ())]
+        if _has_repeated_end(autograd_nodes):
+            self.repeating.add(name)
         reached = _reached_sources(autograd_nodes, sources)
         self.gradients_by_input_backward[name] = list(_early_parameters(autograd_nodes, reached))
         for node in _branching(autograd_nodes, reached):
@@ -152,6 +156,16 @@ def _parameters_of(node: Node) -> dict[int, int]:
     """Return, by index of a gradient that `node` returns, the id of the leaf that it is for."""
     leaves = [getattr(child, "variable", None) for child, _ in node.next_functions]
     return {index: id(leaf) for index, leaf in enumerate(leaves) if leaf is not None}
+
+
+def _has_repeated_end(autograd_nodes: Collection[Node]) -> bool:
+    """Return whether the autograd nodes of a call give several gradients for one tensor that is not
+    of the call.
+    """
+    inside = set(autograd_nodes)
+    edges = (edge for node in autograd_nodes for edge in node.next_functions)
+    ends = [edge for edge in edges if edge[0] is not None and edge[0] not in inside]
+    return len(set(ends)) < len(ends)
 
 
 def _sized_strides(value: Tensor) -> SizedStrides:

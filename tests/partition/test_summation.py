@@ -17,6 +17,26 @@ def test_the_order_in_which_gradients_are_summed_is_kept() -> None:
     assert not list(gradient_sum_order(msgspec.structs.replace(graph, tensors=(pair,))))
 
 
+def test_a_reader_that_gives_several_gradients_gives_several_terms() -> None:
+    """Of a + b + b, from the last one, only b and b may change places."""
+    fork = Tensor(producer="x", consumers=("a", "b"), bytes=1, gradient_bytes=1)
+    nodes = {name: node(name, 1) for name in "xab"}
+    for repeated, pairs in {"b": {("a", "b")}, "a": {("a", "b")}}.items():
+        twice = msgspec.structs.replace(nodes[repeated], has_repeated_gradients=True)
+        graph = CostGraph(nodes=tuple({**nodes, repeated: twice}.values()), tensors=(fork,))
+        assert set(gradient_sum_order(graph)) == pairs
+
+
+def test_readers_of_what_a_node_returns_are_readers_of_its_argument() -> None:
+    """The model reads x in a, c and d; y is x, and lies behind a."""
+    tensors = (
+        Tensor(producer="x", consumers=("a", "y"), bytes=1, gradient_bytes=1),
+        Tensor(producer="y", consumers=("c", "d"), bytes=1, gradient_bytes=1, sums_with="x"),
+    )
+    graph = CostGraph(nodes=tuple(node(name, 1) for name in "xaycd"), tensors=tensors)
+    assert set(gradient_sum_order(graph)) == {("a", "c"), ("a", "d"), ("a", "y")}
+
+
 @pytest.mark.parametrize("trainable", [True, False])
 def test_so_is_that_of_the_readers_of_a_parameter(trainable: bool) -> None:
     shared = Parameter(name="p", bytes=1, trainable=trainable)

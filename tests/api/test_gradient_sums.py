@@ -1,4 +1,4 @@
-"""A node that returns its argument as it is: gradients are still summed in the model's order."""
+"""Gradients are summed in the model's order, also where nodes return or repeat what they read."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from plain_loop import steps_alike
 from torch import Tensor, nn
 
@@ -92,6 +94,28 @@ def test_so_are_those_of_a_shared_parameter(k: int) -> None:
     )
 
 
+class Gated(nn.Module):
+    """Its gate is `h * h`, which is made early and read at the end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        layers = [(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Linear(WIDTH, WIDTH)) for _ in range(4)]
+        self.body = nn.Sequential(*[part for layer in layers for part in layer])
+
+    def forward(self, value: Tensor) -> Tensor:
+        """A value of shape (…, WIDTH) to the same shape."""
+        hidden = self.first(value)
+        gate = hidden * hidden
+        return self.last(self.body(hidden) * gate)
+
+
+@pytest.mark.parametrize("k", [2, 3, 4])
+def test_so_are_those_of_what_a_node_reads_twice(k: int) -> None:
+    torch.manual_seed(0)
+    steps_alike(Gated(), BATCHES, k=k)
+
+
 @pytest.mark.parametrize("blocks", [2, 9])
 def test_a_chain_of_them_has_one_sum(blocks: int) -> None:
     """Nine equal blocks are observed by a few of them."""
@@ -106,3 +130,64 @@ def test_a_chain_of_them_has_one_sum(blocks: int) -> None:
     first, second = returning
     assert (f"_{blocks - 1}_query_layer", first) in pairs
     assert (f"_{blocks - 1}_key", second) in pairs
+
+
+@st.composite
+def programs(draw: st.DrawFn) -> list[tuple[str, int, int]]:
+    """Operations, each with two values before it that it may read."""
+    count = draw(st.integers(4, 14))
+    return [
+        (
+            draw(st.sampled_from(sorted(OPERATIONS))),
+            draw(st.integers(max(0, index - 5), index)),
+            draw(st.integers(0, index)),
+        )
+        for index in range(count)
+    ]
+
+
+OPERATIONS: dict[str, Callable[[nn.Linear, Tensor, Tensor], Tensor]] = {
+    "layer": lambda layer, one, _: layer(one),
+    "square": lambda _, one, __: one * one,
+    "sum": lambda _, one, other: one + other,
+    "several": lambda _, one, other: torch.cat([one, one, other], -1)[..., 16 : 16 + WIDTH],
+    "to": lambda _, one, __: one.to(one.dtype),
+    "type as": lambda _, one, other: one.type_as(other),
+    "without gradient": lambda _, one, other: one + other.detach(),
+    "parts": lambda _, one, __: torch.cat(one.chunk(2, -1)[::-1], -1),
+    "in place": lambda _, one, other: (one * 2).add_(other),
+    "mean": lambda _, one, other: one + other.mean(-1, keepdim=True),
+    "tied": lambda layer, one, _: one @ layer.shared,  # type: ignore[operator]
+}
+
+
+class Program(nn.Module):
+    """Operations one after the other, each on values that were there before."""
+
+    def __init__(self, operations: list[tuple[str, int, int]]) -> None:
+        super().__init__()
+        self.operations = operations
+        self.layers = nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in operations])
+        shared = nn.Parameter(torch.randn(WIDTH, WIDTH) / 6)
+        for layer in self.layers:
+            layer.shared = shared
+        self.last = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, value: Tensor) -> Tensor:
+        """A value of shape (…, WIDTH) to the same shape."""
+        values = [value]
+        for (name, one, other), layer in zip(self.operations, self.layers, strict=True):
+            values.append(OPERATIONS[name](layer, values[one], values[other]))
+        result = values[-1]
+        for each in values[1:-1:2]:
+            result = result + each / 2
+        return self.last(result)
+
+
+@settings(max_examples=25, deadline=None)
+@given(programs(), st.integers(2, 5))
+def test_gradients_of_any_graph_are_summed_in_its_order(
+    operations: list[tuple[str, int, int]], k: int
+) -> None:
+    torch.manual_seed(0)
+    steps_alike(Program(operations), BATCHES[:1], k=k)

@@ -12,7 +12,8 @@ running anything, in the code of the forward and of all that it may call.
     Model.scale        likewise of classes, and of Python modules; of functions also what they
                        enclose, their defaults and their code
     table              a container: its items, and what these lead to
-    os.environ         of a function that reads it: the variables that its strings name
+    os.environ         of a function that reads it, the variables that its strings name;
+    sys.modules        and likewise Python modules
 
 A name that is in no place now, but that code would find there, is found too: an attribute that
 an object has of its class, a method that a class inherits, `getattr(config, "scale", 1.0)`.
@@ -82,7 +83,8 @@ from pipecompile.graph.attributes import CONTAINERS, PLAIN, plain_container
 
 __all__ = ["NameSearch"]
 
-ENVIRONMENT = frozenset({"environ", "getenv"})
+BY_STRING = frozenset({"environ", "getenv", "modules", "import_module", "__import__"})
+"""What finds variables of the environment and Python modules by strings."""
 PAST_CLASSES = ("object", GETTER)
 STATICALLY = "getattr_static"
 ANY_GLOBAL = frozenset({"globals", "eval", "exec"})
@@ -257,9 +259,19 @@ class NameSearch:
         self._look_at_parts(function)
         for name in reads.imports:
             self._follow(name, sys.modules.get(name))
-        if reads.names & ENVIRONMENT:
-            for name in strings_in(function.__code__.co_consts):
-                self._look(f"os.environ[{name!r}]", partial(os.environ.get, name))
+        if reads.names & BY_STRING:
+            self._look_at_strings(function, reads.globals)
+
+    def _look_at_strings(self, function: FunctionType, of_globals: frozenset[str]) -> None:
+        """Look at the variables of the environment, and at the Python modules, that the strings of
+        a function may name: its constants, globals, and what it encloses.
+        """
+        values: list[Any] = [*function.__code__.co_consts, function.__globals__.get("__name__")]
+        values += (function.__globals__.get(name) for name in of_globals)
+        values += map(content, function.__closure__ or ())
+        for text in {each for each in values if isinstance(each, str)}:
+            self._look(f"os.environ[{text!r}]", partial(os.environ.get, text))
+            self._follow(text, sys.modules.get(text))
 
     def _look_at_globals(self, function: FunctionType, named: frozenset[str]) -> None:
         """Look at the globals that a function names."""

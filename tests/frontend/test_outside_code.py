@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import math
 import operator
+import os
+import sys
 import weakref
 from array import array
 from collections import UserList, defaultdict
@@ -402,6 +405,7 @@ class WithSlots:
         self.scale_1 = 2.0
 
 
+VARIABLE = "TEST_OUTSIDE"
 ONE = 1  # part of names that code computes
 GET, OF_OWN = getattr, functools.partial(getattr, OwnConfig)
 OWN, WITH_SLOTS, INNER = Own(), WithSlots(), SimpleNamespace(inner=SimpleNamespace(scale_1=2.0))
@@ -526,6 +530,21 @@ COMPUTED: dict[str, tuple[Forward, Change, str]] = {
         lambda x: globals()[f"act_{ONE}"](x),
         lambda patch: patch.setitem(globals(), "act_1", torch.relu),
         "act_1",
+    ),
+    "its own Python module among all": (
+        lambda x: x * getattr(sys.modules[__name__], f"SCALE_{ONE}"),
+        lambda patch: patch.setitem(globals(), "SCALE_1", 3.0),
+        "SCALE_1",
+    ),
+    "an imported Python module": (
+        lambda x: x * importlib.import_module("test_outside_code").SCALE_1,
+        lambda patch: patch.setitem(globals(), "SCALE_1", 3.0),
+        "SCALE_1",
+    ),
+    "a variable of the environment": (
+        lambda x: x * float(os.environ[VARIABLE]),
+        lambda patch: patch.setenv(VARIABLE, "3.0"),
+        "TEST_OUTSIDE",
     ),
     "of a global, by text": (
         lambda x: x * eval(f"SCALE_{ONE}"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from pipecompile.graph.storages import is_irregular, storage_key
 __all__ = [
     "LAYOUT_QUESTIONS",
     "PLACE_QUESTIONS",
+    "attribute_refusal",
     "own_state",
     "refuse_backward_hooks",
     "refuse_data",
@@ -29,9 +30,13 @@ __all__ = [
     "refuse_lasting_hook",
     "refuse_lasting_write",
     "refuse_lost_gradients",
+    "refuse_made_gradients",
     "refuse_place",
+    "refuse_read_gradient",
+    "refuse_replaced_state",
     "refuse_split_gradients",
     "refuse_swapped_state",
+    "refuse_unseen_attribute",
 ]
 
 # Their answers depend on how a tensor lies in memory.
@@ -75,6 +80,54 @@ def refuse_lasting_gradient(
             "pipeline computes gradients for parameters only; let it take a detached copy "
             "(x.detach().requires_grad_())"
         )
+
+
+def refuse_read_gradient(recording: Recording, tensor: Tensor) -> None:
+    """Raise CaptureError if `tensor`, whose gradient the forward reads, is a parameter."""
+    if tensor.is_leaf and tensor.requires_grad:
+        raise CaptureError(
+            f"{recording.where()}: the forward reads the gradient of a parameter, which is another "
+            "one at each microbatch; keep what it needs of it in a buffer that is written between "
+            "steps"
+        )
+
+
+def refuse_made_gradients(leaves: Iterable[Tensor]) -> None:
+    """Raise CaptureError if the forward has given any of the `leaves` a gradient."""
+    if any(tensor.grad is not None for tensor in leaves):
+        raise CaptureError(
+            "the forward gives parameters gradients itself, with backward() or an assignment to "
+            "grad, which a stage would lose; return that loss, and let loss_fn add it"
+        )
+
+
+def refuse_replaced_state(names: Sequence[str]) -> None:
+    """Raise CaptureError if the forward has replaced tensors of the model, which have `names`."""
+    if names:
+        raise CaptureError(
+            f"the forward replaces {', '.join(names)} by a new tensor, which no stage could see; "
+            "write to it in place, for example with copy_, or, if the first forward only makes it "
+            "in its final shape and type, run the model once before it is compiled"
+        )
+
+
+def refuse_unseen_attribute(
+    recording: Recording, module: nn.Module, path: str, name: str, value: Any
+) -> None:
+    """Raise CaptureError if setting `name` to `value` changes the module at `path`, a node."""
+    if name not in vars(module) or not is_same_value(vars(module)[name], value):
+        raise CaptureError(
+            f"{recording.where()}: the forward sets {name} of {path}, which is one node and would "
+            "not see it; set it outside the forward, or use the functional form of that module"
+        )
+
+
+def attribute_refusal(recording: Recording, name: str) -> CaptureError:
+    """Return the refusal of a forward that sets the attribute `name` of a tensor."""
+    return CaptureError(
+        f"{recording.where()}: the forward assigns to an attribute of a tensor ({name}); return a "
+        "new tensor instead"
+    )
 
 
 def refuse_lasting_hook(recording: Recording, tensor: Tensor, hook: Any) -> None:

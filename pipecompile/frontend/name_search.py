@@ -43,8 +43,8 @@ from weakref import ProxyTypes, ReferenceType
 
 from torch import Tensor, fx, nn
 
-from pipecompile.frontend.attribute_reads import ALL, GETTER
-from pipecompile.frontend.code_names import ANY, OF_TENSORS, names_in, strings_in
+from pipecompile.frontend.attribute_reads import ALL
+from pipecompile.frontend.code_names import ANY, names_in
 from pipecompile.frontend.compared_value import (
     COMPARED,
     GONE,
@@ -68,6 +68,7 @@ from pipecompile.frontend.found_attributes import (
     newest_name,
     own_names,
 )
+from pipecompile.frontend.found_names import FoundNames
 from pipecompile.frontend.implicit_reads import MAKING, PARTS, REGISTRY, operators
 from pipecompile.frontend.known_reads import NOTHING_KNOWN, KnownReads
 from pipecompile.frontend.packages import (
@@ -85,8 +86,6 @@ __all__ = ["NameSearch"]
 
 BY_STRING = frozenset({"environ", "getenv", "modules", "import_module", "__import__"})
 """What finds variables of the environment and Python modules by strings."""
-PAST_CLASSES = ("object", GETTER)
-STATICALLY = "getattr_static"
 ANY_GLOBAL = frozenset({"globals", "eval", "exec"})
 """What finds globals by names that code computes."""
 BY_VALUE = (getattr, hasattr, vars, attrgetter, methodcaller)
@@ -104,18 +103,15 @@ class NameSearch:
 
     def __init__(self, model: nn.Module, known: KnownReads = NOTHING_KNOWN) -> None:
         self._known = known
-        self._names, self._may_be_absent = frozenset({"forward"}), frozenset[str]()
-        self._qualified = frozenset[tuple[str, str]]()
-        # Names in code of the user by which it may read attributes whose names it computes.
-        self._computing = frozenset[str]()
+        self._names = FoundNames(frozenset({"forward"}))
         named_modules = list(model.named_modules())
-        before: tuple[frozenset[Any], ...] = ()
+        before: FoundNames | None = None
         self._packages = {package_of(type(module).__module__) for _, module in named_modules}
         # What is found is followed later: objects may lead to others a thousand times over.
         self._found: deque[tuple[str, Any]] = deque()
         # A function that is found may name attributes of what was found before it.
-        while before != self._all_names:
-            before = self._all_names
+        while before != self._names:
+            before = self._names
             self.values: list[ComparedValue] = []
             self.code: list[tuple[Place, Read, Any]] = []
             # What modules of the model hold is compared by itself.
@@ -127,22 +123,18 @@ class NameSearch:
                 self._look_in_module(path, module)
             while self._found:
                 self._look_up(*self._found.popleft())
-            self._computing |= {each.__name__ for each in BY_VALUE if self.has_found(each)}
+            by_value = (each.__name__ for each in BY_VALUE if self.has_found(each))
+            self._names = self._names.with_computing(by_value)
 
     @property
     def names(self) -> frozenset[str]:
         """All names in the code that was found."""
-        return self._names
-
-    @property
-    def _all_names(self) -> tuple[frozenset[Any], ...]:
-        return self._names, self._may_be_absent, self._qualified, self._computing
+        return self._names.names
 
     @property
     def looks_past_classes(self) -> bool:
         """Whether code names what reads an attribute without asking the class of its object."""
-        is_own = GETTER in self._computing
-        return is_own or PAST_CLASSES in self._qualified or STATICALLY in self._names
+        return self._names.look_past_classes
 
     def has_found(self, value: Any) -> bool:
         """Return whether code may have this function, object or Python module, by any name."""
@@ -152,7 +144,7 @@ class NameSearch:
         self._look_in_class(type(module))
         self._look_at_read(path, type(module))
         attributes = vars(module)
-        for name in self._named(attributes):
+        for name in self._names.among(attributes):
             if not self._known.may_read(path, name):
                 continue
             where, value = f"{path}.{name}".lstrip("."), attributes[name]
@@ -240,18 +232,17 @@ class NameSearch:
         if module and self._is_foreign(module) and self._is_foreign(function.__module__):
             return
         reads = names_in(function.__code__)
-        self._names |= reads.names
-        self._may_be_absent |= reads.may_be_absent
-        self._qualified |= reads.qualified
+        self._names = self._names.with_code(reads)
         of_globals = reads.globals
         if reads.is_by_text:
-            self._add_texts(function.__globals__.get(name) for name in reads.globals)
+            texts = (function.__globals__.get(name) for name in reads.globals)
+            self._names = self._names.with_texts(texts)
         if reads.is_by_text and not is_installed(package_of(module)):
-            self._computing |= {
+            self._names = self._names.with_computing(
                 name
                 for name, owner in reads.computing
                 if not names_foreign_module(function.__globals__, owner)
-            }
+            )
             if reads.names & ANY_GLOBAL:
                 of_globals = of_globals.union(data_names(function.__globals__))
                 self._note_functions(module, function.__globals__)
@@ -290,7 +281,7 @@ class NameSearch:
         defaults.
         """
         code, where, attributes = function.__code__, function.__qualname__, vars(function)
-        self._look_among(where, attributes, self._named(attributes))
+        self._look_among(where, attributes, self._names.among(attributes))
         if REGISTRY in attributes:
             self._look(f"{where}.{REGISTRY}", partial(attributes.get, REGISTRY))
         self.code.append((where, partial(getattr, function, "__code__"), code))
@@ -304,13 +295,6 @@ class NameSearch:
             elif read():
                 self._look(f"{part} of {where}", read)
 
-    def _add_texts(self, values: Iterable[Any]) -> None:
-        """Add the strings in these values to the names that code may look for in any object."""
-        texts = frozenset[str]().union(*map(strings_in, values))
-        self._names |= texts
-        self._may_be_absent |= texts
-        self._qualified |= {(ANY, text) for text in texts}
-
     def _look_in_object(self, where: str, value: Any) -> None:
         attributes = attributes_of(value)
         names = {*self._named_of(where, value, attributes), *self._computed(value, attributes)}
@@ -319,7 +303,7 @@ class NameSearch:
             return
         self._look_in_class(type(value))
         inherited = {*self._inherited(type(value).__mro__), *self._look_at_read(where, type(value))}
-        self._note_absent(where, attributes, self._may_be_absent | inherited)
+        self._note_absent(where, attributes, self._names.may_be_absent | inherited)
         self._note_new(where, value, attributes, type(value))
         self._look_in_slots(where, value)
 
@@ -342,7 +326,7 @@ class NameSearch:
             if is_own and id(base) not in self._seen:
                 self._seen.add(id(base))
                 data = self._computed(base, vars(base))
-                names = {*self._named(vars(base)), *operators(base), *data}
+                names = {*self._names.among(vars(base)), *operators(base), *data}
                 self._look_among(base.__qualname__, vars(base), names, base.__module__)
                 self._note_new(base.__qualname__, base, vars(base), base)
                 inherited = self._inherited(base.__mro__[1:])
@@ -375,7 +359,7 @@ class NameSearch:
         """
         for base in bases:
             if not self._is_foreign(base.__module__):
-                yield from filter(partial(may_be_hidden, base), self._named(vars(base)))
+                yield from filter(partial(may_be_hidden, base), self._names.among(vars(base)))
 
     def _computed(self, owner: Any, attributes: Mapping[str, Any]) -> list[str]:
         """Return those attributes of `owner`, an object, a class or a Python module, that code of
@@ -407,15 +391,11 @@ class NameSearch:
         """Return whether code of the user may read what the user's `owner` has by names that it
         computes; what is read of modules of the model, and of some objects, is known.
         """
-        if not self._computing or id(owner) in self._noted:
+        if not self._names.computing or id(owner) in self._noted:
             return False
         kind = owner if isinstance(owner, type) else type(owner)
         module = owner.__name__ if isinstance(owner, ModuleType) else kind.__module__
         return module in NAMESPACES or not is_of_others(module)
-
-    def _named(self, attributes: Iterable[str]) -> list[str]:
-        """Return those of the attributes that a function names."""
-        return [name for name in attributes if name in self._names]
 
     def _named_of(self, where: str, value: Any, attributes: Iterable[str]) -> list[str]:
         """Return those of the attributes of an object that some code names; names that tensors have
@@ -427,11 +407,7 @@ class NameSearch:
         return [
             name
             for name in attributes
-            if self._known.has_read(where, name)
-            or (
-                name in self._names
-                and (name not in OF_TENSORS or any((c, name) in self._qualified for c in called))
-            )
+            if self._known.has_read(where, name) or self._names.have(name, called)
         ]
 
     def _is_foreign(self, module: str | None) -> bool:

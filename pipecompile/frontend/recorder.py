@@ -31,6 +31,7 @@ from pipecompile.errors import CaptureError
 from pipecompile.frontend.call_refusals import (
     LAYOUT_QUESTIONS,
     PLACE_QUESTIONS,
+    attribute_refusal,
     own_state,
     refuse_backward_hooks,
     refuse_data,
@@ -38,8 +39,12 @@ from pipecompile.frontend.call_refusals import (
     refuse_lasting_hook,
     refuse_lasting_write,
     refuse_lost_gradients,
+    refuse_made_gradients,
     refuse_place,
+    refuse_read_gradient,
+    refuse_replaced_state,
     refuse_swapped_state,
+    refuse_unseen_attribute,
 )
 from pipecompile.frontend.calls import (
     RecordedCall,
@@ -68,7 +73,6 @@ from pipecompile.frontend.torch_patches import (
     set_export_flags,
 )
 from pipecompile.frontend.value_reads import CONVERSIONS, VALUE_READS, ValueReads
-from pipecompile.graph.attributes import is_same_value
 from pipecompile.graph.data_answers import DataAnswer, OtherPathError, replay_answers
 from pipecompile.graph.hidden_fakes import hide_fake_tensors
 from pipecompile.graph.model_state import swapped_state
@@ -150,17 +154,8 @@ class ForwardRecorder(TorchFunctionMode):
             self,
         ):
             yield
-        if lost:
-            raise CaptureError(
-                f"the forward replaces {', '.join(lost)} by a new tensor, which no stage could "
-                "see; write to it in place, for example with copy_, or, if the first forward only "
-                "makes it in its final shape and type, run the model once before it is compiled"
-            )
-        if any(tensor.grad is not None for tensor in leaves):
-            raise CaptureError(
-                "the forward gives parameters gradients itself, with backward() or an assignment "
-                "to grad, which a stage would lose; return that loss, and let loss_fn add it"
-            )
+        refuse_replaced_state(lost)
+        refuse_made_gradients(leaves)
 
     @property
     def _is_active(self) -> bool:
@@ -173,12 +168,7 @@ class ForwardRecorder(TorchFunctionMode):
         # Attributes of modules that are recorded inside are compared after the forward instead.
         if path is None or not self._is_active or not self._is_leaf(module, path):
             return
-        if name not in vars(module) or not is_same_value(vars(module)[name], value):
-            raise CaptureError(
-                f"{self.recording.where()}: the forward sets {name} of {path}, which is one node "
-                "and would not see it; set it outside the forward, or use the functional form of "
-                "that module"
-            )
+        refuse_unseen_attribute(self.recording, module, path, name, value)
 
     # -- calls of functions
 
@@ -206,10 +196,7 @@ class ForwardRecorder(TorchFunctionMode):
         if name == "__set__" and func.__self__ is Tensor.requires_grad:
             return self._require_gradient(*args)
         if name == "__set__":
-            raise CaptureError(
-                f"{self.recording.where()}: the forward assigns to an attribute of a tensor "
-                f"({func.__self__.__name__}); return a new tensor instead"
-            )
+            raise attribute_refusal(self.recording, func.__self__.__name__)
         if name == "__get__":
             return self._read_attribute(func, args)
         # To the iterator that `__iter__` returns no tensors could be bound.
@@ -247,12 +234,8 @@ class ForwardRecorder(TorchFunctionMode):
         """Run a getter of a tensor; record it if its value is a tensor of the forward, as `x.T`."""
         result = func(*args)
         name = func.__self__.__name__
-        if name == "grad" and args[0].is_leaf and args[0].requires_grad:
-            raise CaptureError(
-                f"{self.recording.where()}: the forward reads the gradient of a parameter, which "
-                "is another one at each microbatch; keep what it needs of it in a buffer that is "
-                "written between steps"
-            )
+        if name == "grad":
+            refuse_read_gradient(self.recording, args[0])
         if isinstance(result, Tensor) and name not in AUTOGRAD_ATTRIBUTES:
             arguments = (self.recording.argument(args[0]), name)
             node = self.recording.create("call_function", getattr, arguments, {})

@@ -13,7 +13,8 @@ With `engine="torch"` the runtime of torch.distributed.pipelining walks through 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Literal, NamedTuple
 
@@ -98,22 +99,17 @@ class DistributedPipeline:
         if that is smaller than the others. With `leading` forwards ranks agree only after these.
         Where it fails with messages on their way that nobody receives, `watch` is told.
         """
-        row = schedule.rows[dist.get_rank(self._group)]
         # A replica of a stage may have no microbatch of a small minibatch, and yet trains.
         trains = any(action.kind in BACKWARDS for _, action in schedule)
-        # To agree is to wait for all ranks, which leading forwards are there to avoid: their
-        # messages go out before it, and their `agree` comes before the weights are validated.
         early = agreement if leading is None else None
         messages = self._begun_messages(schedule, watch, early, remainder, trains=trains)
-        # A factory, since a step may begin twice: where leading forwards ran on weights that were
-        # wrong, all of them are performed once more, with tables that hold nothing of the first
-        # time.
-        begun = partial(
+        left = deque(schedule.rows[dist.get_rank(self._group)])
+        begin_step = partial(
             RankStep,
             self._stages,
             len(self._boundaries),
             batch,
-            recomputed_microbatches(row),
+            recomputed_microbatches(left),
             messages=messages,
             reducer=reducer,
             observers=[watch, *observers],
@@ -121,24 +117,10 @@ class DistributedPipeline:
             with_loss=with_loss,
             remainder=None if remainder is None else remainder.stages,
         )
-        # What is left of the row when it fails says whether others still wait for this rank. A
-        # failure behind its last message and sum is its own: the next step may begin as usual.
-        left = deque(row)
-        try:
-            with torch.set_grad_enabled(trains):
-                rank_step = begun()
-                if leading is not None:
-                    agree = partial(messages.agree, agreement)
-                    if not self._perform_leading(leading, left, rank_step, agree):
-                        rank_step = begun()
-                        leading.drop_messages(schedule, dist.get_rank(self._group), messages)
-                self._perform(left, rank_step, schedule)
-        except BaseException:  # also Ctrl+C, after which a notebook may go on
-            # Where all ranks have refused the step before its first message, none is on its way.
-            has_begun = leading is not None or not agreement.is_refused
-            if has_begun and _exchanges(left, has_sums=reducer is not None):
-                watch.lose_messages()
-            raise
+        lost = _noted_loss(watch, left, agreement, leading, has_sums=reducer is not None)
+        with lost, torch.set_grad_enabled(trains):
+            rank_step = self._led(begin_step, left, schedule, messages, agreement, leading)
+            self._perform(left, rank_step, schedule)
         watch.actions_are_done()
         rank_step.finish()
         return rank_step.result()
@@ -152,7 +134,11 @@ class DistributedPipeline:
         *,
         trains: bool,
     ) -> Messages:
-        """Return the messages of a step or an evaluation that begins."""
+        """Return the messages of a step or an evaluation that begins, without an `agreement` where
+        ranks agree later.
+        """
+        # To agree is to wait for all ranks, which leading forwards are there to avoid: their
+        # messages go out before it, and ranks agree before the weights are validated.
         messages, unread = self._messages(schedule), unread_gradients(schedule)
         messages.begin(
             watch.deadline,
@@ -174,22 +160,33 @@ class DistributedPipeline:
             rank_step.perform(left[0])
             left.popleft()
 
-    def _perform_leading(
+    def _led(
         self,
-        leading: LeadingForwards,
+        begin_step: Callable[[], RankStep],
         left: deque[Action],
-        rank_step: RankStep,
-        agree: Callable[[], None],
-    ) -> bool:
-        """Perform the leading forwards of the row that is `left`; return whether the weights were
-        right, and then take away what is done.
+        schedule: Schedule,
+        messages: Messages,
+        agreement: Agreement,
+        leading: LeadingForwards | None,
+    ) -> RankStep:
+        """Return a step that has begun: with its `leading` forwards, which are taken away from the
+        row that is `left`, if the weights were right.
         """
+        rank_step = begin_step()
+        if leading is None:
+            return rank_step
         rank = dist.get_rank(self._group)
         written = [buffer for stage in self._stages.values() for buffer in stage.buffers]
-        is_right = leading.perform(rank_step, tuple(left), rank, written, agree)
-        for _ in range(leading.counts[rank] if is_right else 0):
-            left.popleft()
-        return is_right
+        agree = partial(messages.agree, agreement)
+        if leading.perform(rank_step, tuple(left), rank, written, agree):
+            for _ in range(leading.counts[rank]):
+                left.popleft()
+            return rank_step
+        # On wrong weights: all are performed once more, with tables that hold nothing of the first
+        # time.
+        rank_step = begin_step()
+        leading.drop_messages(schedule, rank, messages)
+        return rank_step
 
     def begin(
         self,
@@ -219,6 +216,28 @@ class DistributedPipeline:
             messages = Messages(self._boundaries, peers, self._device, group)
             self._messages_by_placement[schedule.placement] = messages
         return self._messages_by_placement[schedule.placement]
+
+
+@contextmanager
+def _noted_loss(
+    watch: StepWatch,
+    left: Collection[Action],
+    agreement: Agreement,
+    leading: LeadingForwards | None,
+    *,
+    has_sums: bool,
+) -> Iterator[None]:
+    """Tell `watch` if the block fails with messages on their way that nobody receives."""
+    try:
+        yield
+    except BaseException:  # also Ctrl+C, after which a notebook may go on
+        # Where all ranks have refused the step before its first message, none is on its way. What
+        # is left of the row says whether others still wait for this rank: a failure behind its last
+        # message and sum is its own, and the next step may begin as usual.
+        has_begun = leading is not None or not agreement.is_refused
+        if has_begun and _exchanges(left, has_sums=has_sums):
+            watch.lose_messages()
+        raise
 
 
 def _exchanges(actions: Iterable[Action], *, has_sums: bool) -> bool:

@@ -42,7 +42,7 @@ def _forward_node(node: Node, kv_token_bytes: int | None) -> Node:
         saves_at="never",
         view_gradients=(),
         gradients_by_input_backward=(),
-        has_repeated_gradients=False,
+        has_ordered_gradients=False,
         kv_token_bytes=kv_token_bytes if is_attention and kv_token_bytes else node.kv_token_bytes,
     )
 

@@ -40,9 +40,9 @@ class Node(Value, frozen=True, kw_only=True):
     `uses` what for, by saved tensor, where that is known. `parameters` are the canonical names
     that the node reads; the gradients of `view_gradients` are views, so that a sum with others
     needs new memory; those of `gradients_by_input_backward` are made by an input backward if that
-    leads through the node. One that `has_repeated_gradients` gives several for a tensor that it
-    reads more than once, such as `h * h`. The halves of the backward are None where they were not
-    measured.
+    leads through the node. One that `has_ordered_gradients` gives several for a tensor (`h * h`),
+    or one that lies in memory otherwise than the tensor, as their sum then does: it keeps its place
+    in that. The halves of the backward are None where they were not measured.
 
     `forward_peak_bytes` and `backward_peak_bytes` are the most that lives while it runs, above
     what lived when it began; `workspace_bytes` is the workspace of its kernels besides, in either
@@ -80,7 +80,7 @@ class Node(Value, frozen=True, kw_only=True):
     parameters: tuple[str, ...] = ()
     view_gradients: tuple[str, ...] = ()
     gradients_by_input_backward: tuple[str, ...] = ()
-    has_repeated_gradients: bool = False
+    has_ordered_gradients: bool = False
     module: str = ""
     operator: str = ""
     source: str = ""

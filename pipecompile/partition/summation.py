@@ -32,22 +32,21 @@ def gradient_sum_order(graph: CostGraph) -> Iterator[tuple[str, str]]:
     first. A pipeline adds the sum of the later stages before the terms of the tensor's own stage.
     Both orders agree if the stages of the readers do not fall. Floating-point addition is
     commutative, so the first two terms may change places: readers a, b, c, d give the pairs (a, b),
-    (b, c), (b, d). A reader that gives several gradients stands there as often.
+    (b, c), (b, d). If c or d gives several terms, or one that lies in memory otherwise than the
+    tensor, as the sum does that begins with it, so does (c, d).
 
     A gradient that repeats elements (`expanded_by`) must not be sent: the node that expands it and
     the tensor's producer share a stage.
     """
     position = {node.name: index for index, node in enumerate(graph.nodes)}
     for each in _sums(graph):
-        readers: list[str] = []
-        for reader in sorted(each.readers, key=position.__getitem__):
-            # Two stand for any number: they are no first terms that could change places.
-            is_repeated = graph.by_name[reader].has_repeated_gradients
-            readers += [reader] * (2 if is_repeated else 1)
-        if len(readers) < 3:
+        readers = sorted(each.readers, key=position.__getitem__)
+        is_last_free = not any(graph.by_name[r].has_ordered_gradients for r in readers[-2:])
+        if is_last_free and len(readers) < 3:
             continue
-        pairs = (*pairwise(readers[:-1]), (readers[-3], readers[-1]))
-        yield from (pair for pair in pairs if pair[0] != pair[1])
+        yield from pairwise(readers[:-1] if is_last_free else readers)
+        if is_last_free:
+            yield readers[-3], readers[-1]
         # For y = dropout(x) of 0: earlier stages then read x alone, and later ones y alone.
         for node in sorted(each.returning, key=position.__getitem__):
             yield from ((reader, node) for reader in readers if position[reader] < position[node])

@@ -43,7 +43,8 @@ class GradientDestinations:
         `gradients_by_input_backward`
                              parameters, by id, whose gradients the input backward computes
                              (runtime/split_backward.py)
-        `repeating`          the nodes that give several gradients for one tensor, as `h * h` does
+        `ordered`            the nodes that give several gradients for one tensor (`h * h`), or one
+                             that lies in memory otherwise than the tensor
 
     A gradient is captured where parameters branch off the way from a node's value to its inputs. It
     is captured too where the ways to several inputs branch, since these may lead to parameters.
@@ -56,7 +57,7 @@ class GradientDestinations:
         self.expanded_edges: set[Edge] = set()
         self.view_gradients: dict[str, list[int]] = defaultdict(list)
         self.gradients_by_input_backward: dict[str, list[int]] = {}
-        self.repeating: set[str] = set()
+        self.ordered: set[str] = set()
         self._tracker = tracker
         self._value_strides: dict[str, SizedStrides] = {}
         self._hooks: list[RemovableHandle] = []
@@ -78,7 +79,7 @@ class GradientDestinations:
             # readers is also the one that it gives to its input.
             self._aliases[output] += [(source, name) for source in sources.get(output, ())]
         if _has_repeated_end(autograd_nodes):
-            self.repeating.add(name)
+            self.ordered.add(name)
         reached = _reached_sources(autograd_nodes, sources)
         self.gradients_by_input_backward[name] = list(_early_parameters(autograd_nodes, reached))
         for node in _branching(autograd_nodes, reached):
@@ -142,6 +143,9 @@ class GradientDestinations:
         strides = _sized_strides(gradient)
         if any(stride == 0 for _, stride in strides):
             self.expanded_edges.update(edges)
+        for source, reader in edges:
+            if self._value_strides.get(source, strides) != strides:
+                self.ordered.add(reader)
         for storage in self._tracker.tracked([gradient]):
             is_part = self._tracker.live_ranges[storage].bytes > size_bytes([gradient])
             for source, reader in edges:

@@ -24,7 +24,7 @@ class NodeObservation:
     the most that lives while it runs, above what lived when it began, and `workspace` is what its
     kernels take besides. `saves_at` is as in the cost graph's `Node`.
 
-    `has_repeated_gradients` is as in `Node`. `sums_with` is the first node whose value is the same
+    `has_ordered_gradients` is as in `Node`. `sums_with` is the first node whose value is the same
     tensor to autograd, a `get_attr` node for a parameter; None for a tensor of its own.
 
     Of its parameters: `parameters` are the canonical names of those that it reads.
@@ -53,7 +53,7 @@ class NodeObservation:
     workspace: int = 0
     view_gradients: tuple[str, ...] = ()
     gradients_by_input_backward: tuple[str, ...] = ()
-    has_repeated_gradients: bool = False
+    has_ordered_gradients: bool = False
     sums_with: str | None = None
     consumers_without_gradient: tuple[str, ...] = ()
 

@@ -315,7 +315,7 @@ class _Observer(NodeCaller):
             gradients_by_input_backward=self._parameter_names(
                 destinations.gradients_by_input_backward[name]
             ),
-            has_repeated_gradients=name in destinations.repeating,
+            has_ordered_gradients=name in destinations.ordered,
             consumers_without_gradient=silent,
         )
 

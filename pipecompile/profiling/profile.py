@@ -202,7 +202,7 @@ def _nodes(
             parameters=observed.parameters,
             view_gradients=observed.view_gradients,
             gradients_by_input_backward=observed.gradients_by_input_backward,
-            has_repeated_gradients=observed.has_repeated_gradients,
+            has_ordered_gradients=observed.has_ordered_gradients,
             group=node.meta.get("group"),
             module=node.meta.get("module", ""),
             operator=observed.operator,

@@ -116,6 +116,29 @@ def test_so_are_those_of_what_a_node_reads_twice(k: int) -> None:
     steps_alike(Gated(), BATCHES, k=k)
 
 
+class Mixing(nn.Module):
+    """A value is read as it lies, and transposed; behind it a bias sums over its gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.zeros(24))
+        self.mix, self.last = nn.Linear(64, 64), nn.Linear(24, 24)
+        layers = [(nn.Linear(24, 24), nn.GELU(), nn.Linear(24, 24)) for _ in range(6)]
+        self.body = nn.Sequential(*[part for layer in layers for part in layer])
+
+    def forward(self, value: Tensor) -> Tensor:
+        """A value of shape (rows, 64, 24) to the same shape."""
+        hidden = value + self.bias
+        mixed = self.mix(hidden.transpose(1, 2))
+        return self.last(self.body(hidden) * mixed.transpose(1, 2))
+
+
+@pytest.mark.parametrize("k", [2, 3, 4, 5])
+def test_so_are_those_of_a_value_whose_readers_lay_gradients_out_otherwise(k: int) -> None:
+    torch.manual_seed(0)
+    steps_alike(Mixing(), [torch.randn(4, 64, 24)], k=k)
+
+
 @pytest.mark.parametrize("blocks", [2, 9])
 def test_a_chain_of_them_has_one_sum(blocks: int) -> None:
     """Nine equal blocks are observed by a few of them."""

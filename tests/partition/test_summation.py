@@ -17,13 +17,14 @@ def test_the_order_in_which_gradients_are_summed_is_kept() -> None:
     assert not list(gradient_sum_order(msgspec.structs.replace(graph, tensors=(pair,))))
 
 
-def test_a_reader_that_gives_several_gradients_gives_several_terms() -> None:
-    """Of a + b + b, from the last one, only b and b may change places."""
-    fork = Tensor(producer="x", consumers=("a", "b"), bytes=1, gradient_bytes=1)
-    nodes = {name: node(name, 1) for name in "xab"}
-    for repeated, pairs in {"b": {("a", "b")}, "a": {("a", "b")}}.items():
-        twice = msgspec.structs.replace(nodes[repeated], has_repeated_gradients=True)
-        graph = CostGraph(nodes=tuple({**nodes, repeated: twice}.values()), tensors=(fork,))
+@pytest.mark.parametrize("ordered", ["b", "c"])
+def test_a_reader_whose_gradients_are_ordered_keeps_its_place(ordered: str) -> None:
+    """It gives several, or one that lies otherwise, as a sum does that begins with it."""
+    nodes = {name: node(name, 1) for name in "xabc"}
+    nodes[ordered] = msgspec.structs.replace(nodes[ordered], has_ordered_gradients=True)
+    for readers, pairs in {"bc": {("b", "c")}, "abc": {("a", "b"), ("b", "c")}}.items():
+        fork = Tensor(producer="x", consumers=tuple(readers), bytes=1, gradient_bytes=1)
+        graph = CostGraph(nodes=tuple(nodes.values()), tensors=(fork,))
         assert set(gradient_sum_order(graph)) == pairs
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any
@@ -17,11 +18,18 @@ from pipecompile.memory_model.rank import memory_of_actions
 
 WIDTH, ROWS = 192, 96
 SCALARS = 4096  # bytes: losses, digests, flags
+LATE = 0.01  # seconds for each action, of which others take less than a tenth
 TRIALS = 5  # the profiler loses events on a busy machine
 
 
 class _Marks:
-    """An observer that marks in the profile where each action begins, once its message is there."""
+    """An observer that marks in the profile where each action begins, once its message is there.
+
+    It may make a rank late, so that all messages are there before it comes to them.
+    """
+
+    def __init__(self, delay_seconds: float) -> None:
+        self._delay_seconds = delay_seconds
 
     def begin_step(self) -> None:
         """A step begins."""
@@ -31,6 +39,7 @@ class _Marks:
 
     def begin(self, action: Action) -> None:
         """`action` may have to wait."""
+        time.sleep(self._delay_seconds)
 
     def ready(self, action: Action) -> None:
         """`action` computes from here on."""
@@ -42,10 +51,12 @@ class _Marks:
         """`action` is done."""
 
 
-def held_at_actions(schedule: str, microbatches: int, recompute: str, **shape: Any) -> str:
+def held_at_actions(
+    schedule: str, microbatches: int, recompute: str, late: int | None = None, **shape: Any
+) -> str:
     """Compare what this rank holds when each action begins with what the plan says, both beyond
-    what it holds at its first action. Return what differs, "" if nothing does. `shape` are the
-    pipeline's stages and ranks, two of them unless given.
+    what it holds at its first action. Return what differs, "" if nothing does. The rank `late` is
+    slow. `shape` are the pipeline's stages and ranks, two of them unless given.
     """
     torch.manual_seed(0)
     layers = [layer for _ in range(4) for layer in (nn.Linear(WIDTH, WIDTH), nn.Tanh())]
@@ -62,7 +73,8 @@ def held_at_actions(schedule: str, microbatches: int, recompute: str, **shape: A
         costs="flops",
         self_check=False,
     )
-    pipeline._recorders.append(_Marks())  # type: ignore[arg-type]
+    marks = _Marks(LATE if dist.get_rank() == late else 0)
+    pipeline._recorders.append(marks)  # type: ignore[arg-type]
     row = pipeline.plan.schedule.compute[dist.get_rank()]
     moments = memory_of_actions(pipeline.plan, dist.get_rank())
     computing = [memory for snapshot, memory in moments if snapshot.kind in COMPUTE]

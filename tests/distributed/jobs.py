@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from benchmarks.gpipe_models import Transformer, token_loss
-from benchmarks.memory_prediction import PlanSetting, measure
+from benchmarks.memory_prediction import PlanSetting, RankPeak, measure
 from examples import models
 from pipecompile.api.compilation import pipecompile
 from pipecompile.api.links import probe_links
@@ -70,8 +70,8 @@ def _verdict(found: list[Comparison]) -> Verdict:
     )
 
 
-def measured_transformer(setting: PlanSetting) -> tuple[int, int, int]:
-    """Return the memory of a rank of a narrow GPipe Transformer: expected, bound and measured."""
+def measured_transformer(setting: PlanSetting) -> RankPeak:
+    """Return what a rank of a narrow GPipe Transformer holds at its peak."""
     torch.manual_seed(0)
     model, tokens = Transformer(3, 64), torch.randint(0, 32_000, (8, 64))
     return measure(Target(model, arguments_of(model, tokens), token_loss, tokens), setting)

@@ -33,3 +33,16 @@ def test_a_microbatch_is_freed_as_soon_as_its_backward_is_done(
     """So a rank never holds more than its microbatches in flight, whatever is still to come."""
     for wrong in workers.run(2, jobs.held_at_actions, schedule, 6, recompute, folder=str(tmp_path)):
         assert not wrong, wrong
+
+
+@pytest.mark.parametrize("late", [0, 1])
+def test_messages_that_come_early_take_nothing_more(
+    workers: Workers, tmp_path: Path, late: int
+) -> None:
+    """A receive makes its buffer where the row has it. So the plan's times decide what a rank
+    holds, and those of the run do not.
+    """
+    for wrong in workers.run(
+        2, jobs.held_at_actions, "1f1b", 6, "none", late, folder=str(tmp_path)
+    ):
+        assert not wrong, wrong

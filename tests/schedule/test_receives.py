@@ -96,6 +96,18 @@ def test_no_times_bring_a_message_earlier(schedule: Schedule, rng: random.Random
         assert all(first_places[receive] <= place for receive, place in own_places.items())
 
 
+@given(schedules(), st.data())
+def test_a_rank_among_others_that_take_no_time_has_all_messages_that_early(
+    schedule: Schedule, data: st.DataObject
+) -> None:
+    """So no bound that knows no times is less than that of the earliest receives."""
+    slow = data.draw(st.integers(0, schedule.ranks - 1))
+    costs = tuple(StageCosts(*[int(rank == slow)] * 5) for rank in schedule.placement)
+    problem = replace(equal(schedule.placement, schedule.microbatches), costs=costs)
+    timed = add_transfers(problem, schedule)
+    assert places(timed.rows[slow]) == places(add_earliest_receives(schedule).rows[slow])
+
+
 def test_two_ranks_in_turns() -> None:
     schedule = order(["0F0 0F1 0B0 0F2 0B1 0B2", "1F0 1B0 1F1 1B1 1F2 1B2"], [0, 1], 3)
     assert [" ".join(row) for row in add_earliest_receives(schedule).actions] == [

@@ -29,7 +29,13 @@ from pipecompile.graph.layout import rounds_by_layout
 from pipecompile.ir.schedule import Action, Kind
 from pipecompile.runtime.agreement import Agreement
 from pipecompile.runtime.deadline import Deadline
-from pipecompile.runtime.missing_gradients import MissingGradients
+from pipecompile.runtime.missing_gradients import (
+    MISSING,
+    MissingGradients,
+    in_order,
+    seen_in_order,
+    state_of,
+)
 from pipecompile.runtime.peers import Peers, peer_of
 
 __all__ = ["Boundaries", "BoundaryShape", "CountUnread", "Messages"]
@@ -69,10 +75,13 @@ _Key = tuple[int, int, tuple[BoundaryShape, ...]]
 
 
 class _Buffers(NamedTuple):
-    """What a receive writes to: `values`, and `told` if the message says which are missing."""
+    """What a receive writes to: `values`, and `told` if a message of gradients says which are
+    missing and how the others lie; else that is `known`.
+    """
 
     values: Values
     told: Tensor | None = None
+    known: Sequence[int] | None = None
 
     @property
     def written(self) -> Iterator[Tensor | None]:
@@ -142,15 +151,19 @@ class Messages:
         """Return what the receive of `action` has brought, once it is there."""
         for work in self._receiving[action].popleft():
             self._deadline.wait(work)
-        values, told = self._buffers[action].popleft()
-        if told is None:
+        values, told, states = self._buffers[action].popleft()
+        if told is not None:
+            states = tuple(told.tolist())
+            self._missing.note(self._key(action, action.stage + 1), states)
+        if states is None:
             return values
-        # The receive was posted before anybody knew what is missing, so the sender filled in
+        # If the receive was posted before anybody knew what is missing, the sender filled in
         # zeros. They become None again here: a parameter that only they would reach keeps no
         # gradient, as in the unsplit model, and an optimizer leaves it alone.
-        flags = tuple(told.tolist())
-        self._missing.note(self._key(action, action.stage + 1), flags)
-        return [None if is_missing else v for v, is_missing in zip(values, flags, strict=True)]
+        return [
+            None if value is None or state == MISSING else seen_in_order(value, state)
+            for value, state in zip(values, states, strict=True)
+        ]
 
     def send(self, action: Action, values: Values) -> None:
         """Begin to send `values`."""
@@ -186,21 +199,22 @@ class Messages:
     def _gradients_to_send(self, action: Action, values: Values) -> Values:
         """Return a message of gradients: zeros for those that are missing and not left out."""
         boundary = self._boundaries_of(action)[action.stage]
-        key, flags = self._key(action, action.stage), tuple([value is None for value in values])
-        left_out = self._missing.known(key)
-        if flags == left_out:
-            return values
         if not any(shape.has_gradient for shape in boundary):
             return ()
-        self._missing.check(key, action.stage, flags)
-        self._missing.note(key, flags)
-        known = left_out or (False,) * len(boundary)
-        sent: list[Tensor | None] = [
-            shape.zeros(self._device) if value is None and shape.has_gradient and not out else value
-            for value, shape, out in zip(values, boundary, known, strict=True)
-        ]
-        if left_out is None:
-            sent.append(torch.tensor(flags, device=self._device))
+        key, states = self._key(action, action.stage), tuple(map(state_of, values))
+        known = self._missing.known(key)
+        if states != known:
+            self._missing.check(key, action.stage, states)
+            self._missing.note(key, states)
+        sent: list[Tensor | None] = []
+        for value, shape, state in zip(values, boundary, states, strict=True):
+            if value is not None:
+                sent.append(in_order(value, state))
+            else:
+                is_expected = shape.has_gradient and known is None
+                sent.append(shape.zeros(self._device) if is_expected else None)
+        if known is None:
+            sent.append(torch.tensor(states, device=self._device))
         return sent
 
     def _key(self, action: Action, stage: int) -> _Key:
@@ -216,15 +230,14 @@ class Messages:
 
     def _gradient_buffers(self, key: _Key, boundary: Sequence[BoundaryShape]) -> _Buffers:
         """Return the buffers for gradients over a boundary, and for what is told of them."""
-        left_out = self._missing.known(key)
-        known = left_out or (False,) * len(boundary)
+        known = self._missing.known(key)
         values = [
-            shape.buffer(self._device) if shape.has_gradient and not out else None
-            for shape, out in zip(boundary, known, strict=True)
+            shape.buffer(self._device) if shape.has_gradient and state != MISSING else None
+            for shape, state in zip(boundary, known or (0,) * len(boundary), strict=True)
         ]
-        if left_out is not None or not any(shape.has_gradient for shape in boundary):
-            return _Buffers(values)
-        return _Buffers(values, torch.empty(len(boundary), dtype=torch.bool, device=self._device))
+        if known is not None or not any(shape.has_gradient for shape in boundary):
+            return _Buffers(values, known=known)
+        return _Buffers(values, torch.empty(len(boundary), dtype=torch.int64, device=self._device))
 
     @property
     def steps(self) -> int:

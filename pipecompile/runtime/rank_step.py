@@ -19,6 +19,7 @@ from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
+from pipecompile.graph.layout import is_dense
 from pipecompile.graph.random_streams import StreamKey
 from pipecompile.ir.schedule import BACKWARDS, TRANSFERS, Action, Kind
 from pipecompile.runtime.messages import Messages
@@ -286,11 +287,13 @@ class RankStep:
 
 
 def own_storage(gradient: Tensor) -> Tensor:
-    """Return the gradient contiguous and not as a part of a larger storage, which it would keep."""
-    contiguous = gradient.contiguous()
-    if contiguous.untyped_storage().nbytes() == contiguous.nbytes:
-        return contiguous
-    return contiguous.clone()
+    """Return the gradient without gaps, and not as a part of a larger storage, which it would keep.
+
+    It lies in the order of dimensions that it has: sums over it are rounded by that.
+    """
+    if gradient.is_contiguous() and gradient.untyped_storage().nbytes() == gradient.nbytes:
+        return gradient
+    return gradient.clone() if is_dense(gradient) else gradient.contiguous()
 
 
 def recomputed_microbatches(actions: Sequence[Action]) -> frozenset[tuple[int, int | None]]:

@@ -1,4 +1,6 @@
-"""Messages over ranks: gradients that are missing, conjugate tensors, and memory that is shared."""
+"""Messages over ranks: gradients that are missing or lie otherwise, conjugate tensors, and memory
+that is shared.
+"""
 
 from __future__ import annotations
 
@@ -243,6 +245,123 @@ def test_how_a_tensor_lies_in_memory_is_not_left_to_data(workers: Workers, tmp_p
     text = "what stage 0 sends lies in memory in another way"
     assert sender.startswith(f"InputError: {text}")
     assert receiver.startswith("RankFaultError: rank 0 failed in 0SEND_F1") and text in receiver
+
+
+class Mixed(nn.Module):
+    """Its second half mixes rows, so that the gradient which it gives back lies in columns.
+
+    What is before sums over that: a bias.
+    """
+
+    rows = 64
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.bias = nn.Linear(24, 24), nn.Parameter(torch.zeros(24))
+        self.mix, self.last = nn.Linear(self.rows, self.rows), nn.Linear(self.rows, self.rows)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """A tensor of shape (N, rows, 24) to one of (N, 24, rows)."""
+        hidden = self.first(x) + self.bias
+        return self.last(self.mix(hidden.transpose(1, 2)).tanh())
+
+
+class Either(nn.Module):
+    """Data says whether it mixes rows or columns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows, self.columns = nn.Linear(64, 64), nn.Linear(24, 24)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """A tensor of shape (N, 64, 24) to one like it."""
+        return self.columns(x) if x[0, 0, 0] > 0 else self.rows(x.mT).mT * 2
+
+
+class MixedByData(Mixed):
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix = Either()
+        self.last = nn.Linear(24, 24)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """A tensor of shape (N, 64, 24) to one like it."""
+        hidden = self.first(x) + self.bias
+        return self.last(self.mix(hidden).contiguous())
+
+
+def mean_square(output: Tensor, _: object) -> Tensor:
+    return output.square().mean()
+
+
+def mixed_steps(kind: type[Mixed], signs: list[tuple[int, int]], schedule: str) -> list[str]:
+    """The parameters whose gradients differ from the loop's in some step; of each microbatch all
+    the values have one sign.
+    """
+    model, unsplit = kind(), kind()
+    for each in (model, unsplit):
+        nn.init.eye_(each.first.weight)
+        nn.init.zeros_(each.first.bias)
+    generator, different = torch.Generator().manual_seed(0), set()
+    batches = [
+        torch.cat([sign * torch.rand(4, 64, 24, generator=generator) for sign in both])
+        for both in signs
+    ]
+    pipeline = pipecompile(
+        model,
+        batches[0],
+        k=2,
+        microbatches=2,
+        loss_fn=mean_square,
+        costs="flops",
+        schedule=schedule,  # type: ignore[arg-type]
+        pin={"add": 0, "mix" if kind is MixedByData else "transpose": 1},
+        self_check=False,
+        step_timeout=10,
+    )
+    for batch in batches:
+        pipeline.zero_grad(), unsplit.zero_grad()
+        pipeline.step(batch)
+        for rows in batch.chunk(2):
+            mean_square(unsplit(rows), None).backward()
+        expected = {name: value.grad for name, value in unsplit.named_parameters()}
+        for name, parameter in pipeline.named_parameters():
+            there = expected[name]
+            if there is not None and not torch.equal(parameter.grad, there / 2):
+                different.add(name)
+    return sorted(different)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+@pytest.mark.parametrize(
+    ("kind", "signs"), [(Mixed, [(1, 1)] * 3), (MixedByData, [(1, -1), (-1, 1), (-1, -1)])]
+)
+def test_a_gradient_arrives_as_it_lay_where_it_was_sent(
+    workers: Workers,
+    tmp_path: Path,
+    kind: type[Mixed],
+    signs: list[tuple[int, int]],
+    schedule: str,
+) -> None:
+    assert workers.run(2, mixed_steps, kind, signs, schedule, folder=str(tmp_path)) == [[], []]
+
+
+def laid_out_otherwise_later() -> str:
+    """What a rank says if a gradient lies otherwise in a later step than in the first one."""
+    try:
+        mixed_steps(MixedByData, [(1, 1), (-1, -1)], "1f1b")
+    except Exception as error:
+        dist.destroy_process_group()
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def test_a_gradient_that_lies_otherwise_later_is_refused(workers: Workers, tmp_path: Path) -> None:
+    first, last = workers.run(2, laid_out_otherwise_later, folder=str(tmp_path))
+    text = "was in one order of dimensions in memory in the first step, and is in another one now"
+    assert first.startswith("RankFaultError: rank 1 failed in 1SEND_B0") and text in first
+    assert last.startswith("InputError: the gradient of tensor ") and text in last
 
 
 class Shared(Layers):

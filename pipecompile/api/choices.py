@@ -167,7 +167,7 @@ def _checked(option: Option, value: Any) -> Any:
         case "list":
             return _encodings(value)
         case "pins":
-            return dict(value or {})
+            return _pins(value)
         case "groups":
             return tuple(_names(option.name, names) for names in _listed(option.name, value))
         case "repeated":
@@ -175,6 +175,17 @@ def _checked(option: Option, value: Any) -> Any:
         case "switch":
             return value
     return _checked_value(option, value)
+
+
+def _pins(value: Any) -> dict[str, int]:
+    pins = value or {}
+    if not isinstance(pins, Mapping) or not all(
+        isinstance(name, str) and type(stage) is int for name, stage in pins.items()
+    ):
+        raise InputError(
+            f"pin={value!r} must map names of nodes or modules to stages, as {{'head': 1}}"
+        )
+    return dict(pins)
 
 
 def _checked_value(option: Option, value: Any) -> Any:

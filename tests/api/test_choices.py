@@ -85,6 +85,8 @@ REFUSALS: list[tuple[dict[str, Any], str]] = [
     ({"memory": "much"}, "write 16GiB"),
     ({"shard": "grads"}, "unknown shard 'grads'; did you mean 'gradients'?"),
     ({"colour": "red"}, "unknown option 'colour'"),
+    ({"pin": ["head"]}, "pin=['head'] must map names of nodes or modules to stages"),
+    ({"pin": {"head": "1"}}, "pin={'head': '1'} must map names"),
     ({"replicas": 0}, "replicas=0, but there is at least one replica"),
     (
         {"shard": "optimizer"},

@@ -217,8 +217,8 @@ class _SettingSearch:
         return [setting for *_, setting in sorted(ranked, key=lambda entry: entry[:2])]
 
     def _learn(self, setting: Setting) -> None:
-        """Note how full a rank is under a setting for which no cut was found: what holds as much
-        is not likely to fit either.
+        """Note how full a rank is under a setting for which no cut was found: what holds more is
+        not likely to fit either. Of what holds as much by the same guess another order may.
         """
         if self._status(setting) == "no cut":
             filled = self.costs.likely(setting).filled
@@ -232,7 +232,7 @@ class _SettingSearch:
         """
         likely = self.costs.likely(setting)
         failed = self.least_filled.get(setting.recompute, inf)
-        doubt = 2 if likely.filled > MOST_FILLED or likely.filled >= failed else 0
+        doubt = 2 if likely.filled > min(MOST_FILLED, failed) else 0
         doubt = max(doubt, int(likely.filled >= LIKELY_FILLED))
         is_last = self._is_no_better(setting, likely)
         is_auto = setting.recompute == "auto"

@@ -237,6 +237,25 @@ def test_regions_are_tried_although_other_policies_are_more_likely_to_fit(part: 
     assert plan.prediction.step_ns <= by_hand.prediction.step_ns
 
 
+@pytest.mark.parametrize("part", [70, 80, 100])
+def test_an_order_without_a_cut_says_nothing_of_one_that_holds_as_much(
+    part: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def without_zb_h1(graph: Any, options: Options, **rest: Any) -> Plan:
+        if options.schedule == "zb-h1":
+            raise InfeasibleError("no cut was found")
+        return draft(graph, options, **rest)
+
+    monkeypatch.setattr(joint_search, "draft", without_zb_h1)
+    chain = even_chain(16, bytes=10**7, parameter_bytes=1000)
+    fixed = {"replicas": 1, "microbatches": 8, "stages_per_rank": 1}
+    loose = searched(chain, space(2, fixed | {"schedule": "1f1b"}), links=FREE)
+    cap = max(rank.total.bound for rank in loose.prediction.memory) * part // 100
+    named = searched(chain, space(2, fixed | {"schedule": "1f1b"}, memory=cap), links=FREE)
+    plan = searched(chain, space(2, fixed, memory=cap), links=FREE)
+    assert plan.prediction.step_ns <= named.prediction.step_ns
+
+
 @settings(max_examples=10, deadline=None)
 @given(chains(SAMPLES), st.floats(0.4, 1.2))
 def test_more_effort_never_gives_a_longer_step(chain: SizedChain, share: float) -> None:

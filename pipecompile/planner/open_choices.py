@@ -80,6 +80,11 @@ class Drafter(Protocol):
         what would fit if it is `explained`.
         """
 
+    def explained(self, options: Options) -> Plan:
+        """Return what a short search finds where longer ones found nothing; a refusal says what is
+        in the way.
+        """
+
     def with_stages(self, plan: Plan, options: Options) -> Plan:
         """Return the plan with what its stages recompute, and their order, chosen by `options`."""
 
@@ -117,8 +122,8 @@ class OpenChoices:
         if not plans:
             if refusal is not None and not self.drafter.explains:
                 raise refusal
-            # Planned once more, since only now the reason is worth its time.
-            return self.drafter.planned(self.options, explained=True)
+            # Only now the reason is worth its time.
+            return self.drafter.explained(self.options)
         return self._with_hint(self.drafter.adopted(min(plans, key=_step_ns), self.options, own))
 
     def _with_hint(self, plan: Plan) -> Plan:

@@ -17,7 +17,7 @@ from pipecompile.errors import InfeasibleError
 from pipecompile.ir.graph import CostGraph
 from pipecompile.ir.links import Links
 from pipecompile.ir.plan import Fingerprint, Options, Plan, Provenance, Search
-from pipecompile.partition.budget import THOROUGH, CutEffort
+from pipecompile.partition.budget import QUICK, THOROUGH, CutEffort
 from pipecompile.planner.open_choices import OpenChoices
 from pipecompile.planner.recompute import recompute_planner
 from pipecompile.planner.scheduled_stages import (
@@ -68,11 +68,19 @@ class PlacementDrafter:
         """Return the plan of the best cut, or of the given one; if nothing fits where cheap nodes
         are copied, of a cut without copies.
         """
+        effort = self.effort._replace(is_explained=explained and self.explains)
         if self.graph.copied:
             # Copies may take the last bytes of a rank that would only pass their values on.
             with suppress(InfeasibleError):
-                return self._planned(options, explained)
-        return self._without_copies._planned(options, explained)
+                return self._planned(options, effort)
+        return self._without_copies._planned(options, effort)
+
+    def explained(self, options: Options) -> Plan:
+        """Return what a short search finds where longer ones found nothing; InfeasibleError says
+        what is in the way.
+        """
+        effort = QUICK._replace(is_explained=True, is_advised=self.effort.is_advised)
+        return self._without_copies._planned(options, effort)
 
     def with_stages(self, plan: Plan, options: Options) -> Plan:
         """Return the plan with what its stages recompute, and their order, chosen by `options`."""
@@ -128,12 +136,11 @@ class PlacementDrafter:
         # Where no stage needs a copy, both graphs have the same plan.
         return self if plan.copied else self._without_copies
 
-    def _planned(self, options: Options, explained: bool) -> Plan:
+    def _planned(self, options: Options, effort: CutEffort) -> Plan:
         # Solvers need numpy and networkx, which reading and checking a plan does not.
         from pipecompile.planner.partition import cut
 
         planner = self._planner(options)
-        effort = self.effort._replace(is_explained=explained and self.explains)
         partition = cut(planner, self.links, self.assignment, effort=effort)
         return _plan_of_cut(planner, self.links, self.origin, partition)
 

@@ -51,13 +51,14 @@ class CaptureError(PipecompileError):
 class InfeasibleError(PipecompileError):
     """No plan satisfies the constraints; the message says which one and by how much.
 
-    `reason` is the message without the advice at its end, which suits the options that were asked
+    `reason` is the message without the `advice` at its end, which suits the options that were asked
     for, and not one setting of several that were tried.
     """
 
     def __init__(self, reason: str, advice: str = "") -> None:
         super().__init__(f"{reason}; {advice}" if advice else reason)
         self.reason = reason
+        self.advice = advice
 
 
 class StalePlanError(PipecompileError):

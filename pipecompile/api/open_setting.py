@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
+from functools import partial
 
 from msgspec.structs import replace
 
@@ -26,6 +27,7 @@ from pipecompile.ir.graph import CostGraph
 from pipecompile.ir.links import Links
 from pipecompile.ir.plan import Options, Plan
 from pipecompile.ir.setting import Setting
+from pipecompile.partition.budget import QUICK
 from pipecompile.planner.draft import check_stages, draft
 from pipecompile.planner.joint_search import JointLimits, joint_plan
 from pipecompile.planner.setting_space import SettingSpace
@@ -34,6 +36,8 @@ from pipecompile.planner.target_costs import Source
 __all__ = ["chosen_plan", "plan_of", "plan_with_choice", "target_options"]
 
 logger = logging.getLogger("pipecompile.api")
+
+EXPLAINED = QUICK._replace(is_explained=True)  # where longer searches were in vain, or not worth it
 
 
 def plan_of(target: Target, request: PlanRequest, links: Links, *, self_check: bool = True) -> Plan:
@@ -89,19 +93,18 @@ def _best_plan(target: Target, request: PlanRequest, space: SettingSpace, links:
         options = replace(plan.options, stages_per_rank=request.options.stages_per_rank)
         return replace(plan, options=options)
     except InfeasibleError as error:
-        return _least_memory_plan(space, costs, links, settings, error)
+        return _explained_plan(space, costs, links, settings, error)
 
 
-def _least_memory_plan(
+def _explained_plan(
     space: SettingSpace,
     costs: _ReplicaCosts,
     links: Links,
     settings: tuple[Setting, ...],
     error: InfeasibleError,
 ) -> Plan:
-    """Return the plan of the smallest microbatches, searched for longer than a joint search does.
-
-    InfeasibleError if that is in vain too, or if k is too large under any setting.
+    """Return the plan of the smallest microbatches; InfeasibleError says what is in its way, what
+    would fit and what memory would do, or that k is too large under any setting.
     """
     # More microbatches are smaller ones, and recompute holds less again: what this cannot fit, no
     # other of the settings is likely to.
@@ -109,14 +112,16 @@ def _least_memory_plan(
     options = space.options(setting)
     sized = replace(options, microbatches=setting.parts)
     check_stages(costs.graph(sized), options, links)
+    make = partial(draft, costs.graph(sized), options, **costs.source(sized)._asdict(), links=links)
     try:
-        return draft(costs.graph(sized), options, **costs.source(sized)._asdict(), links=links)
+        make(effort=EXPLAINED)
+        return make()
     except InfeasibleError as reason:
         # Without a cap no setting matters: what is in the way, such as pins, is so under all.
         if options.memory_bytes is None:
             raise
         others = f"none of {len(settings)} settings fits, this is of {setting}"
-        raise InfeasibleError(f"{reason} ({others})") from error
+        raise InfeasibleError(f"{reason} ({others})", error.advice) from error
 
 
 def plan_with_choice(

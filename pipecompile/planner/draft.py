@@ -54,14 +54,7 @@ def draft(
         capture,
         tuple(tuple(shape) for shape in microbatch_shapes),
     )
-    try:
-        best = _shortest(graph, options, links, origin, assignment, effort)
-    except InfeasibleError:
-        if not graph.copied:
-            raise
-        # Copies may take the last bytes of a rank that would only pass their values on.
-        plain = msgspec.structs.replace(graph, copied=())
-        best = _shortest(plain, options, links, origin, assignment, effort)
+    best = _shortest(graph, options, links, origin, assignment, effort)
     # It was asked for by a layout, and not by the stage of each node.
     return msgspec.structs.replace(best, options=options)
 

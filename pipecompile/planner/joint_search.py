@@ -24,6 +24,7 @@ import time
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from heapq import heapify, heappop, heappush
 from itertools import count
 from math import inf
@@ -34,12 +35,13 @@ from pipecompile.errors import InfeasibleError, InputError
 from pipecompile.ir.duration import time_with_unit
 from pipecompile.ir.links import Links
 from pipecompile.ir.options import DEFAULT_EFFORT, DEFAULT_TOP
-from pipecompile.ir.plan import Plan
+from pipecompile.ir.plan import Options, Plan
 from pipecompile.ir.robustness import is_close
 from pipecompile.ir.setting import Setting, SettingResult, SettingStatus
 from pipecompile.partition.budget import ONE_OF_SEVERAL, QUICK, CutEffort
 from pipecompile.planner.draft import draft, node_times
 from pipecompile.planner.finished_plans import FinishedPlan, answer_of
+from pipecompile.planner.least_memory import LeastMemory, larger_caps, least_memory
 from pipecompile.planner.likely_step import LikelyStep
 from pipecompile.planner.setting_bounds import extra_ns, least_step_ns
 from pipecompile.planner.setting_costs import SettingCosts
@@ -57,6 +59,7 @@ MOST_FILLED = 1.0  # beyond which a setting is tried only if nothing else has a 
 RESCUES = 8  # settings that are tried beyond the effort while nothing fits
 RESCUES_EACH = 2  # of them with each number of replicas
 LONGER_SEARCHES = 2  # for settings without a cut, if no setting has a plan
+EXPLAINED = QUICK._replace(is_explained=True, is_advised=False)
 FINAL_SHARE = 1.05  # of the best step: what is shorter is planned again by a thorough search
 
 
@@ -212,13 +215,16 @@ class _SettingSearch:
         """
         places: dict[int, Iterator[int]] = defaultdict(count)
         untried = [each for each in settings if self._status(each) in (None, "not tried")]
-        untried.sort(key=lambda each: (each.stages_per_rank, self.costs.likely(each).filled))
+        untried.sort(key=self._emptiness)
         ranked = [(next(places[each.replicas]), each.replicas, each) for each in untried]
         return [setting for *_, setting in sorted(ranked, key=lambda entry: entry[:2])]
 
+    def _emptiness(self, setting: Setting) -> tuple[int, float]:
+        return setting.stages_per_rank, self.costs.likely(setting).filled
+
     def _learn(self, setting: Setting) -> None:
-        """Note how full a rank is under a setting for which no cut was found: what holds as much
-        is not likely to fit either.
+        """Note how full a rank is under a setting for which no cut was found: what holds more is
+        not likely to fit either. Of what holds as much by the same guess another order may.
         """
         if self._status(setting) == "no cut":
             filled = self.costs.likely(setting).filled
@@ -232,7 +238,7 @@ class _SettingSearch:
         """
         likely = self.costs.likely(setting)
         failed = self.least_filled.get(setting.recompute, inf)
-        doubt = 2 if likely.filled > MOST_FILLED or likely.filled >= failed else 0
+        doubt = 2 if likely.filled > min(MOST_FILLED, failed) else 0
         doubt = max(doubt, int(likely.filled >= LIKELY_FILLED))
         is_last = self._is_no_better(setting, likely)
         is_auto = setting.recompute == "auto"
@@ -273,18 +279,14 @@ class _SettingSearch:
 
         These are all that had the shortest step when they were planned, as long as it is close to
         the best: so more effort gives no longer step. Under noise they are also all within 2 % of
-        the best, since one of these may suffer least. Without any plan yet the first settings for
-        which no cut was found get a longer search. Plans are made by the other objective as well,
-        unless the user has one, or they have very many actions: then that takes longer than all
-        quick plans together.
+        the best, since one of these may suffer least. Plans are made by the other objective as
+        well, unless the user has one, or they have very many actions: then that takes longer than
+        all quick plans together.
         """
         if len(settings) == 1 and not self._rule_out(settings[0]):
             self._plan(settings[0], ONE_OF_SEVERAL)
-        elif not self.plans and self.limits.reference is None:
-            failed = [each for each in settings if self._status(each) == "no cut"]
-            for setting in failed[:LONGER_SEARCHES]:
-                if self._has_time:
-                    self._plan(setting, ONE_OF_SEVERAL)
+        elif not self.plans:
+            self._search_longer(settings)
         for setting in self._finalists():
             if not self._is_finished(setting) and (self._has_time or not self.finished):
                 self._plan(setting, ONE_OF_SEVERAL)
@@ -293,6 +295,19 @@ class _SettingSearch:
             for setting, plan, _ in tuple(self.finished):
                 if self._is_close(plan) and effort_of(setting) == 1 and self._has_time:
                     self._plan(setting, ONE_OF_SEVERAL, "step-time")
+
+    def _search_longer(self, settings: Sequence[Setting]) -> None:
+        """Plan by a longer search what is likely to hold the least of all for which no cut was
+        found, where a cap that is a little larger would do; else say what is in its way.
+        """
+        failed = [each for each in settings if self._status(each) == "no cut"]
+        failed.sort(key=self._emptiness)
+        cap, least = self.space.base.memory_bytes, self._least_memory
+        is_near = least is None or not isinstance(cap, int) or least.bytes <= next(larger_caps(cap))
+        tries, effort = (LONGER_SEARCHES, ONE_OF_SEVERAL) if is_near else (1, EXPLAINED)
+        for setting in failed[:tries]:
+            if self._has_time:
+                self._plan(setting, effort)
 
     def _finalists(self) -> list[Setting]:
         """Return the settings that are planned thoroughly, those that led last first."""
@@ -326,16 +341,9 @@ class _SettingSearch:
         if effort == QUICK:
             # What is compared later need not be robust yet, which takes longer.
             options = replace(options, noise=None)
-        source = self.costs.source(setting, options)
         bound = self.results[setting].bound_ns
         try:
-            plan = draft(
-                self.costs.graph(setting),
-                options,
-                **source._asdict(),
-                links=self.space.links(self.links, setting),
-                effort=effort,
-            )
+            plan = self._drafted(setting, options, effort)
         except (InfeasibleError, InputError) as error:
             if setting not in self.plans:
                 status: SettingStatus = "refused" if isinstance(error, InputError) else "no cut"
@@ -355,18 +363,52 @@ class _SettingSearch:
             step = time_with_unit(plan.prediction.step_ns, plan.time_unit)
             logger.log(self.log_level, "best so far: %s, %s", step, setting)
 
+    def _drafted(self, setting: Setting, options: Options, effort: CutEffort) -> Plan:
+        return draft(
+            self.costs.graph(setting),
+            options,
+            **self.costs.source(setting, options)._asdict(),
+            links=self.space.links(self.links, setting),
+            effort=effort,
+        )
+
     # -- the answer
 
     def answer(self, devices: str) -> Plan:
-        """Return the best plan, with what the search found; InfeasibleError if there is none."""
+        """Return the best plan, with what the search found; InfeasibleError if there is none. It
+        says with how much memory there is one, if no cut was found that fits.
+        """
         if not self.finished:
-            raise InfeasibleError(why_none(devices, in_order(self.results.values())))
+            reason = why_none(devices, in_order(self.results.values()))
+            raise InfeasibleError(reason, str(self._least_memory or ""))
         answer = answer_of(self.finished, self.space.base.noise)
         chosen, plan, _ = answer
         # A thorough search may end with a longer step than a quick one by chance.
         self.results[chosen] = planned(chosen, self.results[chosen].bound_ns, plan)
         results = in_order(self.results.values())
         return replace(plan, joint=joint_search_of(results, answer, devices, self.limits.top))
+
+    @cached_property
+    def _least_memory(self) -> LeastMemory | None:
+        """With how much memory there is a plan, of what is likely to hold the least; None where
+        sums say already that nothing fits, caps are not all the same, or time is up.
+        """
+        cap = self.space.base.memory_bytes
+        possible = [
+            each
+            for each in self.results
+            if self.costs.has(each) and self.costs.refusal(each) is None
+        ]
+        if not possible or not isinstance(cap, int) or self.space.unequal or not self._has_time:
+            return None
+
+        def planned(setting: Setting, larger: int) -> Plan:
+            options = replace(self.space.options(setting), memory_bytes=larger, noise=None)
+            return self._drafted(setting, options, QUICK)
+
+        emptiest = min(possible, key=self._emptiness)
+        auto = (each for each in possible if each == replace(emptiest, recompute="auto"))
+        return least_memory(list(dict.fromkeys((emptiest, *auto))), cap, planned)
 
     def _judge_rest(self, settings: Iterable[Setting]) -> None:
         """Note of each setting without a plan whether its bound rules it out."""

@@ -75,15 +75,15 @@ class Drafter(Protocol):
     def explains(self) -> bool:
         """Whether a refusal may say what would fit."""
 
-    @property
-    def graph(self) -> CostGraph:
-        """The graph that is cut."""
-
-    def without_copies(self) -> Drafter | None:
-        """Return the same for a graph in which no node is copied; None if none is in this one."""
-
     def planned(self, options: Options, *, explained: bool) -> Plan:
-        """Return the plan of the best cut; a refusal says what would fit if it is `explained`."""
+        """Return the plan of the best cut, with copies of cheap nodes or without; a refusal says
+        what would fit if it is `explained`.
+        """
+
+    def explained(self, options: Options) -> Plan:
+        """Return what a short search finds where longer ones found nothing; a refusal says what is
+        in the way.
+        """
 
     def with_stages(self, plan: Plan, options: Options) -> Plan:
         """Return the plan with what its stages recompute, and their order, chosen by `options`."""
@@ -115,33 +115,16 @@ class OpenChoices:
         except InfeasibleError as error:
             refusal = error
         # `auto` itself comes first, since its plan may rule policies out.
-        plans, refused = self._ordered(self.options, own).plans, list[Options]()
+        plans = self._ordered(self.options, own).plans
         for options in policies:
             if not self._is_ruled_out(options, plans):
-                found = list(self._of_policy(options))
-                plans += found
-                refused += [] if found else [options]
+                plans += self._of_policy(options)
         if not plans:
             if refusal is not None and not self.drafter.explains:
                 raise refusal
-            # Planned once more, since only now the reason is worth its time.
-            return self.drafter.planned(self.options, explained=True)
-        plan = self.drafter.adopted(min(plans, key=_step_ns), self.options, own)
-        plan = min([plan, *self._without_copies(refused, plan)], key=_step_ns)
-        return self._with_hint(plan)
-
-    def _without_copies(self, policies: Iterable[Options], plan: Plan) -> Iterator[Plan]:
-        """Yield plans of policies that only fit where no cheap node is copied, as plans of the
-        options; none for those that cannot be shorter than `plan`.
-        """
-        plain = self.drafter.without_copies()
-        if plain is None:
-            return
-        choices = OpenChoices(plain.graph, self.options, self.placement, plain)
-        for options in policies:
-            if not self._is_ruled_out(options, [plan]):
-                for other in choices._of_policy(options):
-                    yield plain.adopted(other, self.options, None)
+            # Only now the reason is worth its time.
+            return self.drafter.explained(self.options)
+        return self._with_hint(self.drafter.adopted(min(plans, key=_step_ns), self.options, own))
 
     def _with_hint(self, plan: Plan) -> Plan:
         """Return the plan; if memory may keep its ranks idle, with the step that recompute gives.

@@ -44,7 +44,7 @@ from pipecompile.partition.memory_constraint import (
 from pipecompile.partition.problem import PartitionProblem
 from pipecompile.partition.summation import gradient_sum_order
 from pipecompile.planner.recompute import recompute_planner
-from pipecompile.planner.step_bound import recomputed_share
+from pipecompile.planner.step_bound import REGIONS, recomputed_share
 from pipecompile.recompute.planner import RecomputePlanner
 from pipecompile.recompute.policies import StageSlice
 from pipecompile.recompute.stages import stages_of
@@ -109,7 +109,7 @@ def problem_of(
         # transfers is charged as if one had all of them.
         speeds=tuple(map(Fraction, replicas)) if max(replicas) > 1 else None,
         recompute=recomputed_share(options),
-        memory=_memory_constraint(planner, one_in_flight),
+        memory=_memory_constraint(planner, one_in_flight, has_copies=bool(copied)),
         # A layout has a stage for copied nodes too.
         pin={name: stage for name, stage in options.pin.items() if name not in copied},
         # Only cuts whose pipeline sums gradients in the order of the unsplit model, bit for bit.
@@ -165,7 +165,9 @@ def may_pay_for_memory(options: Options) -> bool:
 # Memory
 
 
-def _memory_constraint(planner: RecomputePlanner, one_in_flight: bool) -> MemoryConstraint | None:
+def _memory_constraint(
+    planner: RecomputePlanner, one_in_flight: bool, *, has_copies: bool
+) -> MemoryConstraint | None:
     """Return the caps of the ranks and what stages hold; None without caps.
 
     Stages alone on their ranks are priced by the plan's memory model. For others there are only
@@ -203,7 +205,7 @@ def _memory_constraint(planner: RecomputePlanner, one_in_flight: bool) -> Memory
     can_free = options.recompute == "auto" or bool(options.encodings)
     return replace(
         constraint,
-        price=_price(planner, one_in_flight),
+        price=_price(planner, one_in_flight, has_copies=has_copies),
         boundary_buffers=BoundaryBuffers(
             *received_bytes(graph), _received_counts(options, placement, one_in_flight)
         ),
@@ -278,10 +280,18 @@ def _received_counts(
     return tuple(counts)
 
 
-def _price(planner: RecomputePlanner, one_in_flight: bool) -> Callable[[StageCandidate], Price]:
-    """Return the price of stages, by the plan's memory model, as a function of a candidate."""
+def _price(
+    planner: RecomputePlanner, one_in_flight: bool, *, has_copies: bool
+) -> Callable[[StageCandidate], Price]:
+    """Return the price of stages, by the plan's memory model, as a function of a candidate.
+
+    With copies that are left out it is that of the rest of the stage.
+    """
     graph, options, placement = planner.graph, planner.options, planner.view.placement
     may_find_none = options.recompute == "auto" or bool(options.encodings)
+    # A copy may be a block by itself: of four blocks `sqrt` makes regions of two, and of
+    # five regions of three, which may hold less or take less time. So these bound nothing.
+    bounds = not (has_copies and options.recompute in REGIONS)
 
     def price(candidate: StageCandidate) -> Price:
         """Return the extra time that a stage needs to fit its cap, with its lower bound."""
@@ -299,11 +309,11 @@ def _price(planner: RecomputePlanner, one_in_flight: bool) -> Callable[[StageCan
             one_in_flight=one_in_flight,
         )
         if missing > 0:
-            return Price(None, None, missing)
+            return Price(None, None if bounds else 0, missing)
         # It fits, and `recompute` of the problem has the time.
         if has_recompute_in_compute(options):
             return Price(0, 0)
-        return Price(recompute.ns, recompute.least)
+        return Price(recompute.ns, recompute.least if bounds else 0)
 
     return price
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
@@ -16,7 +17,7 @@ from pipecompile.errors import InfeasibleError
 from pipecompile.ir.graph import CostGraph
 from pipecompile.ir.links import Links
 from pipecompile.ir.plan import Fingerprint, Options, Plan, Provenance, Search
-from pipecompile.partition.budget import THOROUGH, CutEffort
+from pipecompile.partition.budget import QUICK, THOROUGH, CutEffort
 from pipecompile.planner.open_choices import OpenChoices
 from pipecompile.planner.recompute import recompute_planner
 from pipecompile.planner.scheduled_stages import (
@@ -63,27 +64,28 @@ class PlacementDrafter:
         """Whether a refusal may say what would fit."""
         return self.effort.is_explained
 
-    def without_copies(self) -> PlacementDrafter | None:
-        """Return the same for a graph in which no node is copied; None if none is in this one."""
-        if not self.graph.copied:
-            return None
-        plain = msgspec.structs.replace(self.graph, copied=())
-        return replace(self, graph=plain, planners=[])
-
     def planned(self, options: Options, *, explained: bool) -> Plan:
-        """Return the plan of the best cut, or of the given one."""
-        # Solvers need numpy and networkx, which reading and checking a plan does not.
-        from pipecompile.planner.partition import cut
-
-        planner = self._planner(options)
+        """Return the plan of the best cut, or of the given one; if nothing fits where cheap nodes
+        are copied, of a cut without copies.
+        """
         effort = self.effort._replace(is_explained=explained and self.explains)
-        partition = cut(planner, self.links, self.assignment, effort=effort)
-        return _plan_of_cut(planner, self.links, self.origin, partition)
+        if self.graph.copied:
+            # Copies may take the last bytes of a rank that would only pass their values on.
+            with suppress(InfeasibleError):
+                return self._planned(options, effort)
+        return self._without_copies._planned(options, effort)
+
+    def explained(self, options: Options) -> Plan:
+        """Return what a short search finds where longer ones found nothing; InfeasibleError says
+        what is in the way.
+        """
+        effort = QUICK._replace(is_explained=True, is_advised=self.effort.is_advised)
+        return self._without_copies._planned(options, effort)
 
     def with_stages(self, plan: Plan, options: Options) -> Plan:
         """Return the plan with what its stages recompute, and their order, chosen by `options`."""
-        result = scheduled(self._planner(options), self.links, plan.assignment)
-        return _with_result(plan, options, result)
+        planner = self._drafter_of(plan)._planner(options)
+        return _with_result(plan, options, scheduled(planner, self.links, plan.assignment))
 
     def with_order(self, plan: Plan, options: Options) -> Plan:
         """Return the plan with the order of its stages chosen by `options`."""
@@ -94,7 +96,10 @@ class PlacementDrafter:
         """Return the plan of any choice as the plan of `options`; `own` is that of their cut."""
         from pipecompile.planner.partition import search_of
 
-        planner, known = self._planner(options), own.search if own else None
+        drafter = self._drafter_of(plan)
+        # A bound on cuts with copies is none on cuts without them.
+        known = own.search if own and self._drafter_of(own) is drafter else None
+        planner = drafter._planner(options)
         search = search_of(plan, planner, self.links, known, explained=self.explains)
         stages = plan.stages
         if plan.options.recompute != options.recompute:
@@ -113,11 +118,31 @@ class PlacementDrafter:
             return
         from pipecompile.planner.close_cuts import close_cuts
 
-        planner = self._planner(plan.options)
+        planner = self._drafter_of(plan)._planner(plan.options)
         for close in close_cuts(planner, self.links, plan):
             # The cut fits by what is known before the order is; the whole may not.
             with suppress(InfeasibleError):
                 yield _plan_of_cut(planner, self.links, self.origin, close)
+
+    @cached_property
+    def _without_copies(self) -> PlacementDrafter:
+        """The drafter of the same graph in which no node is copied."""
+        if not self.graph.copied:
+            return self
+        return replace(self, graph=msgspec.structs.replace(self.graph, copied=()), planners=[])
+
+    def _drafter_of(self, plan: Plan) -> PlacementDrafter:
+        """Return the drafter of the graph that a plan was made for."""
+        # Where no stage needs a copy, both graphs have the same plan.
+        return self if plan.copied else self._without_copies
+
+    def _planned(self, options: Options, effort: CutEffort) -> Plan:
+        # Solvers need numpy and networkx, which reading and checking a plan does not.
+        from pipecompile.planner.partition import cut
+
+        planner = self._planner(options)
+        partition = cut(planner, self.links, self.assignment, effort=effort)
+        return _plan_of_cut(planner, self.links, self.origin, partition)
 
     def _planner(self, options: Options) -> RecomputePlanner:
         # A planner remembers what stages recompute, so equal options get the same one.

@@ -19,7 +19,7 @@ from pipecompile.schedule.named_orders import MAY_SPLIT
 if TYPE_CHECKING:  # it needs numpy, which reading and checking a plan does not
     from pipecompile.planner.least_recompute import Reachability
 
-__all__ = ["StepBounds", "recomputed_share"]
+__all__ = ["REGIONS", "StepBounds", "recomputed_share"]
 
 REGIONS = ("block", "sqrt")
 """Policies that recompute as part of each backward."""

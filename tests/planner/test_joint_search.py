@@ -21,7 +21,7 @@ from pipecompile.ir.links import FREE, Link, Links
 from pipecompile.ir.plan import Options, Plan
 from pipecompile.ir.serialization import encode
 from pipecompile.ir.setting import Setting
-from pipecompile.partition.budget import QUICK
+from pipecompile.partition.budget import QUICK, CutEffort
 from pipecompile.planner import joint_search, setting_space
 from pipecompile.planner.draft import draft
 from pipecompile.planner.finished_plans import Answer, FinishedPlan, answer_of
@@ -237,6 +237,25 @@ def test_regions_are_tried_although_other_policies_are_more_likely_to_fit(part: 
     assert plan.prediction.step_ns <= by_hand.prediction.step_ns
 
 
+@pytest.mark.parametrize("part", [70, 80, 100])
+def test_an_order_without_a_cut_says_nothing_of_one_that_holds_as_much(
+    part: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def without_zb_h1(graph: Any, options: Options, **rest: Any) -> Plan:
+        if options.schedule == "zb-h1":
+            raise InfeasibleError("no cut was found")
+        return draft(graph, options, **rest)
+
+    monkeypatch.setattr(joint_search, "draft", without_zb_h1)
+    chain = even_chain(16, bytes=10**7, parameter_bytes=1000)
+    fixed = {"replicas": 1, "microbatches": 8, "stages_per_rank": 1}
+    loose = searched(chain, space(2, fixed | {"schedule": "1f1b"}), links=FREE)
+    cap = max(rank.total.bound for rank in loose.prediction.memory) * part // 100
+    named = searched(chain, space(2, fixed | {"schedule": "1f1b"}, memory=cap), links=FREE)
+    plan = searched(chain, space(2, fixed, memory=cap), links=FREE)
+    assert plan.prediction.step_ns <= named.prediction.step_ns
+
+
 @settings(max_examples=10, deadline=None)
 @given(chains(SAMPLES), st.floats(0.4, 1.2))
 def test_more_effort_never_gives_a_longer_step(chain: SizedChain, share: float) -> None:
@@ -359,7 +378,42 @@ def test_reasons_of_settings_do_not_advise_what_the_search_has_tried(fixed: dict
     message = str(refusal.value)
     assert "a rank may hold 131.6" in message
     assert not re.search(r"(may|would) fit:|recompute[ =]auto or|more ranks", message)
-    assert message.endswith("more memory or a smaller batch, or fix fewer options")
+    assert "more memory or a smaller batch, or fix fewer options; the least memory" in message
+
+
+@pytest.mark.parametrize("fixed", [{}, {"recompute": "none"}, {"schedule": "1f1b"}])
+def test_a_cap_that_is_a_little_too_small_is_answered_with_one_that_does(
+    fixed: dict[str, Any],
+) -> None:
+    chain = even_chain(bytes=10**7, parameter_bytes=10**6)
+    fixed = {"replicas": 1} | fixed
+    with pytest.raises(InfeasibleError) as refusal:
+        searched(chain, space(2, fixed, memory=138_000_000), JointLimits(effort=3))
+    found = re.search(
+        r"found to do is .* \(([\d,]+) bytes\) a rank, under 1 repl", str(refusal.value)
+    )
+    assert found is not None
+    cap = int(found[1].replace(",", ""))
+    assert 138_000_000 < cap < 2 * 138_000_000
+    plan = searched(chain, space(2, fixed, memory=cap), JointLimits(effort=3))
+    assert max(rank.total.bound for rank in plan.prediction.memory) <= cap
+
+
+def test_a_cap_that_is_far_too_small_is_refused_by_short_searches(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    efforts = list[CutEffort]()
+
+    def noted(*args: Any, effort: CutEffort, **rest: Any) -> Plan:
+        efforts.append(effort)
+        return draft(*args, effort=effort, **rest)
+
+    monkeypatch.setattr(joint_search, "draft", noted)
+    chain = even_chain(bytes=10**7, parameter_bytes=10**6)
+    with pytest.raises(InfeasibleError):
+        searched(chain, space(2, {"replicas": 1}, memory=138_000_000))
+    assert max(effort.seconds for effort in efforts) == QUICK.seconds
+    assert any(effort.is_explained for effort in efforts)
 
 
 def test_what_no_rank_can_hold_for_any_model_is_refused_without_a_cut(

@@ -5,7 +5,6 @@ be chosen beside them.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import pairwise
 
 import pytest
 from hypothesis import HealthCheck, assume, given, settings
@@ -18,7 +17,6 @@ from pipecompile.ir.graph import CostGraph, Tensor
 from pipecompile.ir.plan import Options, Plan, Provenance, Recompute
 from pipecompile.planner.draft import draft
 from pipecompile.planner.open_choices import named_orders, named_policies
-from pipecompile.planner.placement_draft import PlacementDrafter
 from pipecompile.planner.step_bound import StepBounds
 from pipecompile.schedule import selection
 from pipecompile.schedule.selection import placements
@@ -50,9 +48,9 @@ def planned(graph: CostGraph, options: Options) -> Plan | None:
 
 
 @st.composite
-def problems(draw: st.DrawFn) -> tuple[CostGraph, Options]:
+def problems(draw: st.DrawFn, *, copies: bool = False) -> tuple[CostGraph, Options]:
     """A graph in blocks whose backwards can be split, and a cap of each rank that is about what
-    training takes.
+    training takes; with `copies` several nodes read and save what a cheap one makes.
     """
     graph = draw(cost_graphs(8, least=5))
     size = draw(st.integers(1, 3))
@@ -70,6 +68,8 @@ def problems(draw: st.DrawFn) -> tuple[CostGraph, Options]:
             )
         )
     graph = replace(graph, nodes=tuple(nodes))
+    if copies:
+        graph = with_cheap_node(graph, draw(st.sampled_from([64, 513, 3000])))
     stages_per_rank = draw(st.sampled_from([1, 1, 2]))
     options = Options(
         k=2 * stages_per_rank,
@@ -90,6 +90,35 @@ def problems(draw: st.DrawFn) -> tuple[CostGraph, Options]:
         for rank, part in zip(free.prediction.memory, parts, strict=True)
     )
     return graph, replace(options, memory_bytes=caps)
+
+
+def with_cheap_node(graph: CostGraph, size: int) -> CostGraph:
+    """The graph with a first node whose value all others read and save."""
+    names, storage = tuple(node.name for node in graph.nodes), len(graph.storages)
+    cheap = replace(
+        node_of("cos", 2),
+        backward_input_ns=0,
+        backward_weight_ns=0,
+        forward_peak_bytes=size,
+        is_copyable=True,
+    )
+    read = Tensor(producer="cos", consumers=names, bytes=size, gradient_bytes=0, storage=storage)
+    savers = (
+        replace(
+            node,
+            saved=(*node.saved, storage),
+            uses=(*node.uses, ("other",)),
+            saves_at="before" if node.saves_at == "never" else node.saves_at,
+        )
+        for node in graph.nodes
+    )
+    return replace(
+        graph,
+        nodes=(cheap, *savers),
+        tensors=(read, *graph.tensors),
+        storages=(*graph.storages, size),
+        contents=(*graph.contents, None),
+    )
 
 
 def narrowed(graph: CostGraph, options: Options) -> Iterator[Options]:
@@ -171,43 +200,11 @@ def test_what_is_ruled_out_is_no_shorter(
     assert not bounds.rule_out(options, plan.prediction.step_ns + 1)
 
 
-def test_auto_is_never_worse_than_a_policy_that_fits_without_copies_only(
-    monkeypatch: pytest.MonkeyPatch,
+@few
+@given(problems(copies=True), st.sampled_from([*POLICIES, "auto"]))
+def test_it_is_never_worse_where_something_fits_without_copies_only(
+    problem: tuple[CostGraph, Options], policy: Recompute
 ) -> None:
-    """Each stage holds its copies, which may take the last bytes of a policy alone."""
-    planned_with, with_stages = PlacementDrafter.planned, PlacementDrafter.with_stages
-
-    def tight_stages(drafter: PlacementDrafter, plan: Plan, options: Options) -> Plan:
-        if drafter.graph.copied:
-            raise InfeasibleError("no room")
-        return with_stages(drafter, plan, options)
-
-    def tight(drafter: PlacementDrafter, options: Options, *, explained: bool) -> Plan:
-        if drafter.graph.copied and options.recompute != "stage":
-            raise InfeasibleError("no room")
-        return planned_with(drafter, options, explained=explained)
-
-    layers = [node_of(f"layer{index}", 600, 1200, saved=8) for index in range(4)]
-    names = [layer.name for layer in layers]
-    cos = replace(node_of("cos", 2), is_copyable=True)
-    read = Tensor(producer="cos", consumers=tuple(names), bytes=4, gradient_bytes=0)
-    sent = (
-        Tensor(producer=a, consumers=(b,), bytes=1, gradient_bytes=1) for a, b in pairwise(names)
-    )
-    graph = CostGraph(nodes=(cos, *layers), tensors=(read, *sent))
-    options = Options(
-        k=2,
-        microbatches=4,
-        schedule="1f1b",
-        objective="max-load",
-        recompute="auto",
-        costs="flops",
-        memory_bytes=1 << 30,
-    )
-    alone = planned(graph, replace(options, recompute="none"))
-    monkeypatch.setattr(PlacementDrafter, "planned", tight)
-    monkeypatch.setattr(PlacementDrafter, "with_stages", tight_stages)
-    best = planned(graph, options)
-    assert alone is not None and best is not None
-    assert best.prediction.step_ns <= alone.prediction.step_ns
-    assert best.options == options
+    """Each stage holds its copies, which may take the last bytes under one order or policy."""
+    graph, options = problem
+    check_never_worse(graph, replace(options, schedule="search", recompute=policy))

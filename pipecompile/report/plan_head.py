@@ -207,21 +207,21 @@ def _robustness(plan: Plan) -> Iterator[str]:
     if among is None:
         return
     of_which = " of all settings" if among is not own else ""
-    yield f"  noise      {100 * among.noise:.3g}%: {_choice_text(among)}{of_which}"
+    yield f"  noise      {100 * among.noise:.3g}%: {_choice_text(among, of_which)}"
     yield f"             {_noisy_text(among.chosen, unit)}"
     if among.chosen != among.fastest:
         yield f"             fastest plan: {_noisy_text(among.fastest, unit)}"
     if own is not None and among is not own:
-        yield f"             {_choice_text(own)} of its setting"
+        yield f"             {_choice_text(own, ' of its setting')}"
 
 
-def _choice_text(robustness: Robustness) -> str:
-    """Return how a plan was chosen under noise."""
+def _choice_text(robustness: Robustness, of_which: str) -> str:
+    """Return how a plan was chosen under noise among some."""
     number = robustness.candidates
     is_fastest = robustness.chosen == robustness.fastest
     rank = "the only plan" if number == 1 else f"least regret of {number} plans"
-    fastest = ", and the fastest," if is_fastest and number > 1 else ""
-    return f"{rank}{fastest} within 2 % of the shortest step"
+    fastest = ", also the fastest" if is_fastest and number > 1 else ""
+    return f"{rank} within 2 % of the shortest step{of_which}{fastest}"
 
 
 def _noisy_text(step: NoisyStep, unit: TimeUnit) -> str:

@@ -58,7 +58,7 @@ def _more_memory(plan: Plan) -> ChangedOptions:
     if options.memory_bytes is None:
         return ChangedOptions("memory", text, None, "there is no cap")
     if not may_lack_memory(plan):
-        return ChangedOptions("memory", text, None, "one stage has room for all")
+        return ChangedOptions("memory", text, None, "no rank lacks memory")
     caps = tuple(cap + GIB for cap in caps_by_rank(options.memory_bytes, plan.ranks))
     # A single cap stays a single one: the command that is printed says --memory once, as the user
     # did.

@@ -140,7 +140,7 @@ def test_caps_are_named_only_where_ranks_may_lack_memory() -> None:
     texts = [explanation_text(msgspec.structs.replace(e, what_ifs=())) for e in (tight, empty)]
     assert ["caps may forbid" in text for text in texts] == [True, False]
     assert only(tight, "memory").after is not None
-    assert only(empty, "memory").reason == "one stage has room for all"
+    assert only(empty, "memory").reason == "no rank lacks memory"
 
 
 CHANGES: dict[str, dict[str, Any]] = {

@@ -10,6 +10,7 @@ from msgspec.structs import replace
 from pipecompile.ir.explanation import WhatIfKind
 from pipecompile.ir.plan import Options, Plan
 from pipecompile.ir.size import caps_by_rank
+from pipecompile.report.memory import may_lack_memory
 
 __all__ = ["ChangedOptions", "changes", "removals"]
 
@@ -56,6 +57,8 @@ def _more_memory(plan: Plan) -> ChangedOptions:
     options, text = plan.options, "1 GiB more on each rank"
     if options.memory_bytes is None:
         return ChangedOptions("memory", text, None, "there is no cap")
+    if not may_lack_memory(plan):
+        return ChangedOptions("memory", text, None, "no rank lacks memory")
     caps = tuple(cap + GIB for cap in caps_by_rank(options.memory_bytes, plan.ranks))
     # A single cap stays a single one: the command that is printed says --memory once, as the user
     # did.

@@ -313,8 +313,9 @@ def _notes(forward: RecordedForward, changed: Sequence[Attribute]) -> Iterator[C
             "those of the sample",
             next(iter(dependent.values())),
         )
-    if forward.guards.is_fixed:
-        yield CaptureNote(f"the graph is for batches of {forward.guards.batch} alone")
+    # No microbatch is smaller than one sample, so that such a graph serves for all.
+    if forward.guards.is_fixed and forward.guards.batch > 1:
+        yield CaptureNote(f"the graph is for microbatches of {forward.guards.batch} samples alone")
     if recorder.hooked:
         hooked = _first_of(sorted(recorder.hooked))
         yield CaptureNote(

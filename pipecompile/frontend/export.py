@@ -31,6 +31,7 @@ from pipecompile.frontend.torch_patches import (
 from pipecompile.graph.attributes import ModuleAttributes
 from pipecompile.graph.data_answers import is_data_dependent
 from pipecompile.graph.model_state import distinct_tensors, named_state
+from pipecompile.ir.plurals import counted
 
 __all__ = ["export_capture"]
 
@@ -80,8 +81,8 @@ def export_capture(
         method="torch.export",
         notes=(
             CaptureNote(
-                f"a graph of aten operators for batches of {batch} alone: the forward could not "
-                "be recorded"
+                f"a graph of aten operators for microbatches of {counted(batch, 'sample')} alone: "
+                "the forward could not be recorded"
             ),
         ),
         assigned_attributes=frozenset(),

@@ -10,10 +10,11 @@ from pipecompile.ir.serialization import NonNegative, Positive, Value
 
 __all__ = ["JointSearch", "OtherSettings", "Setting", "SettingResult", "SettingStatus"]
 
-SettingStatus = Literal["planned", "memory", "bound", "no cut", "refused", "not tried"]
+SettingStatus = Literal["planned", "memory", "bound", "no cut", "refused", "unlikely", "not tried"]
 """What came of a setting: it has a plan; no cut of it can fit the memory; its bound is not below
 the best step; no cut was found that fits, which is no proof; what the user asks for is not possible
-under it; or the search ended before it.
+under it; by a guess it is not shorter than the best step or does not fit; or the search ended
+before it.
 """
 
 

@@ -10,7 +10,7 @@
     cut and scheduled by a quick search, unless it is not likely to be shorter
         │
         ▼
-    those that led, again by a thorough search ──▶ the plan, a lower bound, all results
+    those close to the best, again by a thorough search ──▶ the plan, a lower bound, all results
 
 Sizes of microbatches are captured and costed when they are first wanted. Until then the bound of a
 smaller one comes from the largest (`Work.of_part`). By `effort`, the number of plans, the answer
@@ -36,7 +36,6 @@ from pipecompile.ir.duration import time_with_unit
 from pipecompile.ir.links import Links
 from pipecompile.ir.options import DEFAULT_EFFORT, DEFAULT_TOP
 from pipecompile.ir.plan import Options, Plan
-from pipecompile.ir.robustness import is_close
 from pipecompile.ir.setting import Setting, SettingResult, SettingStatus
 from pipecompile.partition.budget import ONE_OF_SEVERAL, QUICK, CutEffort
 from pipecompile.planner.draft import draft, node_times
@@ -60,7 +59,7 @@ RESCUES = 8  # settings that are tried beyond the effort while nothing fits
 RESCUES_EACH = 2  # of them with each number of replicas
 LONGER_SEARCHES = 2  # for settings without a cut, if no setting has a plan
 EXPLAINED = QUICK._replace(is_explained=True, is_advised=False)
-FINAL_SHARE = 1.05  # of the best step: what is shorter is planned again by a thorough search
+FINAL_SHARE = 1.05  # of the best step: what is no longer is planned again by a thorough search
 
 
 @dataclass(frozen=True)
@@ -102,10 +101,10 @@ def joint_plan(
 class _SettingSearch:
     """A search under way: what is known of each setting, and the plans so far.
 
-    `leaders` had the shortest step when they were planned. `finished` are the plans that a thorough
-    search made: planning again gives the same ones. `least_filled` is by recompute the least share
-    of its memory that a rank was likely to need under a setting without a plan. `spent` is how much
-    of the effort is, and `is_rescued` whether what holds the least was tried since nothing fitted.
+    `finished` are the plans that a thorough search made: planning again gives the same ones.
+    `least_filled` is by recompute the least share of its memory that a rank was likely to need
+    under a setting without a plan. `spent` is how much of the effort is, and `is_rescued` whether
+    what holds the least was tried since nothing fitted.
     """
 
     space: SettingSpace
@@ -116,7 +115,6 @@ class _SettingSearch:
     began: float
     results: dict[Setting, SettingResult] = field(default_factory=dict)
     plans: dict[Setting, Plan] = field(default_factory=dict)
-    leaders: list[Setting] = field(default_factory=list)
     finished: list[FinishedPlan] = field(default_factory=list)
     least_filled: dict[str, float] = field(default_factory=dict)
     spent: int = 0
@@ -263,6 +261,10 @@ class _SettingSearch:
     def _rule_out(self, setting: Setting) -> bool:
         """Return whether a setting whose size is costed cannot have a plan, or no shorter one."""
         options = self.space.options(setting)
+        too_many = self.costs.too_many_stages(setting, self.links)
+        if too_many is not None:
+            self._note(setting, "refused", 0, too_many)
+            return True
         extra = extra_ns(self.costs.graph(setting), options)
         if extra is None:
             text = "what its stages must keep is more than their ranks may hold"
@@ -277,11 +279,11 @@ class _SettingSearch:
     def _finish(self, settings: Sequence[Setting]) -> None:
         """Plan the best settings again by a thorough search, by which `check` makes a plan too.
 
-        These are all that had the shortest step when they were planned, as long as it is close to
-        the best: so more effort gives no longer step. Under noise they are also all within 2 % of
-        the best, since one of these may suffer least. Plans are made by the other objective as
-        well, unless the user has one, or they have very many actions: then that takes longer than
-        all quick plans together.
+        These are all whose step is close to the best: so what is left open has no longer a step
+        than if it is given, unless a thorough search gains more than that on a quick one. Without
+        any plan yet the first settings for which no cut was found get a longer search. Plans are
+        made by the other objective as well, unless the user has one, or they have very many
+        actions: then that takes longer than all quick plans together.
         """
         if len(settings) == 1 and not self._rule_out(settings[0]):
             self._plan(settings[0], ONE_OF_SEVERAL)
@@ -293,7 +295,8 @@ class _SettingSearch:
         self._compare_with_reference(settings)
         if "objective" not in self.space.fixed:
             for setting, plan, _ in tuple(self.finished):
-                if self._is_close(plan) and effort_of(setting) == 1 and self._has_time:
+                is_close = self._is_close(plan.prediction.step_ns)
+                if is_close and effort_of(setting) == 1 and self._has_time:
                     self._plan(setting, ONE_OF_SEVERAL, "step-time")
 
     def _search_longer(self, settings: Sequence[Setting]) -> None:
@@ -309,21 +312,21 @@ class _SettingSearch:
             if self._has_time:
                 self._plan(setting, effort)
 
-    def _finalists(self) -> list[Setting]:
-        """Return the settings that are planned thoroughly, those that led last first."""
-        close = [each for each in reversed(self.leaders) if self._is_close(self.plans[each])]
-        if self.space.base.noise is None:
-            return close
+    def _finalists(self) -> Iterator[Setting]:
+        """Yield the settings whose plans are close to the best finished one, the shortest first."""
         steps = {each: plan.prediction.step_ns for each, plan in self.plans.items()}
-        shortest = min(steps.values(), default=0)
-        others = (each for each, step in steps.items() if is_close(step, shortest))
-        return list(dict.fromkeys([*close, *others]))
+        for setting in sorted(steps, key=steps.__getitem__):
+            # A thorough search may end with a longer step than a quick one by chance: then more
+            # settings are close.
+            if self._is_close(steps[setting]):
+                yield setting
 
     def _is_finished(self, setting: Setting) -> bool:
         return any(each.setting == setting for each in self.finished)
 
-    def _is_close(self, plan: Plan) -> bool:
-        return plan.prediction.step_ns <= FINAL_SHARE * self._best_ns
+    def _is_close(self, step_ns: int) -> bool:
+        finished = (each.plan.prediction.step_ns for each in self.finished)
+        return step_ns <= FINAL_SHARE * min(finished, default=inf)
 
     def _compare_with_reference(self, settings: Sequence[Setting]) -> None:
         """Plan the reference thoroughly too, unless its bound rules it out."""
@@ -359,7 +362,6 @@ class _SettingSearch:
             self.finished.append(FinishedPlan(setting, plan, times))
         self.results[setting] = planned(setting, bound, self.plans[setting])
         if step_ns < before:
-            self.leaders.append(setting)
             step = time_with_unit(plan.prediction.step_ns, plan.time_unit)
             logger.log(self.log_level, "best so far: %s, %s", step, setting)
 
@@ -411,13 +413,21 @@ class _SettingSearch:
         return least_memory(list(dict.fromkeys((emptiest, *auto))), cap, planned)
 
     def _judge_rest(self, settings: Iterable[Setting]) -> None:
-        """Note of each setting without a plan whether its bound rules it out."""
+        """Note of each setting without a plan whether its bound or a guess rules it out."""
         for setting in settings:
             if self._status(setting) not in (None, "not tried"):
                 continue
             known = self.results.get(setting)
             bound = known.bound_ns if known else least_step_ns(self.costs.work(setting), setting)
-            self._note(setting, "bound" if bound >= self._best_ns else "not tried", bound)
+            status: SettingStatus = "bound" if bound >= self._best_ns else "not tried"
+            if status == "not tried" and self._is_unlikely(setting):
+                status = "unlikely"
+            self._note(setting, status, bound)
+
+    def _is_unlikely(self, setting: Setting) -> bool:
+        """Return whether more effort would not be spent on a setting either."""
+        doubt, _, _, step, *_ = self._likely(setting)
+        return doubt == 2 or step >= self._best_ns or self._needs_no_recompute(setting)
 
     @property
     def _best_ns(self) -> float:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
+from pipecompile.errors import InfeasibleError
 from pipecompile.ir.amount import AllocatorName
 from pipecompile.ir.graph import CostGraph
+from pipecompile.ir.links import Links
 from pipecompile.ir.plan import Options
 from pipecompile.ir.setting import Setting, SettingStatus
 from pipecompile.ir.size import size_text
 from pipecompile.memory_model.empty_ranks import empty_rank_bytes, room_of_ranks
+from pipecompile.planner.draft import check_stages
 from pipecompile.planner.likely_step import LikelyStep, likely_step
 from pipecompile.planner.setting_bounds import Work, state_bytes
 from pipecompile.planner.setting_space import SettingSpace
@@ -32,6 +35,7 @@ class SettingCosts:
         self._graphs: dict[_Size, CostGraph] = {}
         self._works: dict[_Size, Work] = {}
         self._states: dict[int, int] = {}
+        self._too_many: dict[int, str | None] = {}
 
     def has(self, setting: Setting) -> bool:
         """Return whether the size of a setting's microbatches is costed."""
@@ -92,6 +96,20 @@ class SettingCosts:
         if setting.schedule in SPLIT and self.work(setting).input_ns is None:
             return "refused", "the costs do not say how long each half of a backward takes"
         return None
+
+    def too_many_stages(self, setting: Setting, links: Links) -> str | None:
+        """Return why the graph of a setting whose size is costed cannot be cut into its stages,
+        whatever they may hold; None if it can. It is found out once for each number of stages.
+        """
+        if setting.k not in self._too_many:
+            # Nodes are the same whatever the size of a microbatch.
+            options, own = self._space.options(setting), self._space.links(links, setting)
+            try:
+                check_stages(self.graph(setting), options, own)
+                self._too_many[setting.k] = None
+            except InfeasibleError as error:
+                self._too_many[setting.k] = error.reason
+        return self._too_many[setting.k]
 
     def likely(self, setting: Setting) -> LikelyStep:
         """Return how long a step of a setting likely is, and how full its ranks."""

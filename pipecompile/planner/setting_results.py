@@ -117,6 +117,7 @@ def why_none(devices: str, results: Sequence[SettingResult]) -> str:
         "memory": "cannot fit their memory",
         "no cut": "had no cut that was found to fit",
         "refused": "are not possible",
+        "unlikely": "are not likely to fit",
         "not tried": "were not tried",
     }
     counts, parts = _counts(results), []

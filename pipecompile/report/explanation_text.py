@@ -275,9 +275,10 @@ def _move_text(move: EdgeMove, explanation: Explanation) -> str:
     # Such as "stage 0 → 1 for norm_2 (1 ms): that rank would take 7 ms, and the heaviest one 9 ms
     # instead of 10 ms, less".
     outcome = "no less" if move.heaviest_ns[1] >= move.heaviest_ns[0] else "less"
-    is_capped = explanation.tightest.cap is not None
-    # Under a cap more nodes in the other stage may need recompute, which the move does not count.
-    unknown = ", without what recompute would add" * (is_capped and outcome == "less")
+    is_tight = any(constraint.kind == "memory" for constraint in explanation.constraints)
+    # In little room more nodes in the other stage may need recompute, which the move does not
+    # count.
+    unknown = ", without what recompute would add" * (is_tight and outcome == "less")
     return (
         f"{text}: that rank would take {receiver}, and the heaviest one {after} instead of "
         f"{before}, {outcome}{unknown}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence, Set
 from itertools import groupby
+from textwrap import wrap
 
 from pipecompile.ir.duration import time_text, time_with_unit
 from pipecompile.ir.graph import TimeUnit
@@ -16,6 +17,7 @@ from pipecompile.report.units import gap_text
 __all__ = ["joint_text", "others_table", "settings_rows", "settings_table", "word_columns"]
 
 _MOST_NAMES = 3  # of schedules in a row of the others
+_WIDTH = 98  # of a line of the head, which is indented by two
 
 _STATUSES: dict[SettingStatus, str] = {
     "planned": "planned",
@@ -23,7 +25,8 @@ _STATUSES: dict[SettingStatus, str] = {
     "memory": "cannot fit their memory",
     "no cut": "had no cut that was found to fit",
     "refused": "are not possible",
-    "not tried": "not tried",
+    "unlikely": "not likely to be better",
+    "not tried": "not reached",
 }
 
 
@@ -44,7 +47,7 @@ def joint_text(plan: Plan, joint: JointSearch) -> Iterator[str]:
         for status, text in _STATUSES.items()
         if status in joint.counts
     )
-    yield f"settings   {joint.settings}: {counts}"
+    yield from wrap(f"settings   {joint.settings}: {counts}", _WIDTH, subsequent_indent=" " * 11)
 
 
 def _by_nodes(plan: Plan, joint: JointSearch) -> str:
@@ -63,11 +66,15 @@ def _times_text(plan: Plan, joint: JointSearch) -> str:
 
 
 def settings_table(plan: Plan, draw: DrawTable = plain_table) -> Iterator[str]:
-    """Yield the best settings of a joint search as a table, the plan's first; nothing without."""
-    if plan.joint is None or len(plan.joint.best) < 2:
+    """Yield the best settings of a joint search as a table, the plan's first; nothing where there
+    was no other setting.
+    """
+    if plan.joint is None or plan.joint.settings == 1 or not plan.joint.best:
         return
-    times = _times_text(plan, plan.joint)
-    yield f"the best settings that were planned{times}, the first one is the plan's"
+    times, is_alone = _times_text(plan, plan.joint), len(plan.joint.best) == 1
+    which = "setting that was" if is_alone else "best settings that were"
+    first = "" if is_alone else ", the first one is the plan's"
+    yield f"the {which} planned{times}{first}"
     rows = settings_rows(plan.joint, plan.time_unit)
     yield from draw(rows, word_columns(rows[0]))
 
@@ -111,13 +118,14 @@ def others_table(plan: Plan, draw: DrawTable = plain_table) -> Iterator[str]:
         return
     others, times = plan.joint.others, _times_text(plan, plan.joint)
     yield f"the other settings: none has a step below the bound in its row{times}"
-    known = sorted({each.schedule for each in others})
+    schedules, policies = {each.schedule for each in others}, {each.recompute for each in others}
     header = ("settings", "replicas", "ranks", "microbatches", "schedule", "recompute", "bound")
     rows: list[tuple[str, ...]] = [("what came of them", *header)]
     for status, text in _STATUSES.items():
         own = sorted((each for each in others if each.status == status), key=_replicas)
         for _, group in groupby(own, key=_replicas):
-            rows.append((text, *_others_cells(list(group), known, plan.time_unit)))
+            cells = _others_cells(list(group), schedules, policies, plan.time_unit)
+            rows.append((text, *cells))
     yield from draw(rows, {0, 5, 6})
 
 
@@ -126,27 +134,30 @@ def _replicas(settings: OtherSettings) -> int:
 
 
 def _others_cells(
-    group: Sequence[OtherSettings], schedules: Sequence[str], unit: TimeUnit
+    group: Sequence[OtherSettings], schedules: Set[str], policies: Set[str], unit: TimeUnit
 ) -> tuple[str, ...]:
-    """Return what settings with equally many replicas have; `schedules` are those of all others."""
+    """Return what settings with equally many replicas have; `schedules` and `policies` are those of
+    all others.
+    """
     numbers = sorted({number for each in group for number in each.microbatches})
     bound = min(min(each.bounds_ns) for each in group)
     return (
         str(sum(len(each.microbatches) for each in group)),
         str(group[0].replicas),
         str(group[0].ranks),
-        " to ".join(map(str, dict.fromkeys((numbers[0], numbers[-1])))),
+        f"{numbers[0]} to {numbers[-1]}" if len(numbers) > 2 else " and ".join(map(str, numbers)),
         _names({each.schedule for each in group}, schedules),
-        ", ".join(sorted({each.recompute for each in group})),
+        _names({each.recompute for each in group}, policies),
         time_text(bound, unit) if bound else "",
     )
 
 
-def _names(own: Set[str], known: Sequence[str]) -> str:
+def _names(own: Set[str], known: Set[str]) -> str:
     """Return own names, or if these are many all but the others, or how many they are."""
-    missing = [name for name in known if name not in own]
-    if len(own) <= _MOST_NAMES:
-        return ", ".join(sorted(own))
-    if not missing:
+    missing = known - own
+    if not missing and len(known) > 1:
         return "all"
-    return f"all but {', '.join(missing)}" if len(missing) <= _MOST_NAMES else f"{len(own)} of them"
+    if len(own) <= _MOST_NAMES:
+        return "/".join(sorted(own))
+    rest = "/".join(sorted(missing))
+    return f"all but {rest}" if len(missing) <= _MOST_NAMES else f"{len(own)} of them"

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from pipecompile.ir.plan import Plan
 from pipecompile.ir.rank_memory import RankMemory
+from pipecompile.ir.schedule import WEIGHT_GRADIENT_KINDS, Action, Kind
 from pipecompile.ir.size import size_text
 from pipecompile.memory_model.rank import fixed_bytes, memory_by_stage
 
@@ -16,6 +18,7 @@ __all__ = [
     "MemoryBound",
     "cap_text",
     "kinds_of",
+    "may_lack_memory",
     "memory_bounds",
     "stage_memory",
 ]
@@ -52,6 +55,36 @@ def memory_bounds(plan: Plan) -> list[MemoryBound]:
         MemoryBound(memory.total.expected, fixed_bytes(plan, rank), memory.total.bound, caps[rank])
         for rank, memory in enumerate(plan.prediction.memory)
     ]
+
+
+def may_lack_memory(plan: Plan) -> bool:
+    """Return whether the caps may keep a plan from a better cut: a single stage cannot hold all
+    that the ranks do under the least of them.
+    """
+    caps = plan.options.caps(plan.ranks)
+    if caps is None:
+        return False
+    in_flight = [_most_in_flight(row) for row in plan.schedule.compute]
+    most = max(map(max, in_flight))
+    # A stage holds as many microbatches as are in flight there. Two ranks of 4 and 3 GiB with two
+    # of them and one: in the stage of the first one all would take 4 + 2 × 3 GiB at most.
+    held = (
+        -(-memory.total.bound * most // min(own))
+        for memory, own in zip(plan.prediction.memory, in_flight, strict=True)
+    )
+    return sum(held) > min(caps)
+
+
+def _most_in_flight(row: Sequence[Action]) -> list[int]:
+    """Return of how many microbatches each stage of a rank holds something at most."""
+    now, most = Counter[int](), Counter[int]()
+    for action in row:
+        if action.kind is Kind.FORWARD:
+            now[action.stage] += 1
+            most[action.stage] = max(most[action.stage], now[action.stage])
+        elif action.kind in WEIGHT_GRADIENT_KINDS:
+            now[action.stage] -= 1
+    return list(most.values())
 
 
 def kinds_of(plan: Plan) -> list[str]:

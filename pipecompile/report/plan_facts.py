@@ -17,6 +17,7 @@ from pipecompile.ir.plan import Plan
 from pipecompile.ir.schedule import Idle, Kind
 from pipecompile.ir.stage import Stage
 from pipecompile.ir.stage_ranks import stages_on
+from pipecompile.report.memory import may_lack_memory
 
 __all__ = ["outcome_of", "plan_facts"]
 
@@ -173,7 +174,7 @@ def _constraints(
         yield Constraint(kind="granularity", where=options.granularity, here=True)
     if options.parameters_everywhere:
         yield Constraint(kind="parameters", where="each stage", here=True)
-    if tightest.cap is not None:
+    if may_lack_memory(plan):
         here = tightest.rank == heaviest.rank
         yield Constraint(kind="memory", where=f"rank {tightest.rank}", here=here)
 

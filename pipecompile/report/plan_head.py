@@ -202,32 +202,33 @@ def _robustness(plan: Plan) -> Iterator[str]:
     """Yield what noise does to the step of the plan, and to the fastest of those compared: of
     several settings, and of its own.
     """
-    among = None if plan.joint is None else plan.joint.robustness
-    if among is not None:
-        yield from _noise_text(among, " of all settings", plan.time_unit)
-    if plan.robustness is not None:
-        setting = "" if plan.joint is None else " of this setting"
-        yield from _noise_text(plan.robustness, setting, plan.time_unit)
+    own, unit = plan.robustness, plan.time_unit
+    among = own if plan.joint is None else plan.joint.robustness or own
+    if among is None:
+        return
+    of_which = " of all settings" if among is not own else ""
+    yield f"  noise      {100 * among.noise:.3g}%: {_choice_text(among, of_which)}"
+    yield f"             {_noisy_text(among.chosen, unit)}"
+    if among.chosen != among.fastest:
+        yield f"             fastest plan: {_noisy_text(among.fastest, unit)}"
+    if own is not None and among is not own:
+        yield f"             {_choice_text(own, ' of its setting')}"
 
 
-def _noise_text(robustness: Robustness, of_which: str, unit: TimeUnit) -> Iterator[str]:
-    """Yield how a plan was chosen under noise among some, beside the fastest of them."""
-
-    def text(step: NoisyStep) -> str:
-        nominal, p90, regret = (
-            time_with_unit(each, unit) for each in (step.nominal_ns, step.p90_ns, step.regret_ns)
-        )
-        return f"step {nominal}, 90th percentile {p90}, regret {regret}"
-
-    is_fastest = robustness.chosen == robustness.fastest
+def _choice_text(robustness: Robustness, of_which: str) -> str:
+    """Return how a plan was chosen under noise among some."""
     number = robustness.candidates
+    is_fastest = robustness.chosen == robustness.fastest
     rank = "the only plan" if number == 1 else f"least regret of {number} plans"
     fastest = ", also the fastest" if is_fastest and number > 1 else ""
-    noise = f"{100 * robustness.noise:.3g}%"
-    yield f"  noise      {noise}: {rank} within 2 % of the shortest step{of_which}{fastest}"
-    yield f"             {text(robustness.chosen)}"
-    if not is_fastest:
-        yield f"             fastest plan: {text(robustness.fastest)}"
+    return f"{rank} within 2 % of the shortest step{of_which}{fastest}"
+
+
+def _noisy_text(step: NoisyStep, unit: TimeUnit) -> str:
+    nominal, p90, regret = (
+        time_with_unit(each, unit) for each in (step.nominal_ns, step.p90_ns, step.regret_ns)
+    )
+    return f"step {nominal}, 90th percentile {p90}, regret {regret}"
 
 
 def _objective(plan: Plan) -> str:

@@ -126,6 +126,23 @@ def test_a_cap_that_binds() -> None:
     assert only(explain(free, graph), "memory").reason == "there is no cap"
 
 
+def test_caps_are_named_only_where_ranks_may_lack_memory() -> None:
+    graph = holding([10, 10, 10, 30], [GIB] * 4)
+    first, second = planned(graph, k=2, microbatches=2).prediction.memory
+    # Two microbatches are in flight on the first rank, and one on the second.
+    all_on_first = first.total.bound + 2 * second.total.bound
+    tight, empty = (
+        explain(planned(graph, k=2, microbatches=2, memory=cap), graph)
+        for cap in (all_on_first - 1, all_on_first)
+    )
+    assert [constraint.kind for constraint in tight.constraints] == ["memory"]
+    assert empty.constraints == ()
+    texts = [explanation_text(msgspec.structs.replace(e, what_ifs=())) for e in (tight, empty)]
+    assert ["caps may forbid" in text for text in texts] == [True, False]
+    assert only(tight, "memory").after is not None
+    assert only(empty, "memory").reason == "no rank lacks memory"
+
+
 CHANGES: dict[str, dict[str, Any]] = {
     "memory": {"memory": 2 * GIB},
     "stages": {"k": 4},
@@ -138,7 +155,7 @@ CHANGES: dict[str, dict[str, Any]] = {
 
 
 def test_each_change_is_the_plan_that_is_made_by_hand() -> None:
-    graph = chain([7, 3, 8, 2, 9, 4, 6, 5], size=3, held=[1] * 8)
+    graph = chain([7, 3, 8, 2, 9, 4, 6, 5], size=3, held=[GIB // 64] * 8)
     links = Links.of(Link(latency_ns=2))
     choices: dict[str, Any] = {"k": 3, "microbatches": 4, "memory": GIB, "pin": {"n1": 0}}
     choices |= {"no_split": [["n2", "n3"]], "granularity": "blocks", "parameters_everywhere": True}

@@ -16,10 +16,12 @@ from torch import nn
 from pipecompile import CaptureError, InputError, Plan, pipecompile
 from pipecompile.api.check import check_plan
 from pipecompile.api.factory import Factory
+from pipecompile.api.joint_plan import joint_plan_of
 from pipecompile.api.joint_request import joint_request
 from pipecompile.cli import commands
 from pipecompile.frontend.target_capture import Captured, capture_target
 from pipecompile.ir.serialization import read
+from tests.zoo import example
 
 WIDTH, SAMPLES = 16, 12
 FACTORY = f"""
@@ -75,12 +77,27 @@ def test_under_noise_settings_are_compared_by_their_regret(factory: str, tmp_pat
     path = tmp_path / "plan.json"
     text = planned(factory, path, "--effort", "4", "--noise", "5%")
     assert "plans within 2 % of the shortest step of all settings" in text
-    assert "of the shortest step of this setting" in text
+    assert "of the shortest step of its setting" in text
+    assert text.count("noise ") == 1
     plan = read(path, Plan)
     assert plan.joint is not None
     assert plan.joint.robustness is not None
     assert plan.joint.robustness.chosen.nominal_ns == plan.prediction.step_ns
     assert all(finding.passed for finding in check_plan(plan, Factory.of(factory)))
+
+
+@pytest.mark.parametrize(
+    ("model", "fixed"),
+    [("unet", {"schedule": "1f1b"}), ("gpt2", {"schedule": "zb-h1", "microbatches": 1})],
+)
+def test_an_open_number_of_replicas_gives_no_longer_a_step_than_a_given_one(
+    model: str, fixed: dict[str, Any]
+) -> None:
+    plan, given = (
+        joint_plan_of(example(model), joint_request("4xh100", **fixed, **more), self_check=False)
+        for more in ({}, {"replicas": 2})
+    )
+    assert plan.prediction.step_ns <= given.prediction.step_ns
 
 
 def test_json_has_the_table(factory: str, tmp_path: Path) -> None:

@@ -42,7 +42,7 @@ def test_a_model_with_vmap_is_exact_at_every_batch() -> None:
     captured_model = exact(Mapped(), X, batches=(4, 2, 7, 1))
     assert captured_model.method == "torch.export"
     assert captured_model.guards.is_fixed
-    assert "batches of 4 alone" in str(captured_model.notes[0])
+    assert "microbatches of 4 samples alone" in str(captured_model.notes[0])
 
 
 def test_names_of_parameters_and_ties_are_kept() -> None:

@@ -135,7 +135,7 @@ def of_a_size(x: Tensor) -> Callable[[Tensor], Tensor]:
 def test_a_hook_that_encloses_a_size_is_exact_at_every_batch() -> None:
     captured_model = exact(Enclosing(of_a_size), X, batches=(4, 2, 7))
     assert captured_model.guards.is_fixed
-    assert any("batches of 4 alone" in str(note) for note in captured_model.notes)
+    assert any("microbatches of 4 samples alone" in str(note) for note in captured_model.notes)
 
 
 def of_a_tensor(x: Tensor) -> Callable[[Tensor], Tensor]:

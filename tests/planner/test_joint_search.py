@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Sequence
 from itertools import count
 from math import inf
+from random import Random
 from typing import Any
 
 import pytest
@@ -167,6 +168,47 @@ def test_with_a_setting_fixed_it_is_never_slower_than_that_plan(
     joint = searched(chain, where)
     assert joint.prediction.step_ns <= plan.prediction.step_ns
     assert (joint.schedule.name, joint.microbatches) == (schedule, microbatches)
+
+
+@pytest.mark.parametrize("seed", [1, 19])
+def test_what_is_left_open_has_no_longer_a_step_than_if_it_is_given(seed: int) -> None:
+    # Seven and six nodes: eight stages are not possible, and say nothing of memory.
+    chain = random_chain(seed)
+    plan = searched(chain, space(4), JointLimits())
+    for fixed in ({"replicas": 1}, {"microbatches": 4}, {"stages_per_rank": 1}):
+        given = searched(chain, space(4, fixed), JointLimits())
+        assert plan.prediction.step_ns <= given.prediction.step_ns
+
+
+def random_chain(seed: int) -> SizedChain:
+    random = Random(seed)
+    nodes = (
+        ChainNode(
+            random.randint(0, 20),
+            *(random.randint(1, 20) for _ in range(3)),
+            parameter_bytes=random.choice([0, 1000, 10_000]),
+            bytes=random.choice([1, 8, 100]),
+        )
+        for _ in range(random.randint(6, 10))
+    )
+    return SizedChain(tuple(nodes), SAMPLES)
+
+
+def test_more_stages_than_a_graph_can_have_are_refused_without_a_plan() -> None:
+    plan = searched(random_chain(1), space(4, {"replicas": 1}))
+    assert plan.joint is not None
+    refused = [each for each in plan.joint.others if each.status == "refused"]
+    assert {each.ranks * each.stages_per_rank for each in refused} == {8}
+    assert all("at most 7 stages" in each.reason for each in refused)
+    assert "no cut" not in plan.joint.counts
+
+
+def test_what_no_effort_would_be_spent_on_is_told_from_what_was_not_tried() -> None:
+    where = space(4, {"replicas": 1})
+    plans = [searched(uneven_chain(), where, JointLimits(effort)) for effort in (1, 10_000)]
+    ended, whole = (plan.joint.counts if plan.joint else {} for plan in plans)
+    assert ended["not tried"] > 0
+    assert "not tried" not in whole and whole["unlikely"] > 0
 
 
 def test_what_is_fixed_is_kept() -> None:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+from torch.utils.checkpoint import CheckpointFunction
 
 from pipecompile.errors import CaptureError
 from pipecompile.frontend.calls import has_recorded_values
@@ -26,6 +27,7 @@ __all__ = [
     "own_state",
     "refuse_backward_hooks",
     "refuse_data",
+    "refuse_inner_checkpoint",
     "refuse_lasting_gradient",
     "refuse_lasting_hook",
     "refuse_lasting_write",
@@ -157,6 +159,17 @@ def refuse_lasting_write(recording: Recording, name: str, args: Any, kwargs: Any
         raise CaptureError(
             f"{recording.where()}: the forward writes to a tensor attribute in place; write to a "
             "copy, or make it a buffer with register_buffer"
+        )
+
+
+def refuse_inner_checkpoint(recording: Recording, function: Any) -> None:
+    """Raise CaptureError for a reentrant checkpoint inside of a module that is one node: its
+    backward asks for all gradients at once, and those of inputs are wanted alone.
+    """
+    if function is CheckpointFunction:
+        raise CaptureError(
+            f"{recording.where()}: checkpoint(use_reentrant=True) inside of a module that is one "
+            "node cannot be differentiated for its inputs alone; give it use_reentrant=False"
         )
 
 

@@ -35,6 +35,7 @@ from pipecompile.frontend.call_refusals import (
     own_state,
     refuse_backward_hooks,
     refuse_data,
+    refuse_inner_checkpoint,
     refuse_lasting_gradient,
     refuse_lasting_hook,
     refuse_lasting_write,
@@ -272,6 +273,7 @@ class ForwardRecorder(TorchFunctionMode):
     ) -> Any:
         """Run and record `Function.apply`; it is called instead of the original."""
         if not self._is_active:
+            refuse_inner_checkpoint(self.recording, function)
             return original(function, *args, **kwargs)
         if function is CheckpointFunction:
             # A region that the model itself recomputes: its values are those of its forward.

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from plain_loop import mean_square
+from plain_loop import mean_square, steps_alike
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils import checkpoint as checkpoints
@@ -89,3 +89,26 @@ def test_a_region_that_torch_gives_no_gradient_is_refused() -> None:
     model = Model(lambda m, v: m.two(reentrant(m.three, v)))
     model.three.requires_grad_(False)
     pipecompile(model, X, k=1, microbatches=4, loss_fn=mean_square, costs="flops").step(X)
+
+
+class OneNode(nn.Module):
+    """Asks for data, so that it is one node, and has a checkpoint inside."""
+
+    def __init__(self, checkpoint: Callable[..., Any]) -> None:
+        super().__init__()
+        self.layer, self.checkpoint = nn.Linear(WIDTH, WIDTH), checkpoint
+
+    def forward(self, value: Tensor) -> Tensor:
+        """A value of shape (N, WIDTH) to the same shape."""
+        if value.isnan().any():
+            raise ValueError("not a number")
+        return value + self.checkpoint(self.layer, value)
+
+
+def test_a_checkpoint_inside_of_a_node() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), OneNode(other), nn.Linear(WIDTH, WIDTH))
+    steps_alike(model, [X, X])
+    model[1].checkpoint = reentrant
+    with pytest.raises(CaptureError, match=r"^1 .* one node cannot .* use_reentrant=False"):
+        pipecompile(model, X, k=2, microbatches=2, loss_fn=mean_square, costs="flops")

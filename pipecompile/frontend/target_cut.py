@@ -5,6 +5,7 @@ Which dimension of a target counts the samples is known only where it is as long
     batch of 8      target (8, 5)   cut along dimension 0
                     target (5, 8)   cut along dimension 1, if inputs have the batch there too
                     target ()       given to every microbatch, as are numbers and texts
+                    a list of 8     cut by samples if `dims` says 0, else InputError
                     an object       who knows what it holds? InputError, likewise
                     target (2,)     weights of two tasks? InputError, unless `dims` says what it is
 """
@@ -13,6 +14,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from enum import Enum
+from functools import partial
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch.utils._pytree as pytree
@@ -54,6 +57,10 @@ def cut_targets(
         _refuse_lists_of_samples(targets, samples)
         chosen = [_batch_dimension(leaf, samples, likely, targets) for leaf in leaves]
     else:
+        lists = pytree.tree_flatten(targets, partial(_is_list_of_samples, samples))
+        # Deeper `dims` say what is done with each item of such a list.
+        if pytree._broadcast_to_and_flatten(dims, lists[1]) is not None:
+            leaves, spec = lists
         chosen = _given_dimensions(dims, spec)
     parts = [_cut(leaf, dim, sizes) for leaf, dim in zip(leaves, chosen, strict=True)]
     return [
@@ -71,8 +78,19 @@ def _refuse_lists_of_samples(targets: Any, samples: int) -> None:
         if may_be_samples(value):
             raise InputError(
                 f"the target{pytree.keystr(path)} is a list of {samples}, as many as there are "
-                f"samples; stack it to one tensor if these are the samples, or {REMEDY}"
+                "samples; say with target_batch_dims=0 that it is cut by samples, or with "
+                f"[None] * {samples} that every microbatch is given all of it; for a tuple or dict "
+                "of targets, one of these for each"
             )
+
+
+def _is_list_of_samples(samples: int, value: Any) -> bool:
+    """Return whether a list has an item for each sample, rather than tensors of all samples."""
+    if not isinstance(value, list) or len(value) != samples:
+        return False
+    return not all(
+        isinstance(item, Tensor) and item.dim() and item.shape[0] == samples for item in value
+    )
 
 
 def _batch_dimension(leaf: Any, samples: int, likely: Sequence[int], targets: Any) -> int | None:
@@ -130,6 +148,9 @@ def _given_dimensions(dims: Any, spec: pytree.TreeSpec) -> list[int | None]:
 
 def _cut(leaf: Any, dim: int | None, sizes: Sequence[int]) -> Sequence[Any]:
     """Return the parts of a leaf along `dim`, in proportion to `sizes`."""
+    if dim == 0 and isinstance(leaf, list):
+        ends = list(accumulate(sizes, initial=0))
+        return [leaf[start:end] for start, end in pairwise(ends)]
     if dim is None or not isinstance(leaf, Tensor):
         return [leaf] * len(sizes)
     if is_irregular(leaf):

@@ -68,6 +68,18 @@ def test_a_tree_says_how_each_target_is_cut() -> None:
     assert len(cut_targets([weights] * 8, (4, 4), [None] * 8)[0]) == 8
 
 
+def test_a_list_of_samples_is_cut_if_it_is_said_so() -> None:
+    boxes = [{"class": index, "boxes": torch.ones(index + 1, 4)} for index in range(8)]
+    for targets, dims in ((boxes, 0), ({"a": boxes, "scale": 2.0}, {"a": 0, "scale": None})):
+        parts = cut_targets(targets, (6, 2), dims)
+        first, second = (each if dims == 0 else each["a"] for each in parts)
+        assert [each["class"] for each in first] == list(range(6))
+        assert [each["class"] for each in second] == [6, 7]
+    assert cut_targets([2] * 8, (4, 4), [None] * 8) == [[2] * 8] * 2
+    # Tensors of all samples are no samples.
+    assert [len(each[0]) for each in cut_targets([rows(8)] * 8, (6, 2), 0)] == [6, 2]
+
+
 @pytest.mark.parametrize(
     "value",
     [None, True, 2, 0.5, 1j, "a", b"a", Color.RED, slice(2), torch.float32, np.float32(2), set()],
@@ -91,7 +103,11 @@ def test_an_object_may_be_given_to_every_microbatch_if_it_is_said_so() -> None:
         (rows(16, 3), None, r"\(16, 3\), but the batch has 8"),
         ({"y": rows(8), "w": torch.ones(10)}, None, r"the target\['w'\] is of shape \(10,\)"),
         ((rows(8), (rows(1, 8),)), None, r"the target\[1\]\[0\] is of shape \(1, 8\)"),
-        ([rows(8)] * 8, None, "a list of 8, as many as there are samples; stack it"),
+        (
+            [rows(8)] * 8,
+            None,
+            r"a list of 8, as many as there are samples; say .*=0 .* \[None\] \* 8",
+        ),
         ({"boxes": [rows(8)] * 8}, None, r"target\['boxes'\] is a list of 8, as many as there"),
         ((rows(8), ["a"] * 8), None, r"the target\[1\] is a list of 8"),
         (UserDict(y=rows(8)), None, "the target is a UserDict, and what that holds is not cut"),

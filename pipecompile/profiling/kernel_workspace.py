@@ -26,9 +26,10 @@ aten = torch.ops.aten
 Workspace = Callable[[Any, Sequence[Any], Any], int]
 """From an operator, its arguments and its result to the bytes of its workspace."""
 
-BLOCK = 16  # oneDNN pads channels to whole blocks of this size, or of half of it
-HALF_BLOCK = BLOCK // 2
-FEW = 4  # channels, which a backward pads to half a block
+BLOCK = 16  # oneDNN pads channels to whole blocks of this size
+HALF_BLOCK = BLOCK // 2  # of channels, for which it has kernels too
+VOLUMES = 5  # dimensions, with images and channels
+FLOAT_BYTES = 4
 UNFOLDED = 20480  # elements of one image, up to which PyTorch multiplies a matrix of its patches
 PAGE = 4096
 PARTS = 64  # rows, and fewer are summed at once
@@ -73,11 +74,10 @@ def _on_cpu(operator: Any, arguments: Sequence[Any], result: Any) -> int:
     if operator in COPYING:
         return size_bytes(arguments[:1])
     if operator is aten.convolution.default:
-        value, weight, _, stride, _, _, is_transposed, _, groups = arguments[:9]
-        return _Convolution(value, result, weight, stride, is_transposed, groups).forward_bytes()
+        return _workspace_of_convolution(result, *arguments[:9])
     if operator is aten.convolution_backward.default:
-        gradient, value, weight, _, stride, _, _, is_transposed, _, groups = arguments[:10]
-        return _Convolution(value, gradient, weight, stride, is_transposed, groups).backward_bytes()
+        gradient, value, weight, _, *rest = arguments[:10]
+        return _workspace_of_convolution(gradient, value, weight, None, *rest)
     if operator in (aten.mkldnn_rnn_layer.default, aten.mkldnn_rnn_layer_backward.default):
         value, of_input, of_state = arguments[:3]
         # The gates of all steps, and a copy of the weights; all in whole pages.
@@ -88,71 +88,80 @@ def _on_cpu(operator: Any, arguments: Sequence[Any], result: Any) -> int:
 
 @dataclass(frozen=True)
 class _Convolution:
-    """A convolution on a CPU: the workspace of each direction, by its layout.
+    """A convolution on a CPU: the workspace of either direction, by what runs it.
 
-        1 × 1, without stride and groups       0, as it works in place
-        channels first                         copies of what it reads or writes
-        channels last                          three copies of the weights
-        channels last, depthwise               the weights with a whole block for each channel
-        images lower than the kernel           four copies of the weights, if that is more
-        odd groups                             as channels first, or the patches of one group of one
-                                               image and four copies of the weights
-        not float32, or one small image        all patches of one group, if that is more
+        oneDNN, channels first     copies of the images, padded to whole blocks of channels; with a
+                                   stride half of the input more, or twice the input, or twice the
+                                   output of a transposed one; or the input and the padded weights
+        oneDNN, channels last      the weights padded, and two copies of them
+        oneDNN, by patches         the patches of one group of one image, and the weights padded and
+                                   three copies of them, if that is more
+        PyTorch, by patches        those of all images, if that is more
 
-    Patches are a matrix in which each element of an image is as often as the kernel reads it. Odd
-    groups have a number of channels that is no multiple of eight. Of three copies of the weights
-    autograd makes one itself if they are not channels last too; a run on fake tensors shows it.
+    Patches are a matrix in which each element of an image is as often as the kernel reads it. The
+    padded weights are those of each group, so a depthwise convolution has 16 × 16 copies of them.
+    Of three copies of the weights autograd makes one itself if they are not channels last too; a
+    run on fake tensors shows it.
     """
 
-    value: Tensor
     output: Tensor  # or its gradient, which has the same layout
+    value: Tensor
     weight: Tensor
     stride: Sequence[int]
+    dilation: Sequence[int]
     is_transposed: bool
     groups: int
 
-    def forward_bytes(self) -> int:
-        """Return a copy of what it reads, or of what it writes if that is more."""
-        written = _padded_bytes(self.output, HALF_BLOCK)
-        if self.is_transposed and prod(self.stride) > 1:
-            written *= 2
-        return self._bytes(max(size_bytes([self.value, self.weight]), written))
+    def workspace_bytes(self) -> int:
+        """Return the workspace of a forward or a backward."""
+        copied = self._weights_bytes() if self._is_channels_last else self._images_bytes()
+        if self.weight.element_size() < FLOAT_BYTES:
+            copied *= 2  # half precision, with sums in float32
+        return max(copied, self._multiplied_bytes(), self._unfolded_bytes())
 
-    def backward_bytes(self) -> int:
-        """Return copies of the images; twice the input with a stride; or a copy of the weight."""
-        images = sum(
-            _padded_bytes(each, BLOCK if each.shape[1] > FEW else HALF_BLOCK)
-            for each in (self.output, self.value)
-        )
-        input_gradients = 2 * size_bytes([self.value]) if prod(self.stride) > 1 else 0
-        return self._bytes(max(images, input_gradients, size_bytes([self.weight])))
+    def _images_bytes(self) -> int:
+        """Return what channels first take: copies of images, with the weights if that is more."""
+        value, output = (_padded_bytes(images) for images in (self.value, self.output))
+        weights = self._padded_weight_bytes() if self.groups == 1 else self._weight_bytes
+        images = value + output
+        copies = [images, size_bytes([self.value]) + weights]
+        if prod(self.stride) > 1:
+            copies += [2 * output if self.is_transposed else 2 * value, images + value // 2]
+        return max(copies)
 
-    def _bytes(self, copied: int) -> int:
-        kernel, weight = self.weight.shape[2:], size_bytes([self.weight])
-        if prod(kernel) == prod(self.stride) == self.groups == 1:
+    def _weights_bytes(self) -> int:
+        """Return what channels last take: the weights in blocks, and copies of them."""
+        copies = 2 if _is_channels_last(self.weight) else 1
+        return self._padded_weight_bytes() + copies * self._weight_bytes
+
+    def _multiplied_bytes(self) -> int:
+        """Return what oneDNN takes where it multiplies patches, 0 where it has better kernels.
+
+        Groups and channels last are multiplied with copies of one image.
+        """
+        if not self._is_rare:
             return 0
-        if self._has_odd_groups:
-            copied = max(copied, self._group_patches() + 4 * weight)
-        elif _is_channels_last(self.value):
-            copied = weight * (3 if _is_channels_last(self.weight) else 2)
-            copied = BLOCK * BLOCK * weight if self._is_depthwise else copied
-        if unfolded := self._unfolded():
-            return max(copied, unfolded)
-        is_low = self.value.shape[2] < kernel[0]
-        return max(copied, 4 * weight if is_low else 0)
+        copied = 0
+        if self.groups > 1 or self._is_channels_last:
+            padded = (_padded_bytes(each, self.groups) for each in (self.value, self.output))
+            copied = sum(padded) // self.value.shape[0]
+        weights = self._padded_weight_bytes() + 3 * self._weight_bytes
+        return self._group_patches() + copied + weights
 
-    def _unfolded(self) -> int:
+    def _unfolded_bytes(self) -> int:
         """Return what PyTorch takes where it multiplies patches by itself; 0 where oneDNN works.
 
-        Groups take turns, with copies of their channels. A processor with kernels for half
-        precision needs less.
+        Groups take turns, with copies of their channels, other than those of a volume. A processor
+        with kernels for half precision needs less.
         """
-        first_sizes = self.value.shape[:4]  # of a volume, too
-        is_small = self.value.shape[0] == self.groups == 1 and prod(first_sizes) <= UNFOLDED
-        if self.value.dtype == torch.float32 and not is_small:
+        images, is_grouped = self.value.shape[0], self.groups > 1
+        is_small = images == 1 and not is_grouped and prod(self.value.shape[:4]) <= UNFOLDED
+        is_point = prod(self.weight.shape[2:]) == 1 and (self.is_transposed or is_grouped)
+        if self.value.dtype == torch.float32 and not is_small and not is_point:
             return 0
-        slices = size_bytes([self.value, self.output]) if self.groups > 1 else 0
-        return self.value.shape[0] * self._group_patches() + slices
+        at_once = self.groups if self.value.dim() == VOLUMES else 1
+        slices = size_bytes([self.value, self.output, self.weight]) if is_grouped else 0
+        return images * at_once * self._group_patches() + slices
 
     def _group_patches(self) -> int:
         """Return the bytes of the patches of one group of one image."""
@@ -160,23 +169,73 @@ class _Convolution:
         return positions * size_bytes([self.weight]) // self.weight.shape[0]
 
     @property
+    def _is_rare(self) -> bool:
+        """Whether oneDNN may have no kernel of its own for it."""
+        return (
+            self.value.dtype != torch.float32
+            or self.value.dim() == VOLUMES
+            or prod(self.dilation) > 1
+            or (self._is_channels_last and (self.is_transposed or prod(self.stride) > 1))
+            or (not self._is_depthwise and (self._is_low or self._has_odd_groups))
+        )
+
+    @property
+    def _is_low(self) -> bool:
+        """Whether its images are smaller than its kernel in some dimension."""
+        sizes = zip(self.value.shape[2:], self.weight.shape[2:], strict=True)
+        return any(size < kernel for size, kernel in sizes)
+
+    @property
+    def _has_odd_groups(self) -> bool:
+        return self.groups > 1 and any(width % HALF_BLOCK for width in self._widths)
+
+    @property
     def _is_depthwise(self) -> bool:
         return self.groups == self.value.shape[1] and not self.is_transposed
 
     @property
-    def _has_odd_groups(self) -> bool:
-        widths = (images.shape[1] // self.groups for images in (self.value, self.output))
-        return (
-            self.groups > 1
-            and not self._is_depthwise
-            and any(width % HALF_BLOCK for width in widths)
-        )
+    def _is_channels_last(self) -> bool:
+        is_one_position = prod(self.value.shape[2:]) == 1  # which may lie in either order
+        return is_one_position or _is_channels_last(self.value) or _is_channels_last(self.weight)
+
+    @property
+    def _widths(self) -> list[int]:
+        """How many channels of the input and of the output a group has."""
+        return [images.shape[1] // self.groups for images in (self.value, self.output)]
+
+    @property
+    def _weight_bytes(self) -> int:
+        """The bytes of a copy of the weights: in half precision there are two in float32 too."""
+        size = self.weight.element_size()
+        return self.weight.numel() * (size if size >= FLOAT_BYTES else size + 2 * FLOAT_BYTES)
+
+    def _padded_weight_bytes(self) -> int:
+        """Return the bytes of a copy of the weights in whole blocks of the channels of groups."""
+        blocks = prod(_rounded_up(width, BLOCK) for width in self._widths)
+        return self._weight_bytes // prod(self._widths) * blocks
 
 
-def _padded_bytes(images: Tensor, block: int) -> int:
-    """Return the bytes of a copy whose channels are padded to a multiple of `block`."""
-    channels = images.shape[1]
-    return size_bytes([images]) // channels * _rounded_up(channels, block)
+def _workspace_of_convolution(
+    output: Tensor,
+    value: Tensor,
+    weight: Tensor,
+    _bias: Any,
+    stride: Sequence[int],
+    _padding: Any,
+    dilation: Sequence[int],
+    is_transposed: bool,
+    _output_padding: Any,
+    groups: int,
+) -> int:
+    return _Convolution(
+        output, value, weight, stride, dilation, is_transposed, groups
+    ).workspace_bytes()
+
+
+def _padded_bytes(images: Tensor, groups: int = 1) -> int:
+    """Return the bytes of a copy in which the channels of each group fill whole blocks."""
+    width = images.shape[1] // groups
+    return size_bytes([images]) // width * _rounded_up(width, BLOCK)
 
 
 def _is_channels_last(value: Tensor) -> bool:

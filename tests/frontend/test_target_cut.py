@@ -106,7 +106,7 @@ def test_an_object_may_be_given_to_every_microbatch_if_it_is_said_so() -> None:
         (
             [rows(8)] * 8,
             None,
-            r"a list of 8, as many as there are samples; say .*=0 .* \[None\] \* 8",
+            r"a list of 8, as many as there are .*=0 .* \[None\] \* 8",
         ),
         ({"boxes": [rows(8)] * 8}, None, r"target\['boxes'\] is a list of 8, as many as there"),
         ((rows(8), ["a"] * 8), None, r"the target\[1\] is a list of 8"),

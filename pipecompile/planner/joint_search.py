@@ -41,7 +41,7 @@ from pipecompile.partition.budget import ONE_OF_SEVERAL, QUICK, CutEffort
 from pipecompile.planner.draft import draft, node_times
 from pipecompile.planner.finished_plans import FinishedPlan, answer_of
 from pipecompile.planner.least_memory import LeastMemory, larger_caps, least_memory
-from pipecompile.planner.likely_step import LikelyStep
+from pipecompile.planner.likely_order import LikelyOrder
 from pipecompile.planner.setting_bounds import extra_ns, least_step_ns
 from pipecompile.planner.setting_costs import SettingCosts
 from pipecompile.planner.setting_results import in_order, joint_search_of, planned, why_none
@@ -53,8 +53,6 @@ __all__ = ["JointLimits", "joint_plan"]
 
 logger = logging.getLogger("pipecompile.planner")
 
-LIKELY_FILLED = 0.85  # of a rank, by what is known before it is planned: the rest is workspace
-MOST_FILLED = 1.0  # beyond which a setting is tried only if nothing else has a plan
 RESCUES = 8  # settings that are tried beyond the effort while nothing fits
 RESCUES_EACH = 2  # of them with each number of replicas
 LONGER_SEARCHES = 2  # for settings without a cut, if no setting has a plan
@@ -102,9 +100,8 @@ class _SettingSearch:
     """A search under way: what is known of each setting, and the plans so far.
 
     `finished` are the plans that a thorough search made: planning again gives the same ones.
-    `least_filled` is by recompute the least share of its memory that a rank was likely to need
-    under a setting without a plan. `spent` is how much of the effort is, and `is_rescued` whether
-    what holds the least was tried since nothing fitted.
+    `spent` is how much of the effort is, and `is_rescued` whether what holds the least was tried
+    since nothing fitted.
     """
 
     space: SettingSpace
@@ -116,9 +113,13 @@ class _SettingSearch:
     results: dict[Setting, SettingResult] = field(default_factory=dict)
     plans: dict[Setting, Plan] = field(default_factory=dict)
     finished: list[FinishedPlan] = field(default_factory=list)
-    least_filled: dict[str, float] = field(default_factory=dict)
     spent: int = 0
     is_rescued: bool = False
+
+    @cached_property
+    def order(self) -> LikelyOrder:
+        """What is likely of settings, by the plans so far."""
+        return LikelyOrder(self.costs, self.plans.keys())
 
     def run(self) -> None:
         """Plan settings until the effort or the time is spent, or none is likely to be shorter."""
@@ -161,26 +162,27 @@ class _SettingSearch:
 
         What is not likely to fit is tried only if nothing else does.
         """
-        queue = [(self._likely(setting), index) for index, setting in enumerate(settings)]
+        queue = [(self.order.key(setting), index) for index, setting in enumerate(settings)]
         heapify(queue)
         while queue:
             key, index = heappop(queue)
-            setting, (doubt, _, _, step, *_) = settings[index], key
-            if doubt == 2 and not self._go_on_with_doubtful(settings):
+            setting = settings[index]
+            if key.doubt == 2 and not self._go_on_with_doubtful(settings):
                 return
-            if step >= self._best_ns:
+            if key.step_ns >= self._best_ns:
                 continue
             if not (self.costs.has(setting) or self._has_time):
                 return
             self.costs.add(setting)
-            if self._likely(setting) != key:
+            if self.order.key(setting) != key:
                 # Its size was costed since, or one like it was planned or did not fit.
-                heappush(queue, (self._likely(setting), index))
-            elif not self._needs_no_recompute(setting) and not self._rule_out(setting):
+                heappush(queue, (self.order.key(setting), index))
+            elif not self.order.needs_no_recompute(setting) and not self._rule_out(setting):
                 if not self._may_plan:
                     return
                 yield setting
-                self._learn(setting)
+                if self._status(setting) == "no cut":
+                    self.order.note_failed(setting)
 
     def _go_on_with_doubtful(self, settings: Sequence[Setting]) -> bool:
         """Return whether to plan what is not likely to fit: if nothing else has a plan, and what
@@ -213,50 +215,9 @@ class _SettingSearch:
         """
         places: dict[int, Iterator[int]] = defaultdict(count)
         untried = [each for each in settings if self._status(each) in (None, "not tried")]
-        untried.sort(key=self._emptiness)
+        untried.sort(key=self.order.emptiness)
         ranked = [(next(places[each.replicas]), each.replicas, each) for each in untried]
         return [setting for *_, setting in sorted(ranked, key=lambda entry: entry[:2])]
-
-    def _emptiness(self, setting: Setting) -> tuple[int, float]:
-        return setting.stages_per_rank, self.costs.likely(setting).filled
-
-    def _learn(self, setting: Setting) -> None:
-        """Note how full a rank is under a setting for which no cut was found: what holds more is
-        not likely to fit either. Of what holds as much by the same guess another order may.
-        """
-        if self._status(setting) == "no cut":
-            filled = self.costs.likely(setting).filled
-            known = self.least_filled.get(setting.recompute, inf)
-            self.least_filled[setting.recompute] = min(known, filled)
-
-    def _likely(self, setting: Setting) -> tuple[int, bool, int, int, int, bool]:
-        """Return the sort key of a setting: 0 if it is likely to fit, 1 if it may, else 2; whether
-        it is not likely to be better than a plan, the stages on each rank, and its likely step; of
-        equal ones first what takes less time to plan.
-        """
-        likely = self.costs.likely(setting)
-        failed = self.least_filled.get(setting.recompute, inf)
-        doubt = 2 if likely.filled > min(MOST_FILLED, failed) else 0
-        doubt = max(doubt, int(likely.filled >= LIKELY_FILLED))
-        is_last = self._is_no_better(setting, likely)
-        is_auto = setting.recompute == "auto"
-        return doubt, is_last, setting.stages_per_rank, likely.step_ns, setting.ranks, is_auto
-
-    def _is_no_better(self, setting: Setting, likely: LikelyStep) -> bool:
-        """Return whether there is a plan under another schedule of the same stages that is likely
-        to be no longer and to hold no more, whatever either recomputes.
-        """
-        free = {"schedule": setting.schedule, "recompute": setting.recompute}
-        others = (each for each in self.plans if each.schedule != setting.schedule)
-        guesses = (self.costs.likely(each) for each in others if replace(each, **free) == setting)
-        return any(
-            each.step_ns <= likely.step_ns and each.filled <= likely.filled for each in guesses
-        )
-
-    def _needs_no_recompute(self, setting: Setting) -> bool:
-        """Return whether there is a plan of the setting without the recompute that it has."""
-        without = replace(setting, recompute="none")
-        return setting != without and without in self.plans
 
     def _rule_out(self, setting: Setting) -> bool:
         """Return whether a setting whose size is costed cannot have a plan, or no shorter one."""
@@ -304,7 +265,7 @@ class _SettingSearch:
         found, where a cap that is a little larger would do; else say what is in its way.
         """
         failed = [each for each in settings if self._status(each) == "no cut"]
-        failed.sort(key=self._emptiness)
+        failed.sort(key=self.order.emptiness)
         cap, least = self.space.base.memory_bytes, self._least_memory
         is_near = least is None or not isinstance(cap, int) or least.bytes <= next(larger_caps(cap))
         tries, effort = (LONGER_SEARCHES, ONE_OF_SEVERAL) if is_near else (1, EXPLAINED)
@@ -408,7 +369,7 @@ class _SettingSearch:
             options = replace(self.space.options(setting), memory_bytes=larger, noise=None)
             return self._drafted(setting, options, QUICK)
 
-        emptiest = min(possible, key=self._emptiness)
+        emptiest = min(possible, key=self.order.emptiness)
         auto = (each for each in possible if each == replace(emptiest, recompute="auto"))
         return least_memory(list(dict.fromkeys((emptiest, *auto))), cap, planned)
 
@@ -426,8 +387,9 @@ class _SettingSearch:
 
     def _is_unlikely(self, setting: Setting) -> bool:
         """Return whether more effort would not be spent on a setting either."""
-        doubt, _, _, step, *_ = self._likely(setting)
-        return doubt == 2 or step >= self._best_ns or self._needs_no_recompute(setting)
+        key = self.order.key(setting)
+        is_longer = key.step_ns >= self._best_ns
+        return key.doubt == 2 or is_longer or self.order.needs_no_recompute(setting)
 
     @property
     def _best_ns(self) -> float:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from types import FunctionType, MemberDescriptorType
 from typing import Any
@@ -13,6 +13,7 @@ from pipecompile.frontend.compared_value import MAPPINGS, MOST_ITEMS, NUMBERS
 from pipecompile.graph.attributes import CONTAINERS, PLAIN, plain_container
 
 __all__ = [
+    "aliased_names",
     "attributes_of",
     "data_names",
     "function_names",
@@ -50,6 +51,16 @@ def data_names(attributes: Mapping[str, Any]) -> list[str]:
 def function_names(attributes: Mapping[str, Any]) -> list[str]:
     """Return those names whose attributes are functions."""
     return [name for name in own_names(attributes) if isinstance(attributes[name], FunctionType)]
+
+
+def aliased_names(kind: type, names: Collection[str]) -> set[str]:
+    """Return what objects of a class are asked for where code reads these names of them: a config
+    of transformers has other names for some of its attributes.
+    """
+    aliases = getattr(kind, "attribute_map", None)
+    if not isinstance(aliases, dict):
+        return set()
+    return {own for alias, own in aliases.items() if alias in names and isinstance(own, str)}
 
 
 def names_there(attributes: Mapping[str, Any], kind: type) -> frozenset[str]:

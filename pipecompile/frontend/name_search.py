@@ -59,6 +59,7 @@ from pipecompile.frontend.compared_value import (
     referent,
 )
 from pipecompile.frontend.found_attributes import (
+    aliased_names,
     attributes_of,
     data_names,
     function_names,
@@ -209,6 +210,8 @@ class NameSearch:
             self._look_in_function(value)
         elif has_own_attributes(value, self._packages):
             self._look_in_object(where, value)
+        if isinstance(value, (attrgetter, methodcaller)):
+            self._names = self._names.with_texts(value.__reduce__()[1:2])
         if isinstance(value, ContextVar):
             self._look(f"{where}.get()", partial(value.get, GONE))
         if isinstance(value, ReferenceType):
@@ -298,6 +301,7 @@ class NameSearch:
     def _look_in_object(self, where: str, value: Any) -> None:
         attributes = attributes_of(value)
         names = {*self._named_of(where, value, attributes), *self._computed(value, attributes)}
+        names.update(attributes.keys() & aliased_names(type(value), self._names.names))
         self._look_among(where, attributes, names)
         if isinstance(value, ModuleType):
             return

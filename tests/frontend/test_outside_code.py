@@ -426,6 +426,20 @@ class OwnOperations:
         return x * SCALE
 
 
+class Aliased:
+    """Has another name for its scale, as configs of transformers do."""
+
+    attribute_map: ClassVar[dict[str, str]] = {"alias": "scale"}
+
+    def __init__(self) -> None:
+        self.scale = 2.0
+
+    def __getattribute__(self, name: str) -> Any:
+        get = super().__getattribute__
+        return get(get("attribute_map").get(name, name))
+
+
+ALIASED, OF_SCALE_1 = Aliased(), operator.attrgetter("scale_1")
 ACTS = ModuleType("functions")
 ACTS.act_1 = act_1  # type: ignore[attr-defined]
 OPERATIONS = SimpleNamespace(act_1=act_1, config_1=SimpleNamespace(scale=2.0))
@@ -545,6 +559,16 @@ COMPUTED: dict[str, tuple[Forward, Change, str]] = {
         lambda x: x * float(os.environ[VARIABLE]),
         lambda patch: patch.setenv(VARIABLE, "3.0"),
         "TEST_OUTSIDE",
+    ),
+    "by another name that its class has for it": (
+        lambda x: x * ALIASED.alias,
+        put("scale", 3.0, ALIASED),
+        "ALIASED.scale",
+    ),
+    "by an attrgetter that was made before": (
+        lambda x: x * OF_SCALE_1(OwnConfig),
+        put("scale_1", 3.0, OwnConfig),
+        "OwnConfig.scale_1",
     ),
     "of a global, by text": (
         lambda x: x * eval(f"SCALE_{ONE}"),

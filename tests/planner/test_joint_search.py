@@ -170,7 +170,7 @@ def test_with_a_setting_fixed_it_is_never_slower_than_that_plan(
     assert (joint.schedule.name, joint.microbatches) == (schedule, microbatches)
 
 
-@pytest.mark.parametrize("seed", [1, 19])
+@pytest.mark.parametrize("seed", [1, 2])
 def test_what_is_left_open_has_no_longer_a_step_than_if_it_is_given(seed: int) -> None:
     # Seven and six nodes: eight stages are not possible, and say nothing of memory.
     chain = random_chain(seed)

@@ -16,7 +16,7 @@ __all__ = ["gradient_sum_order"]
 
 
 @dataclass
-class _Sum:
+class _GradientSum:
     """One sum of gradients: of the nodes that read a tensor or parameter, and those that return it
     as it is, whose readers are among these.
     """
@@ -56,10 +56,10 @@ def gradient_sum_order(graph: CostGraph) -> Iterator[tuple[str, str]]:
             yield tensor.gradient_expanded_by, tensor.producer
 
 
-def _sums(graph: CostGraph) -> Iterator[_Sum]:
+def _sums(graph: CostGraph) -> Iterator[_GradientSum]:
     """Yield the sums of gradients that a step makes, of tensors and of parameters."""
-    of_tensors: dict[str, _Sum] = defaultdict(_Sum)
-    of_parameters = {each.name: _Sum() for each in graph.parameters if each.trainable}
+    of_tensors: dict[str, _GradientSum] = defaultdict(_GradientSum)
+    of_parameters = {each.name: _GradientSum() for each in graph.parameters if each.trainable}
     for node in graph.nodes:
         for name in of_parameters.keys() & set(node.parameters):
             of_parameters[name].readers.add(node.name)

@@ -43,13 +43,13 @@ WHY_BITS_DIFFER = """\
 def main() -> int:
     """Plan, train unsplit, train as a pipeline on 4 ranks, compare."""
     FOLDER.mkdir(exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix="unsplit-", dir=FOLDER) as scratch:
-        os.environ["PIPECOMPILE_CACHE"] = str(Path(scratch) / "cache")
-        return run(Path(scratch))
+    with tempfile.TemporaryDirectory(prefix="unsplit-", dir=FOLDER) as folder:
+        os.environ["PIPECOMPILE_CACHE"] = str(Path(folder) / "cache")
+        return run(Path(folder))
 
 
-def run(scratch: Path) -> int:
-    """The demo, with large files in `scratch`."""
+def run(folder: Path) -> int:
+    """The demo, with large files in `folder`."""
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     torch.set_num_threads(1)  # as each rank has: the number of threads changes how sums round
     target = Target.of(gpt2_small(), "gpt2_small")
@@ -58,11 +58,11 @@ def run(scratch: Path) -> int:
     )
     plan = plan_model(target)
     print("\ntraining the unsplit model for", STEPS, "steps …", flush=True)
-    losses = train_unsplit(target, plan, scratch)
+    losses = train_unsplit(target, plan, folder)
     del target
     print("training the pipeline on 4 gloo ranks under torchrun …\n", flush=True)
     started = time.perf_counter()
-    returncode = train_on_ranks(scratch)
+    returncode = train_on_ranks(folder)
     print(f"({time.perf_counter() - started:.0f} s with start-up; unsplit losses {losses})")
     print(f"\nwritten: {PLAN}, {FOLDER / 'trace.json'}, {FOLDER / 'timeline.svg'}")
     return returncode
@@ -86,14 +86,14 @@ def plan_model(target: Target) -> Plan:
     return plan
 
 
-def train_on_ranks(scratch: Path) -> int:
+def train_on_ranks(folder: Path) -> int:
     """Starts this file once for each rank, where `train_rank` runs; returns 0 if all ranks pass."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(RANKS)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", SCRATCH: str(scratch)}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", SCRATCH: str(folder)}
     return subprocess.run([*torchrun, "-m", "examples.demo"], env=environment).returncode
 
 
-def train_unsplit(target: Target, plan: Plan, scratch: Path) -> list[str]:
+def train_unsplit(target: Target, plan: Plan, folder: Path) -> list[str]:
     """The reference: its gradients go to one file a step, with which ranks compare theirs."""
     reference = reference_for(target, plan)
     optimizer = torch.optim.SGD(reference.model.parameters(), lr=LEARNING_RATE)
@@ -101,19 +101,19 @@ def train_unsplit(target: Target, plan: Plan, scratch: Path) -> list[str]:
     for step in range(STEPS):
         loss = reference.step(target, plan.microbatches, step=step)
         gradients = {name: p.grad for name, p in reference.model.named_parameters()}
-        torch.save({"loss": loss, "gradients": gradients}, _reference_file(scratch, step))
+        torch.save({"loss": loss, "gradients": gradients}, _reference_file(folder, step))
         optimizer.step()
         losses.append(f"{loss.item():.6f}")
     return losses
 
 
-def _reference_file(scratch: Path, step: int) -> Path:
-    return scratch / f"step{step}.pt"
+def _reference_file(folder: Path, step: int) -> Path:
+    return folder / f"step{step}.pt"
 
 
 def train_rank() -> int:
     """What each rank does under torchrun: run the committed plan, and compare after each step."""
-    scratch = Path(os.environ[SCRATCH])
+    folder = Path(os.environ[SCRATCH])
     target = Target.of(gpt2_small(), "gpt2_small")
     pipeline = pipecompile(target.model, target.call, plan=PLAN, loss_fn=target.loss_fn)
     optimizer = torch.optim.SGD(pipeline.parameters(), lr=LEARNING_RATE)
@@ -121,7 +121,7 @@ def train_rank() -> int:
     for step in range(STEPS):
         optimizer.zero_grad()
         loss = pipeline.step(target.call, target.targets)
-        unsplit = torch.load(_reference_file(scratch, step), mmap=True, weights_only=True)
+        unsplit = torch.load(_reference_file(folder, step), mmap=True, weights_only=True)
         comparison = compare(
             pipeline, (unsplit["loss"].item(), loss), unsplit["gradients"], {}, "unsplit"
         )

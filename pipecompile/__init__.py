@@ -78,7 +78,7 @@ check_torch()
 
 # Each public name with the module that it comes from, which is imported when the name is first
 # used.
-_HOMES = {
+_MODULES = {
     "BatchNormUpdate": "pipecompile.ir.plan",
     "Checkpoint": "pipecompile.training.checkpoint",
     "Choices": "pipecompile.api.choices",
@@ -114,9 +114,9 @@ if not (_package / "passes").is_dir() and (_package.parent / "passes" / "__init_
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
+    if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(_HOMES[name]), name)
+    return getattr(import_module(_MODULES[name]), name)
 
 
 def __dir__() -> list[str]:

@@ -69,7 +69,8 @@ def check_names(choices: Iterable[str]) -> None:
     known = [option.name for option in OPTIONS if option.is_choice]
     for name in choices:
         if name not in known:
-            raise unknown("option", name, known)
+            # `cost` is near to what `pipecompile()` takes beside them.
+            raise unknown("option", name, [*known, "k", "costs", "links", "loss_fn"])
 
 
 def requested_options(**choices: Any) -> Options:

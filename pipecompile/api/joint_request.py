@@ -30,7 +30,7 @@ __all__ = ["JointRequest", "joint_request"]
 class JointRequest:
     """The devices, the options that are not chosen, those that are fixed, and how much to search.
 
-    `base` is complete but for the numbers that are chosen, and for costs and caps of `unequal`
+    `base` is complete except for the numbers that are chosen, and costs and caps of `unequal`
     devices.
     """
 

@@ -171,7 +171,7 @@ def _cost_findings(
     if before != after:
         message = f"the costs changed ({before[:12]}… to {after[:12]}…); plan again"
         return [_stale(message), *_drift_between(plan, now, 0)]
-    # As bytes: the same model, costs and options always give the same file, but for the spelling
+    # As bytes: the same model, costs and options always give the same file, except the spelling
     # of the target, such as the path to it. How its options were chosen is not planned again.
     replanned = replace(with_target(now, plan.capture.target), joint=plan.joint)
     if encode(replanned) != encode(plan):

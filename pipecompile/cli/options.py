@@ -69,7 +69,7 @@ format_option = click.option(
 def planning_options(
     *, without: Collection[str] = (), **changes: dict[str, Any]
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Return a decorator that adds the options of a plan to a command, but for those `without`
+    """Return a decorator that adds the options of a plan to a command, except those `without`
     which it does; `changes` are those of the declarations of single options.
     """
 

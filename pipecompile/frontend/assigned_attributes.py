@@ -69,11 +69,11 @@ def refuse_lasting_state(
     for attribute in changed:
         where = _attribute_text(first, attribute)
         # As text: the tensors of two forwards are two objects, but of the same shape and type.
-        left, left_again = after_first.described(*attribute), after_second.described(*attribute)
-        if left != left_again:
+        left, left_second = after_first.described(*attribute), after_second.described(*attribute)
+        if left != left_second:
             raise CaptureError(
                 f"{where}: the forward sets it to {left}, and a second forward to "
-                f"{left_again}; a graph keeps no such state: what the forward computes "
+                f"{left_second}; a graph keeps no such state: what the forward computes "
                 f"with, {COMPUTED_WITH}; {LOOKED_AT}"
             )
         _refuse_unused_gradient(where, attribute, second)

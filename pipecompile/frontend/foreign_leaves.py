@@ -39,10 +39,10 @@ def foreign_leaves(model: nn.Module, outputs: Sequence[Tensor]) -> tuple[Tensor,
 
 
 def refuse_foreign_leaves(
-    model: nn.Module, first: Sequence[Tensor], again: Sequence[Tensor]
+    model: nn.Module, first: Sequence[Tensor], second: Sequence[Tensor]
 ) -> None:
     """Raise CaptureError for a leaf of two steps, which no forward has made."""
-    lasting = set(map(id, first)) & set(map(id, again))
+    lasting = set(map(id, first)) & set(map(id, second))
     for leaf in (each for each in first if id(each) in lasting):
         raise CaptureError(
             f"{_name(model, leaf)} of shape {tuple(leaf.shape)} gets a gradient, but is no "

@@ -11,6 +11,8 @@ from pipecompile.frontend.code_names import ANY, OF_TENSORS, CodeNames, strings_
 
 __all__ = ["FoundNames"]
 
+# `object.__getattribute__(self, name)` and `inspect.getattr_static` ask no class of the user's, in
+# which reads are noted.
 PAST_CLASSES = ("object", GETTER)
 STATICALLY = "getattr_static"
 

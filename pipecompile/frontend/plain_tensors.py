@@ -27,7 +27,7 @@ __all__ = ["plain_tensors_kept"]
 def plain_tensors_kept(model: nn.Module) -> Iterator[None]:
     """Put the plain tensors of `model` back after the block, in which its forward runs.
 
-    CaptureError if one was written to, whatever else the block raises of captures.
+    CaptureError if one was written to, also if the block raises another CaptureError.
     """
     before = [(name, tensor, tensor.detach().clone()) for name, tensor in _plain_tensors(model)]
     error: CaptureError | None = None

@@ -52,8 +52,8 @@ class SideEffectTracker(TorchDispatchMode):
         self.running_statistics: list[Tensor] = []
         self.cast_parameters: list[Tensor] = []
         self.writes_outside = False
-        # Fakes that stand for views of tensors with values, by storage: they must live so
-        # long, since another storage may get the number of one that is gone.
+        # Fakes that stand for views of tensors with values, by storage: they must live until
+        # `reset`, since another storage may get the number of one that is gone.
         self._outside: dict[int, Tensor] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -59,8 +59,8 @@ class Cluster(FileValue, frozen=True, kw_only=True):
             return Links.of(*distinct) if distinct else FREE
         # Nodes of 2 and 1 devices: [0, 0, 1]. Row 0 of the table is within, within, between; the
         # diagonal is not used.
-        homes = [index for index, node in enumerate(self.nodes) for _ in node]
-        table = [[self._link(one, other) for other in homes] for one in homes]
+        node_of_rank = [index for index, node in enumerate(self.nodes) for _ in node]
+        table = [[self._link(one, other) for other in node_of_rank] for one in node_of_rank]
         return links_of_pairs(table)
 
     def _pairs(self) -> list[tuple[int, int]]:

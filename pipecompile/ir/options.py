@@ -58,7 +58,7 @@ class ChoiceTypes(TypedDict, total=False):
         Option(
             None,
             "Number of equal parts that the minibatch is cut into.",
-            default_text="k; unless costs are measured chosen, up to 4 × k",
+            default_text="k if costs are measured; else chosen, from k to 4 × k",
         ),
     ]
     schedule: Annotated[

@@ -64,7 +64,7 @@ def hybrid_stages(text: str) -> Stages:
 
 def megatron_text(stages: Iterable[Sequence[str]]) -> str:
     """Return the string for symbols of stages, with repetitions: Ett|(tt|)*3L."""
-    # A stage ends with its |, but for the last one.
+    # Each stage except the last one ends with its |.
     parts = [_run_text(stage) for stage in stages]
     rows = [f"{part}|" for part in parts[:-1]] + parts[-1:]
     text = ""

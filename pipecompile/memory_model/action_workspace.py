@@ -32,7 +32,7 @@ def workspace_of_action(
     # A gather has all parameters twice, and is done before the action begins.
     peak = stage.gathered + _larger(peak, stage.gathered)
     if snapshot.kind in WEIGHT_GRADIENT_KINDS and stage.sums_in_backwards:
-        # When gradients are summed, what the microbatch has kept is gone but for what was sent.
+        # When gradients are summed, what the microbatch has kept is gone, except what was sent.
         is_whole = snapshot.kind is Kind.BACKWARD
         freed = (stage.activations if is_whole else between_halves(stage)) - stage.outputs
         return _larger(peak, stage.gathered + stage.backward_sum_peak - freed)

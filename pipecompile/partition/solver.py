@@ -1,6 +1,6 @@
 """The partitioner: from a problem to a cut, with a bound that says how good it is.
 
-`api` calls `solve`. Below it, imports go one way:
+`planner` and `api/partition_file.py` call `solve`. Below it, imports go one way:
 
     solver ─▶ multilevel_solver ─▶ flat_solver ─▶ search
     search ─▶ prefix_cuts, lattice, min_cut_bound, cpsat

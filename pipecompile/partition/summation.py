@@ -1,6 +1,6 @@
 """Pairs of nodes that must keep their order in stages, so that gradients are summed bit for bit.
 
-`api` passes them to the partitioner as `precedence`, for plans only.
+`planner/partition_problem.py` passes them to the partitioner, for plans only.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ __all__ = ["gradient_sum_order"]
 
 @dataclass
 class _GradientSum:
-    """One sum of gradients: of the nodes that read a tensor or parameter, and those that return it
-    as it is, whose readers are among these.
+    """The nodes whose gradients are added up for one tensor or parameter. Those in `returning`
+    return it unchanged, and their readers count as its readers.
     """
 
     readers: set[str] = field(default_factory=set)
@@ -33,7 +33,7 @@ def gradient_sum_order(graph: CostGraph) -> Iterator[tuple[str, str]]:
     Both orders agree if the stages of the readers do not fall. Floating-point addition is
     commutative, so the first two terms may change places: readers a, b, c, d give the pairs (a, b),
     (b, c), (b, d). If c or d gives several terms, or one that lies in memory otherwise than the
-    tensor, as the sum does that begins with it, so does (c, d).
+    tensor, as the sum does that begins with it, then (c, d) is a pair as well.
 
     A gradient that repeats elements (`expanded_by`) must not be sent: the node that expands it and
     the tensor's producer share a stage.

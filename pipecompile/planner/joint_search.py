@@ -57,15 +57,15 @@ RESCUES = 8  # settings that are tried beyond the effort while nothing fits
 RESCUES_EACH = 2  # of them with each number of replicas
 LONGER_SEARCHES = 2  # for settings without a cut, if no setting has a plan
 EXPLAINED = QUICK._replace(is_explained=True, is_advised=False)
-FINAL_SHARE = 1.05  # of the best step: what is no longer is planned again by a thorough search
+FINAL_SHARE = 1.05  # of the best step: up to this a setting is planned again thoroughly
 
 
 @dataclass(frozen=True)
 class JointLimits:
     """How much is searched: at most `effort` quick plans, of which one with very many actions
     counts as several, and none begun after `seconds`. The plan lists the `top` best settings, and
-    those that hold less than any shorter one. The answer is never longer than the thorough plan of
-    `reference`, but under noise by 2 %.
+    those that hold less than any shorter one. The answer is at most as long as the thorough plan
+    of `reference`; under noise it may be 2 % longer.
     """
 
     effort: int = DEFAULT_EFFORT
@@ -100,8 +100,8 @@ class _SettingSearch:
     """A search under way: what is known of each setting, and the plans so far.
 
     `finished` are the plans that a thorough search made: planning again gives the same ones.
-    `spent` is how much of the effort is, and `is_rescued` whether what holds the least was tried
-    since nothing fitted.
+    `spent` is how much of the effort was spent, and `is_rescued` whether what holds the least was
+    tried since nothing fitted.
     """
 
     space: SettingSpace
@@ -240,11 +240,11 @@ class _SettingSearch:
     def _finish(self, settings: Sequence[Setting]) -> None:
         """Plan the best settings again by a thorough search, by which `check` makes a plan too.
 
-        These are all whose step is close to the best: so what is left open has no longer a step
-        than if it is given, unless a thorough search gains more than that on a quick one. Without
-        any plan yet the first settings for which no cut was found get a longer search. Plans are
-        made by the other objective as well, unless the user has one, or they have very many
-        actions: then that takes longer than all quick plans together.
+        These are all whose step is close to the best: so the plan for options that are left open
+        has no longer step than for given ones, unless a thorough search gains more on a quick one.
+        Without any plan yet the first settings for which no cut was found get a longer search.
+        Plans are made by the other objective as well, unless the user has one, or they have very
+        many actions: then that takes longer than all quick plans together.
         """
         if len(settings) == 1 and not self._rule_out(settings[0]):
             self._plan(settings[0], ONE_OF_SEVERAL)

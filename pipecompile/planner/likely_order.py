@@ -20,9 +20,9 @@ MOST_FILLED = 1.0  # beyond which a setting is tried only if nothing else has a 
 
 
 class Likeliness(NamedTuple):
-    """The sort key of a setting: `doubt` is 0 if it is likely to fit, 1 if it may, else 2; then
-    whether it is not likely to be better than a plan, the stages on each rank, and its likely step;
-    of equal ones first what takes less time to plan.
+    """The sort key of a setting: `doubt` is 0 if it is likely to fit, 1 if it may, else 2. Behind
+    it come whether the setting is not likely to be better than a plan, the stages on each rank, the
+    likely step, and what tells which of equal ones takes less time to plan.
     """
 
     doubt: int
@@ -47,7 +47,7 @@ class LikelyOrder:
 
     def note_failed(self, setting: Setting) -> None:
         """Note how full a rank is under a setting for which no cut was found: what holds more is
-        not likely to fit either. Of what holds as much by the same guess another order may.
+        not likely to fit either. One that is guessed to hold as much may fit by another order.
         """
         known = self.least_filled.get(setting.recompute, inf)
         self.least_filled[setting.recompute] = min(known, self.costs.likely(setting).filled)

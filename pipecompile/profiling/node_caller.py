@@ -24,7 +24,12 @@ __all__ = ["NodeCaller"]
 
 DERIVATIVE = "it computes a derivative; write that out, or compute it in the loss function"
 SPARSE = "it computes with sparse tensors, which have no bytes to count; use dense ones (to_dense)"
-LIMITS = {"torch.func": DERIVATIVE, "autograd.grad": DERIVATIVE, "Cannot access storage": SPARSE}
+LIMITS = {
+    "torch.func": DERIVATIVE,
+    "autograd.grad": DERIVATIVE,
+    "does not have a grad_fn": DERIVATIVE,
+    "Cannot access storage": SPARSE,
+}
 """What nodes do that torch refuses here with these words."""
 
 

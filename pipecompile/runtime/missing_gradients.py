@@ -80,7 +80,7 @@ class MissingGradients:
         self._seen: dict[Hashable, set[States]] = {}
 
     def known(self, boundary: Hashable) -> States | None:
-        """Return what messages no longer tell; None if each of them tells it."""
+        """Return the states that are settled; None while each message carries them."""
         return self._known.get(boundary)
 
     def note(self, boundary: Hashable, states: States) -> None:
@@ -111,7 +111,7 @@ class MissingGradients:
 
     def check(self, boundary: Hashable, stage: int, states: States) -> None:
         """Raise InputError if a message before `stage` misses others than those that are left out
-        or sent, or has one in another order, and cannot tell.
+        or sent, or has one in another order, and no message carries its state any more.
         """
         known = self._known.get(boundary, states)
         for index, (was, now) in enumerate(zip(known, states, strict=True)):

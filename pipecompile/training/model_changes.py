@@ -18,7 +18,7 @@ HOOKS = frozenset({"_forward_hooks", "_forward_pre_hooks"})
 BACKWARD_HOOKS = ("_backward_hooks", "_backward_pre_hooks")
 COMPILED = "_compiled_call_impl"
 THEN = "when the model was compiled"
-AGAIN = "compile the model again"
+ADVICE = "compile the model again"
 CHECKPOINTING = "checkpointing"
 """In the names by which libraries switch it: `gradient_checkpointing`, `grad_checkpointing`."""
 
@@ -52,11 +52,11 @@ def changed_parameter(name: str, now: nn.Parameter, trained: bool, dtype: torch.
     if now.dtype != dtype:
         return (
             f"{name} is {now.dtype}, but was {dtype} {THEN}, and stages send and keep what is of "
-            f"that type; convert the model first, and {AGAIN}"
+            f"that type; convert the model first, and {ADVICE}"
         )
     required = "requires a gradient" if now.requires_grad else "requires no gradient"
     did = "did" if trained else "did not"
-    return f"{name} {required}, but {did} {THEN}; {AGAIN}"
+    return f"{name} {required}, but {did} {THEN}; {ADVICE}"
 
 
 def _text(name: str, before: Any, after: Any) -> str:
@@ -66,13 +66,13 @@ def _text(name: str, before: Any, after: Any) -> str:
     if last in HOOKS:
         return (
             f"{path or 'the model'} has other forward hooks than {THEN}, and the graph has those "
-            f"that were there; {AGAIN}"
+            f"that were there; {ADVICE}"
         )
     if last in BACKWARD_HOOKS:
         return (
             f"{path or 'the model'} has a backward hook that was not there {THEN}, and is taken "
             "apart, so it would not be called; register it on a module of torch.nn, or make the "
-            f"module one node (leaf), and {AGAIN}"
+            f"module one node (leaf), and {ADVICE}"
         )
     if CHECKPOINTING in last and isinstance(after, bool):
         return (
@@ -88,7 +88,7 @@ def _text(name: str, before: Any, after: Any) -> str:
     else:
         what = f"{name} is or holds something else than"
     return (
-        f"{what} {THEN}, and the graph may have that in it; {AGAIN}, or keep what changes in a "
+        f"{what} {THEN}, and the graph may have that in it; {ADVICE}, or keep what changes in a "
         "buffer and write to it in place"
     )
 
@@ -100,17 +100,17 @@ def _text_of_table(
     name = next(_changed_names(before, after))
     full, old, new = f"{path}.{name}".lstrip("."), before.get(name), after.get(name)
     if old is None:
-        return f"{full} is a {kind} that was not there {THEN}; {AGAIN}"
+        return f"{full} is a {kind} that was not there {THEN}; {ADVICE}"
     if new is None:
-        return f"{full} is gone, but was a {kind} {THEN}; {AGAIN}"
+        return f"{full} is gone, but was a {kind} {THEN}; {ADVICE}"
     if isinstance(old, Tensor) and isinstance(new, Tensor):
         if (was := _layout(old)) != (now := _layout(new)):
-            return f"{full} is {now}, but was {was} {THEN}; {AGAIN}"
+            return f"{full} is {now}, but was {was} {THEN}; {ADVICE}"
         return (
             f"{full} is another tensor than {THEN}, and stages have that one; write to it in place "
-            f"(copy_), or {AGAIN}"
+            f"(copy_), or {ADVICE}"
         )
-    return f"{full} is another {kind} than {THEN}, or stands at another place; {AGAIN}"
+    return f"{full} is another {kind} than {THEN}, or stands at another place; {ADVICE}"
 
 
 def _changed_names(before: Mapping[str, Any], after: Mapping[str, Any]) -> Iterator[str]:

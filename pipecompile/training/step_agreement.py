@@ -91,12 +91,12 @@ class StepAgreement:
         """Yield for an evaluation, which the ranks of the pipeline end together.
 
         No message comes back to a rank that has sent its last one: by itself it would end the
-        evaluation without hearing that a later rank has failed.
+        evaluation without knowing that a later rank has failed.
         """
         try:
             yield
         except Exception as error:
-            # Else the others wait for messages, and hear of it so.
+            # Else the others wait for messages; so they learn of it.
             has_ended = not (begun.is_refused or watch.has_lost_messages)
             if has_ended and not watch.deadline.is_over():
                 self.refuse(error, watch, everyone=False)

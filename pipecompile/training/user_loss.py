@@ -87,7 +87,7 @@ class UserLoss:
             yield
 
     def _state(self, outputs: Sequence[Tensor]) -> dict[int, str]:
-        """Return the names of parameters, their gradients and written buffers, by storage, but for
+        """Return the names of parameters, their gradients and written buffers, by storage, except
         outputs.
         """
         model, state = self.target.model, dict[int, str]()

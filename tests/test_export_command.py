@@ -13,7 +13,7 @@ from pipecompile.cli import commands
 from pipecompile.ir.plan import Plan
 from pipecompile.ir.serialization import encode, read, write
 from pipecompile.layouts.assignment import assignment_of
-from pipecompile.layouts.reading import read_layout
+from pipecompile.layouts.layout_text import read_layout
 from pipecompile.schedule.torch_csv import read_csv
 from tests.layouts.models import decoder
 from tests.layouts.plans import planned

@@ -34,7 +34,7 @@ from pipecompile.ir.size import caps_by_rank
 from pipecompile.layouts.assignment import assignment_of, layers_of
 from pipecompile.layouts.grains import Sections, kept_whole, sections_by_node
 from pipecompile.layouts.layer_times import read_layer_times
-from pipecompile.layouts.reading import read_layout
+from pipecompile.layouts.layout_text import read_layout
 from pipecompile.layouts.sections import Section
 from pipecompile.layouts.shared_state import shared_tensors
 from pipecompile.partition.cheap_nodes import with_cheap_nodes_copied

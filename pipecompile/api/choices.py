@@ -32,7 +32,7 @@ from pipecompile.ir.share import parse_share
 from pipecompile.ir.size import parse_caps
 from pipecompile.ir.stage_ranks import placement_of
 from pipecompile.layouts.layout import Layout
-from pipecompile.layouts.reading import layout_text, read_layout
+from pipecompile.layouts.layout_text import layout_text, read_layout
 from pipecompile.planner.option_conflicts import check_together
 from pipecompile.schedule.named_orders import lasting_microbatches, required_placement
 

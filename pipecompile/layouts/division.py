@@ -11,6 +11,7 @@ from typing import TypeVar
 
 from pipecompile.errors import InputError
 from pipecompile.ir.plan import LayoutFormat, Plan
+from pipecompile.layouts.export_text import lists_text, mapping_text, prefixes_of
 from pipecompile.layouts.layers import LayerList, ancestors, lies_in
 from pipecompile.layouts.layout import BEGINNING, END
 from pipecompile.layouts.megatron import megatron_text
@@ -22,7 +23,6 @@ from pipecompile.layouts.rows import (
     with_parameters,
 )
 from pipecompile.layouts.sections import ATTENTION, MLP, Section, in_halves, sections_of
-from pipecompile.layouts.writing import lists_text, mapping_text, prefixes_of
 
 __all__ = ["DIVISIONS", "Division"]
 

@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 from pipecompile.errors import InputError
 from pipecompile.ir.plan import LAYOUT_FORMATS, LayoutFormat, Plan
 from pipecompile.layouts.division import DIVISIONS, Division
+from pipecompile.layouts.export_text import json_text
 from pipecompile.layouts.pieces import Piece, rounded_stages, whole_stages
 from pipecompile.layouts.rows import PlanRow, rows_of
-from pipecompile.layouts.writing import json_text
 
 __all__ = ["Exported", "export_layout"]
 

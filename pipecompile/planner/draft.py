@@ -17,7 +17,7 @@ from pipecompile.ir.plan import Fingerprint, Options, Plan, Provenance
 from pipecompile.ir.serialization import fingerprint
 from pipecompile.ir.unequal_costs import UnequalCosts
 from pipecompile.layouts.assignment import assignment_of
-from pipecompile.layouts.reading import read_layout
+from pipecompile.layouts.layout_text import read_layout
 from pipecompile.partition.budget import THOROUGH, CutEffort
 from pipecompile.partition.cheap_nodes import with_cheap_nodes_copied
 from pipecompile.planner.partition_problem import problem_of

@@ -18,7 +18,7 @@ from pipecompile.graph.model_state import has_values, named_state
 from pipecompile.graph.storages import size_bytes
 from pipecompile.ir import graph as ir
 from pipecompile.profiling.cuda import as_on_cuda
-from pipecompile.profiling.folding import Fold, IrregularError, folds_of
+from pipecompile.profiling.folds import Fold, IrregularError, folds_of
 from pipecompile.profiling.kernel_workspace import workspace_on
 from pipecompile.profiling.node_costs import costs_of_nodes
 from pipecompile.profiling.observation import NodeObservation, StepObservation

@@ -29,9 +29,9 @@ from pipecompile.graph.layout import rounds_by_layout
 from pipecompile.ir.schedule import Action, Kind
 from pipecompile.runtime.agreement import Agreement
 from pipecompile.runtime.deadline import Deadline
-from pipecompile.runtime.missing_gradients import (
+from pipecompile.runtime.gradient_states import (
     MISSING,
-    MissingGradients,
+    GradientStates,
     in_order,
     seen_in_order,
     state_of,
@@ -121,7 +121,7 @@ class Messages:
         # Minibatches in flight number their microbatches alike: what was posted first comes first.
         self._buffers: dict[Action, deque[_Buffers]] = defaultdict(deque)
         self._trains = True
-        self._missing = MissingGradients()
+        self._states = GradientStates()
         self._receiving: dict[Action, deque[list[dist.Work]]] = defaultdict(deque)
         self._values_sent: dict[_Place, deque[list[dist.Work]]] = defaultdict(deque)
         self._gradients_sent: dict[int, deque[list[dist.Work]]] = defaultdict(deque)
@@ -154,7 +154,7 @@ class Messages:
         values, told, states = self._buffers[action].popleft()
         if told is not None:
             states = tuple(told.tolist())
-            self._missing.note(self._key(action, action.stage + 1), states)
+            self._states.note(self._key(action, action.stage + 1), states)
         if states is None:
             return values
         # If the receive was posted before anybody knew what is missing, the sender filled in
@@ -202,10 +202,10 @@ class Messages:
         if not any(shape.has_gradient for shape in boundary):
             return ()
         key, states = self._key(action, action.stage), tuple(map(state_of, values))
-        known = self._missing.known(key)
+        known = self._states.known(key)
         if states != known:
-            self._missing.check(key, action.stage, states)
-            self._missing.note(key, states)
+            self._states.check(key, action.stage, states)
+            self._states.note(key, states)
         sent: list[Tensor | None] = []
         for value, shape, state in zip(values, boundary, states, strict=True):
             if value is not None:
@@ -230,7 +230,7 @@ class Messages:
 
     def _gradient_buffers(self, key: _Key, boundary: Sequence[BoundaryShape]) -> _Buffers:
         """Return the buffers for gradients over a boundary, and for what is told of them."""
-        known = self._missing.known(key)
+        known = self._states.known(key)
         values = [
             shape.buffer(self._device) if shape.has_gradient and state != MISSING else None
             for shape, state in zip(boundary, known or (0,) * len(boundary), strict=True)
@@ -242,7 +242,7 @@ class Messages:
     @property
     def steps(self) -> int:
         """The number of training steps of which it knows what is missing."""
-        return self._missing.steps
+        return self._states.steps
 
     def begin(
         self,
@@ -267,7 +267,7 @@ class Messages:
         # Operations go before the memory that they write to.
         self._receiving.clear()
         self._buffers.clear()
-        self._missing.begin_step()
+        self._states.begin_step()
         self._values_sent.clear()
         self._gradients_sent.clear()
 
@@ -289,7 +289,7 @@ class Messages:
         self._values_sent.clear()
         self._gradients_sent.clear()
         if self._trains:
-            self._missing.end_step()
+            self._states.end_step()
 
     def _wait_for(self, works: list[dist.Work]) -> None:
         while works:
@@ -302,7 +302,7 @@ class Messages:
             # A rank that failed in a step which others have ended knows less of what is left out:
             # its next receive would be of one tensor more than is sent to it.
             if not self._agreement.is_history_the_same:
-                self._missing.forget()
+                self._states.forget()
             self._agreement = None
 
     def _boundaries_of(self, action: Action) -> Boundaries:

@@ -204,7 +204,7 @@ def steps_ended() -> tuple[int, int]:
         pipeline.step(batch)
     (distributed,) = pipeline._runner._stages._pipelines.values()
     (messages,) = distributed._messages_by_placement.values()
-    return messages.steps, len(messages._missing._known)
+    return messages.steps, len(messages._states._known)
 
 
 def test_ranks_know_what_is_missing_after_one_step(workers: Workers, tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from msgspec.structs import replace
 from pipecompile.errors import InputError
 from pipecompile.ir.graph import CostGraph
 from pipecompile.layouts.assignment import assignment_of, layers_of
-from pipecompile.layouts.reading import layout_text, read_layout
+from pipecompile.layouts.layout_text import layout_text, read_layout
 from tests.layouts.models import decoder
 
 GRAPH = decoder(4)

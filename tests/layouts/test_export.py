@@ -11,8 +11,8 @@ from pipecompile.errors import InputError
 from pipecompile.ir.plan import LAYOUT_FORMATS, LayoutFormat, Plan
 from pipecompile.layouts.assignment import assignment_of, named_nodes
 from pipecompile.layouts.export import export_layout
+from pipecompile.layouts.layout_text import read_layout
 from pipecompile.layouts.megatron import megatron_text
-from pipecompile.layouts.reading import read_layout
 from tests.layouts.models import decoder
 from tests.layouts.plans import cuts, planned
 

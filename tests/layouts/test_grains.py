@@ -9,7 +9,7 @@ from pipecompile.ir.audit import Grain
 from pipecompile.ir.graph import Tensor
 from pipecompile.layouts.assignment import assignment_of
 from pipecompile.layouts.grains import kept_whole, sections_by_node
-from pipecompile.layouts.reading import layout_text, read_layout
+from pipecompile.layouts.layout_text import layout_text, read_layout
 from pipecompile.layouts.shared_state import shared_tensors
 from pipecompile.partition.units import units
 from tests.layouts.models import decoder

@@ -9,7 +9,7 @@ import pytest
 from pipecompile.errors import FormatError, InputError
 from pipecompile.layouts.assignment import assignment_of
 from pipecompile.layouts.layer_times import layer_times, read_layer_times
-from pipecompile.layouts.reading import layout_text, read_layout
+from pipecompile.layouts.layout_text import layout_text, read_layout
 
 TABLE = """\
 part,forward_ms,backward_ms,parameters,saved

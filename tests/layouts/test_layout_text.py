@@ -7,8 +7,8 @@ from enum import Enum
 import pytest
 
 from pipecompile.errors import InputError
+from pipecompile.layouts.layout_text import layout_text, read_layout
 from pipecompile.layouts.megatron import megatron_text, string_stages
-from pipecompile.layouts.reading import layout_text, read_layout
 
 # Published layouts: stages a rank × ranks, the layers of the model, and its MTP layers.
 PUBLISHED = {

@@ -24,7 +24,7 @@ from torch import Tensor
 from pipecompile.errors import InputError
 from pipecompile.graph.layout import dense_order, rounds_by_layout
 
-__all__ = ["MISSING", "MissingGradients", "in_order", "seen_in_order", "state_of"]
+__all__ = ["MISSING", "GradientStates", "in_order", "seen_in_order", "state_of"]
 
 MISSING = -1
 States = tuple[int, ...]
@@ -67,7 +67,7 @@ def _order(state: int, dimensions: int) -> list[int]:
     return [state // BASE**place % BASE for place in range(dimensions)]
 
 
-class MissingGradients:
+class GradientStates:
     """What messages of gradients leave out, and how the others lie, by boundary.
 
     Sender and receiver see the same messages, and so know the same if they have ended the same

@@ -11,7 +11,7 @@ from pipecompile.frontend.capture import capture
 from pipecompile.frontend.signature import arguments_of
 from pipecompile.ir.graph import CostGraph
 from pipecompile.profiling import profile as profiling
-from pipecompile.profiling.folding import folds_of
+from pipecompile.profiling.folds import folds_of
 from pipecompile.profiling.workload import Workload
 
 WIDTH = 8

@@ -4,6 +4,7 @@ PyTorch.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import inf
@@ -14,7 +15,7 @@ from pipecompile.api.cluster import ClusterInput, caps_of, cluster_of
 from pipecompile.api.links import LinksInput, links_of
 from pipecompile.errors import InputError
 from pipecompile.ir.cluster import Cluster
-from pipecompile.ir.links import Links
+from pipecompile.ir.links import FREE, Links
 from pipecompile.ir.option_names import INFERENCE_OBJECTIVES
 from pipecompile.ir.options import DEFAULT_EFFORT, DEFAULT_TOP
 from pipecompile.ir.plan import Options
@@ -24,6 +25,8 @@ from pipecompile.planner.unequal_devices import UnequalDevices
 from pipecompile.schedule.named_orders import ASYNCHRONOUS
 
 __all__ = ["JointRequest", "joint_request"]
+
+logger = logging.getLogger("pipecompile.api")
 
 
 @dataclass(frozen=True)
@@ -83,6 +86,11 @@ def joint_request(devices: ClusterInput, links: LinksInput = None, **choices: An
         raise InputError(
             f"the links are for {connected.ranks} ranks, but there are {len(cluster.devices)} "
             "devices; give links among all of them"
+        )
+    if given["costs"] == "flops" and connected != FREE:
+        logger.warning(
+            "costs by flops are relative units, but links take nanoseconds: steps over several "
+            "devices do not compare; leave costs out (roofline), or give links that are free"
         )
     return JointRequest(cluster, connected, base, fixed, limits, unequal)
 

@@ -171,7 +171,8 @@ class _SettingSearch:
                 return
             if key.step_ns >= self._best_ns:
                 continue
-            if not (self.costs.has(setting) or self._has_time):
+            # The first one is tried however long its size takes to be costed.
+            if not (self.costs.has(setting) or self._has_time or not self.spent):
                 return
             self.costs.add(setting)
             if self.order.key(setting) != key:

@@ -226,3 +226,12 @@ def test_what_is_given_is_kept_and_the_rest_implied() -> None:
     assert request.base.costs == "roofline:a100"
     assert request.fixed == {"recompute": "auto", "k": 2}
     assert joint_request("2xa100", costs="flops").base.costs == "flops"
+
+
+def test_relative_units_beside_links_are_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    joint_request("4xh100", costs="flops")
+    assert "costs by flops are relative units, but links take nanoseconds" in caplog.text
+    caplog.clear()
+    joint_request("4xh100", costs="roofline:h100")
+    joint_request("1xh100", costs="roofline:h100")
+    assert not caplog.text

@@ -255,6 +255,15 @@ def test_a_time_limit_ends_the_search_with_the_best_plan_so_far(
     assert ended.joint.gap >= whole.joint.gap
 
 
+@pytest.mark.parametrize("replicas", [1, None])
+def test_one_setting_is_planned_although_the_time_is_up_before(replicas: int | None) -> None:
+    """What is costed first may be another size than that of the setting which is planned."""
+    fixed = {} if replicas is None else {"replicas": replicas}
+    joint = searched(uneven_chain(), space(4, fixed), JointLimits(seconds=0.0)).joint
+    assert joint is not None
+    assert joint.counts["planned"] == 1
+
+
 def test_recompute_is_chosen_where_memory_needs_it() -> None:
     chain = even_chain(bytes=10**7, parameter_bytes=1000)
     fixed = {"replicas": 1, "microbatches": 4, "schedule": "1f1b"}

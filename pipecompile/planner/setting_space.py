@@ -68,14 +68,18 @@ class SettingSpace:
 
     def settings(self) -> tuple[Setting, ...]:
         """Return all settings: numbers of replicas first, the fewest first, recompute last."""
-        found = tuple(filter(self._allowed, self._all()))
+        possible = tuple(self._all())
+        found = tuple(filter(self._allowed, possible))
+        if possible and not found:
+            # What was given cannot be together, whatever is chosen: this says why.
+            check_together(self.options(possible[0]))
         if not found:
             given = ", ".join(f"{name}={value}" for name, value in self.fixed.items())
             raise InputError(
                 f"no setting of {self.devices} devices and a batch of {self.samples} has "
                 f"{given or 'one microbatch for each replica'}; ranks × replicas must be the "
-                "number of devices, k is ranks × stages per rank, and replicas × microbatches must "
-                "divide the batch"
+                "number of devices, k is ranks × stages per rank, replicas × microbatches must "
+                "divide the batch, and a schedule may ask for stages on each rank of its own"
             )
         return found
 

@@ -235,3 +235,9 @@ def test_relative_units_beside_links_are_warned_of(caplog: pytest.LogCaptureFixt
     joint_request("4xh100", costs="roofline:h100")
     joint_request("1xh100", costs="roofline:h100")
     assert not caplog.text
+
+
+def test_choices_that_cannot_be_together_are_named() -> None:
+    request = joint_request("4xh100", shard="parameters", replicas=1)
+    with pytest.raises(InputError, match="shard='parameters' divides stages over replicas"):
+        joint_plan_of(example("sequential"), request, self_check=False)

@@ -54,11 +54,14 @@ def in_order(gradient: Tensor, state: int) -> Tensor:
 
 def seen_in_order(received: Tensor, state: int) -> Tensor:
     """Return the gradient that a message has brought, whose shape `received` has, as it lay where
-    it was sent.
+    it was sent: the same tensor with other strides.
     """
-    order = _order(state, received.dim())
-    sent = received.view([received.shape[dimension] for dimension in order])
-    return sent.permute([order.index(dimension) for dimension in range(received.dim())])
+    strides, step = [0] * received.dim(), 1
+    for dimension in reversed(_order(state, received.dim())):
+        strides[dimension] = step
+        step *= received.shape[dimension]
+    # In place: a view would hold its base, and autograd adds in place only to what nobody holds.
+    return received.as_strided_(received.shape, strides)
 
 
 def _order(state: int, dimensions: int) -> list[int]:

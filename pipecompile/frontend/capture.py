@@ -5,7 +5,8 @@ Each is tried if those before it cannot express the forward or differ from the m
     recorded                         batch size open    no data-dependent modules
     recorded with fakes in sight     as above, the forward may see that its tensors have no values
     recorded as for export           as above, with the flags by which models avoid shortcuts
-    recorded, data probed            data-dependent modules are one node each
+    recorded, data probed            data-dependent modules are one node each; with fakes in sight
+                                     where fewer modules are one node so
     recorded as for export, data probed
     recorded, inputs read            what is read out of inputs is that of the sample; it comes
                                      second if an input is then left out, such as a mask of ones
@@ -17,7 +18,7 @@ Each is tried if those before it cannot express the forward or differ from the m
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 from weakref import ProxyTypes
@@ -70,6 +71,14 @@ class _RecordingMethod:
     hides_fakes: bool = False
     reads_inputs: bool = False
 
+    @property
+    def variants(self) -> tuple[_RecordingMethod, ...]:
+        """The method, and with it the one where fakes are in sight, if both are to be compared."""
+        if not (self.allows_data and self.hides_fakes):
+            return (self,)
+        name = self.name.replace("recorded", "recorded with fakes in sight")
+        return self, replace(self, name=name, hides_fakes=False)
+
 
 IN_SIGHT = _RecordingMethod(
     "recorded with fakes in sight", exporting=False, symbolic=True, allows_data=False
@@ -88,13 +97,19 @@ METHODS = (
     ),
     IN_SIGHT,
     _RecordingMethod("recorded as for export", exporting=True, symbolic=True, allows_data=False),
-    _RecordingMethod("recorded, data probed", exporting=False, symbolic=True, allows_data=True),
+    _RecordingMethod(
+        "recorded, data probed", exporting=False, symbolic=True, allows_data=True, hides_fakes=True
+    ),
     _RecordingMethod(
         "recorded as for export, data probed", exporting=True, symbolic=True, allows_data=True
     ),
     INPUTS_READ,
     _RecordingMethod(
-        "recorded for one batch size", exporting=False, symbolic=False, allows_data=True
+        "recorded for one batch size",
+        exporting=False,
+        symbolic=False,
+        allows_data=True,
+        hides_fakes=True,
     ),
     _RecordingMethod(
         "recorded as for export, for one batch size",
@@ -155,14 +170,9 @@ def captures(
             for recorded in _as_outside(by):
                 has_capture = True
                 yield recorded
-        try:
-            if method.allows_data:
-                recorded = by(method, answers=answers, read_outside=read_outside)
-            else:
-                recorded = by(method)
-        except UnsupportedError as error:
-            failures.append(error)
-        else:
+        if method.allows_data:
+            by = partial(by, answers=answers, read_outside=read_outside)
+        for recorded in _recorded(by, method, failures):
             has_capture = True
             yield recorded
     # In an export the model may catch an error about data, and nobody would know.
@@ -229,6 +239,27 @@ def _is_uniform(tensor: Tensor) -> bool:
     return bool((tensor == tensor.flatten()[0]).all())
 
 
+def _recorded(
+    by: Callable[[_RecordingMethod], Capture],
+    method: _RecordingMethod,
+    failures: list[CaptureError],
+) -> Iterator[Capture]:
+    """Yield what can be recorded by a method, and add to `failures` what stands in the way.
+
+    With data probed a path that asks for values only where it sees no fakes, such as
+    `if mask.all()`, can make the whole model one node: then fakes are in sight first.
+    """
+    captures = []
+    for each in method.variants:
+        try:
+            captures.append(by(each))
+        except UnsupportedError as error:
+            failures.append(error)
+    if len(captures) > 1 and not captures[0].data_dependent <= captures[1].data_dependent:
+        captures.reverse()
+    yield from captures
+
+
 def _as_outside(by: Callable[[_RecordingMethod], Capture]) -> Iterator[Capture]:
     """Yield the capture of the path that the model takes where it sees no fakes. It is only taken
     if it leaves out an input that it has read, such as a mask that masks nothing.
@@ -292,6 +323,7 @@ def _capture_by(
         # On a path of its own for fakes a forward may leave out what it reads outside of a capture.
         read_attributes=read if method.hides_fakes or read_outside is not None else None,
         taken_apart=frozenset(forward.recorder.recording.taken_apart),
+        data_dependent=frozenset(forward.recorder.data_dependent),
         training={path: module.training for path, module in model.named_modules()},
         # A graph that keeps its masks is for batches with and without padding: so is a further one.
         recapture=partial(recapture, as_outside=method.reads_inputs),

@@ -56,7 +56,8 @@ class Capture:
     attributes that are no longer set. `training` tells, by path, in which mode each module was.
     `assigned_attributes` are the attributes that the forward sets for itself, `read_attributes`
     those that it reads, by path and name, and those of objects in attributes; None if that is not
-    known. `taken_apart` are the paths of the modules that it was recorded inside. `recapture`
+    known. `taken_apart` are the paths of the modules that it was recorded inside, `data_dependent`
+    those of the modules that are one node since they ask for values of tensors. `recapture`
     captures the same model for another call. `asks_layout` is where the forward asks how a tensor
     lies in memory, "" if it does not: then inputs may lie in any way. `value_reads` are tensors
     whose values are numbers in the graph, and `constant_answers` what was read out of tensors that
@@ -77,6 +78,7 @@ class Capture:
     assigned_attributes: frozenset[tuple[str, str]]
     read_attributes: frozenset[tuple[str, str]] | None
     taken_apart: frozenset[str]
+    data_dependent: frozenset[str]
     recapture: Callable[[Arguments], Capture]
     asks_layout: str = ""
     value_reads: tuple[ValueRead, ...] = ()

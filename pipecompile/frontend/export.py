@@ -87,6 +87,7 @@ def export_capture(
         ),
         assigned_attributes=frozenset(),
         read_attributes=None,
+        data_dependent=frozenset(),
         taken_apart=frozenset(path for path, _ in model.named_modules()),
         training={path: part.training for path, part in model.named_modules()},
         recapture=recapture,

@@ -231,7 +231,7 @@ class NameSearch:
     def _look_in_function(self, function: FunctionType) -> None:
         # It may say the module of a function that it wraps. Code that was made by `exec` has none,
         # and what generates code (torch.fx) lets it call the functions of the user.
-        module = function.__globals__.get("__name__")
+        module: str = function.__globals__.get("__name__") or ""
         if module and self._is_foreign(module) and self._is_foreign(function.__module__):
             return
         reads = names_in(function.__code__)

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from pipecompile.errors import CaptureError
 from pipecompile.frontend.name_search import NameSearch
 from pipecompile.frontend.nested_values import tensors_in
-from pipecompile.frontend.training_step import is_same_tensor
 from pipecompile.graph.model_state import has_values, named_tensor_attributes
+from pipecompile.graph.restored_state import is_same_tensor
 from pipecompile.graph.storages import is_irregular
 
 __all__ = ["plain_tensors_kept"]

@@ -15,6 +15,7 @@ from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from pipecompile.errors import CaptureError, PipecompileError
+from pipecompile.frontend.assigned_attributes import changed_attributes
 from pipecompile.frontend.captured_graph import Capture
 from pipecompile.frontend.deviation import difference_text, first_deviating_call, first_reader
 from pipecompile.frontend.foreign_leaves import refuse_foreign_leaves
@@ -24,11 +25,12 @@ from pipecompile.frontend.signature import Arguments
 from pipecompile.frontend.training_step import (
     SEED,
     TrainingStep,
-    is_same_tensor,
     restored_state,
     training_step,
     training_steps,
 )
+from pipecompile.graph.attributes import ModuleAttributes
+from pipecompile.graph.restored_state import is_same_tensor
 from pipecompile.passes.autograd_context import EnterContexts
 from pipecompile.passes.contract import Pass, apply_passes
 
@@ -72,7 +74,7 @@ def check_capture(
     if outside is not None:
         _refuse_changes(outside)
     _refuse_sparse(original.gradients)
-    captured = _captured_step(model, runnable, capture.inputs.flatten(call))
+    captured = _captured_step(capture, runnable, capture.inputs.flatten(call))
     refuse_foreign_leaves(model, original.foreign_leaves, captured.foreign_leaves)
     # In the order of the step: where outputs differ gradients mostly do too, and the first one is
     # the nearest to its cause.
@@ -188,6 +190,8 @@ def _original_step(model: nn.Module, call: Arguments) -> TrainingStep:
     """Take a step of the model itself; CaptureError if it fails or returns fake tensors."""
     try:
         step = training_step(model, lambda: model(*call.args, **call.kwargs))
+    except CaptureError:
+        raise
     except Exception as error:
         raise ModelFailsError(
             f"a training step of the model itself fails on the sample input: {error}; if it is "
@@ -227,11 +231,20 @@ def _likely_cause(model: nn.Module, call: Arguments, first: TrainingStep) -> str
 
 
 def _captured_step(
-    model: nn.Module, module: fx.GraphModule, inputs: Sequence[Tensor]
+    capture: Capture, module: fx.GraphModule, inputs: Sequence[Tensor]
 ) -> TrainingStep:
-    """Take a step of the graph; DifferenceError if it fails, which that of the model did not."""
+    """Take a step of the graph; DifferenceError if it fails, which that of the model did not, and
+    CaptureError if it leaves what the next step would refuse.
+    """
+
+    def run() -> object:
+        before = ModuleAttributes.of(capture.model)
+        outputs = module(*inputs)
+        _refuse_left_attributes(capture, before)
+        return outputs
+
     try:
-        return training_step(model, lambda: module(*inputs))
+        return training_step(capture.model, run)
     except PipecompileError:
         raise
     except Exception as error:
@@ -241,6 +254,19 @@ def _captured_step(
             f"model does not ({type(error).__name__}: {reason}); make the module that this is "
             "about one node (leaf)"
         ) from error
+
+
+def _refuse_left_attributes(capture: Capture, before: ModuleAttributes) -> None:
+    """Raise CaptureError if the graph has left an attribute changed that the model has not."""
+    paths = {module: path for path, module in capture.model.named_modules()}
+    for module, name in changed_attributes(before, ModuleAttributes.of(capture.model)):
+        if capture.may_read(paths[module], name):
+            where = f"{paths[module]}.{name}" if paths[module] else name
+            raise CaptureError(
+                f"{where}: a hook, or another part that runs in each step, changes it, and the "
+                "forward changes it back (by pop or clear), which no graph does; let the forward "
+                "leave there what the hook keeps"
+            )
 
 
 def with_autograd_contexts(module: fx.GraphModule) -> fx.GraphModule:

@@ -21,11 +21,11 @@ from pipecompile.frontend.data_probe import cuda_devices
 from pipecompile.frontend.foreign_leaves import foreign_leaves
 from pipecompile.graph.attributes import attributes_restored
 from pipecompile.graph.pytrees import tensor_leaves
+from pipecompile.graph.restored_state import is_same_tensor, tensors_restored
 
 __all__ = [
     "SEED",
     "TrainingStep",
-    "is_same_tensor",
     "restored_state",
     "training_step",
     "training_steps",
@@ -148,25 +148,14 @@ def _gradients(outputs: Sequence[Tensor], parameters: Sequence[Tensor]) -> Seque
 def restored_state(model: nn.Module) -> Iterator[Mapping[Tensor, Tensor]]:
     """Restore parameters, buffers, attributes and the random state after the block.
 
-    Yield what each parameter and buffer was before.
+    Yield what each parameter and buffer was before. CaptureError if one has another shape then,
+    which is restored too.
     """
     # All parameters: nothing shows that a forward writes to one through `.data` in a leaf module.
-    before = {each: each.detach().clone() for each in (*model.buffers(), *model.parameters())}
-    with torch.random.fork_rng(devices=cuda_devices(model)), attributes_restored(model):
-        try:
-            yield before
-        finally:
-            # In place, since the model's tables, and optimizers, refer to these tensors.
-            with torch.no_grad():
-                for tensor, value in before.items():
-                    if not is_same_tensor(tensor, value):
-                        tensor.copy_(value)
-
-
-def is_same_tensor(left: Tensor, right: Tensor) -> bool:
-    """Return whether two tensors are equal in shape, type and every element; NaN equals NaN."""
-    if left.shape != right.shape or left.dtype != right.dtype:
-        return False
-    if torch.equal(left, right):
-        return True
-    return bool(((left == right) | (left.isnan() & right.isnan())).all())
+    state = (*model.buffers(), *model.parameters())
+    with (
+        torch.random.fork_rng(devices=cuda_devices(model)),
+        attributes_restored(model),
+        tensors_restored(model, state) as before,
+    ):
+        yield before

@@ -15,6 +15,7 @@ from pipecompile.graph.attention_path import training_attention
 from pipecompile.graph.copied_nodes import is_copyable
 from pipecompile.graph.kv_cache import kv_token_bytes
 from pipecompile.graph.model_state import has_values, named_state
+from pipecompile.graph.restored_state import tensors_restored
 from pipecompile.graph.storages import size_bytes
 from pipecompile.ir import graph as ir
 from pipecompile.profiling.cuda import as_on_cuda
@@ -148,18 +149,11 @@ def _storage_numbering(graph: fx.Graph, observation: StepObservation) -> dict[in
 @contextmanager
 def _restored_state(module: nn.Module) -> Iterator[None]:
     """Restore the buffers of `module` and the random generators after the block."""
-    buffers = [(buffer, buffer.clone()) for buffer in module.buffers() if has_values(buffer)]
+    buffers = [buffer for buffer in module.buffers() if has_values(buffer)]
     devices = {value.device for value in (*module.parameters(), *module.buffers()) if value.is_cuda}
     # Dropout and batch norms run for real where nodes are measured, with any number of repeats.
-    with torch.random.fork_rng(devices):
-        try:
-            yield
-        finally:
-            with torch.no_grad():
-                for buffer, before in buffers:
-                    # An expanded buffer refuses any write, but it never changes either.
-                    if not torch.equal(buffer, before):
-                        buffer.copy_(before)
+    with torch.random.fork_rng(devices), tensors_restored(module, buffers):
+        yield
 
 
 def _nodes(

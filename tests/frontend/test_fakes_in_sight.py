@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import pytest
@@ -73,3 +74,65 @@ def test_a_model_that_sees_the_capture_all_the_same_is_right_or_refused(
         message = "the exact type"
         assert called(module.graph) == ["layer"]
     assert "the exact type" in message
+
+
+class Scaled(nn.Module):
+    """Reads a number out of its input."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """A value of any shape to the same shape."""
+        return x * x.detach().abs().max().item()
+
+
+class Asking(nn.Module):
+    """Layers around a module that reads a number; `sees` chooses among paths, as in `Looking`."""
+
+    def __init__(self, sees: Callable[[Tensor], bool]) -> None:
+        super().__init__()
+        self.scaled, self.looking = Scaled(), Looking(sees)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """A value of shape (N, WIDTH) to the same shape."""
+        return self.looking(self.scaled(x))
+
+
+@pytest.mark.parametrize("sees", HIDDEN.values(), ids=HIDDEN)
+def test_so_it_is_beside_a_module_that_asks_for_data(sees: Callable[[Tensor], bool]) -> None:
+    found, module, _ = proven_capture(Asking(sees), CALL)
+    assert found.method == "recorded, data probed"
+    assert called(module.graph) == ["scaled", "looking.layer"]
+
+
+class OfOneSize(Looking):
+    """What it computes with is the sample's batch size."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """A value of shape (N, WIDTH) to the same shape."""
+        return super().forward(x) * math.log2(int(x.shape[0]))
+
+
+@pytest.mark.parametrize("sees", HIDDEN.values(), ids=HIDDEN)
+def test_so_it_is_in_a_recording_for_one_batch_size(sees: Callable[[Tensor], bool]) -> None:
+    _, module, _ = proven_capture(OfOneSize(sees), CALL)
+    assert "layer" in called(module.graph)
+
+
+class Masked(nn.Module):
+    """As models with masks do: it looks whether the mask masks nothing, unless it is captured."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scaled, self.layer = Scaled(), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """A value of shape (N, WIDTH) to the same shape."""
+        mask = (x > 0).float()
+        if not is_tracing(x) and mask.all():
+            return self.layer(self.scaled(x))
+        return self.layer(self.scaled(x) * mask)
+
+
+def test_a_path_that_makes_the_whole_model_one_node_is_not_taken() -> None:
+    found, module, _ = proven_capture(Masked(), CALL)
+    assert found.method == "recorded with fakes in sight, data probed"
+    assert {"scaled", "layer"} <= set(called(module.graph))

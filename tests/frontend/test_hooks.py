@@ -19,6 +19,7 @@ from pipecompile.api.compilation import pipecompile
 from pipecompile.errors import CaptureError, InputError
 from pipecompile.frontend.capture import capture
 from pipecompile.frontend.outside_values import OutsideValues
+from pipecompile.frontend.proof import proven_capture
 from pipecompile.frontend.signature import Arguments
 from pipecompile.passes.contract import apply_passes
 from pipecompile.passes.group import Group
@@ -230,3 +231,64 @@ def test_a_step_knows_the_hooks_of_all_modules() -> None:
     finally:
         handle.remove()
     pipeline.step(X[:4])
+
+
+class Kept(nn.Module):
+    """A hook of its first layer keeps a result, which the forward takes."""
+
+    def __init__(self, keep: Callable[[Any, Tensor], None], take: Callable[[Any], Tensor]) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.kept: Any = {}
+        self.take = take
+        self.first.register_forward_hook(lambda module, inputs, output: keep(self, output))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """A value of shape (N, 8) to the same shape."""
+        y = self.first(x).tanh()
+        return self.last(y + self.take(self))
+
+
+def in_dict(model: Any, output: Tensor) -> None:
+    model.kept["first"] = output
+
+
+def set_anew(model: Any, output: Tensor) -> None:
+    model.kept = output
+
+
+def taken(model: Any) -> Tensor:
+    kept: Tensor = model.kept
+    model.kept = {}
+    return kept
+
+
+def cleared(model: Any) -> Tensor:
+    kept: Tensor = model.kept["first"]
+    model.kept.clear()
+    return kept
+
+
+@pytest.mark.parametrize(
+    ("keep", "take"),
+    [(in_dict, lambda model: model.kept.pop("first")), (in_dict, cleared), (set_anew, taken)],
+)
+def test_what_a_hook_keeps_and_the_forward_takes_away_is_refused(
+    keep: Callable[[Any, Tensor], None], take: Callable[[Any], Tensor]
+) -> None:
+    with pytest.raises(CaptureError, match="let the forward leave there what the hook keeps"):
+        proven_capture(Kept(keep, take), Arguments((X[:4].clone(),), {}))
+
+
+@pytest.mark.parametrize(
+    ("keep", "take"),
+    [(in_dict, lambda model: model.kept["first"]), (set_anew, lambda model: model.kept)],
+)
+def test_the_way_out_of_that_works(
+    keep: Callable[[Any, Tensor], None], take: Callable[[Any], Tensor]
+) -> None:
+    x = X[:4].clone()
+    pipeline = pipecompile(
+        Kept(keep, take), x, k=2, microbatches=2, loss_fn=mean_square, costs="flops"
+    )
+    assert torch.equal(pipeline.step(x), pipeline.step(x))

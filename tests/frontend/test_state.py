@@ -625,3 +625,39 @@ def test_a_parameter_that_a_module_writes_to_is_as_before() -> None:
     model.load_state_dict(before)
     assert torch.equal(written, model(*call.args))
     assert captured_model.method == "recorded"
+
+
+class Ranged(nn.Module):
+    """As observers of quantisation do: buffers get their shape in the first forward."""
+
+    def __init__(self, resize: Callable[[Tensor, Tensor], Any]) -> None:
+        super().__init__()
+        self.register_buffer("least", torch.ones(0))
+        self.resize = resize
+
+    def forward(self, x: Tensor) -> Tensor:
+        """A value of shape (N, WIDTH) to the same shape."""
+        with torch.no_grad():
+            self.resize(self.least, x.amin(0))
+        return x - self.least
+
+
+@pytest.mark.parametrize("self_check", [True, False])
+@pytest.mark.parametrize(
+    "resize",
+    [
+        lambda buffer, value: buffer.resize_(value.shape).copy_(value),
+        lambda buffer, value: buffer.resize_as_(value).copy_(value),
+        lambda buffer, value: torch.amin(value[None], 0, out=buffer),
+        lambda buffer, value: buffer.data.resize_(value.shape).copy_(value),
+        lambda buffer, value: buffer.set_(value.clone()),
+    ],
+)
+def test_a_buffer_that_the_first_forward_resizes(
+    resize: Callable[[Tensor, Tensor], Any], *, self_check: bool
+) -> None:
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), Ranged(resize), nn.Linear(WIDTH, WIDTH))
+    with pytest.raises(CaptureError) as caught:
+        pipecompile(model, X, k=2, leaf=["Ranged"], loss_fn=mean_square, self_check=self_check)
+    assert "\n" not in str(caught.value)
+    assert model[1].least.shape == (0,)

@@ -11,11 +11,13 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-__all__ = ["ANY", "OF_TENSORS", "CodeNames", "names_in", "strings_in"]
+__all__ = ["ANY", "MATCHED", "OF_TENSORS", "CodeNames", "names_in", "strings_in"]
 
 OF_TENSORS = frozenset(dir(Tensor))
 ANY = "*"
 """Stands for what has an attribute where code reads it of something without a name."""
+MATCHED = "__match_args__"
+"""Where a class has the names of what `case Stats(value)` reads of its objects."""
 MOST_TEXTS = 256
 """Of a larger collection nothing is taken for names."""
 ATTRIBUTE_LOADS = frozenset({"LOAD_ATTR", "LOAD_METHOD"})
@@ -38,10 +40,10 @@ class CodeNames(NamedTuple):
 
     `imports` are the Python modules that it imports when it runs. `qualified` are the names that
     tensors have too, each with the variable or attribute that it is read of: ("config", "dtype").
-    Where that is `self`, the class of the method stands there as well. Code that `is_by_text` names
-    attributes by strings, and `computing` are the names by which it may read attributes whose names
-    are no constants, each with the global that it reads them of: ("getattr", "nn.functional"), or
-    ("getattr", "*") for anything.
+    Where that is `self`, the class of the method stands there as well. `computing` are the names by
+    which it may read attributes whose names are no constants, each with the global that it reads
+    them of: ("getattr", "nn.functional"), or ("getattr", "*") for anything. Its strings are names
+    of attributes then.
     """
 
     names: frozenset[str]
@@ -49,7 +51,6 @@ class CodeNames(NamedTuple):
     may_be_absent: frozenset[str]
     imports: frozenset[str]
     qualified: frozenset[tuple[str, str]]
-    is_by_text: bool
     computing: frozenset[tuple[str, str]]
 
     def joined(self, other: CodeNames) -> CodeNames:
@@ -60,7 +61,6 @@ class CodeNames(NamedTuple):
             self.may_be_absent | other.may_be_absent,
             self.imports | other.imports,
             self.qualified | other.qualified,
-            self.is_by_text or other.is_by_text,
             self.computing | other.computing,
         )
 
@@ -78,11 +78,14 @@ def _own_names(code: CodeType) -> CodeNames:
     found = [(each.opname, each.argval) for each in instructions]
     loads = {name for operation, name in found if operation.startswith(("LOAD", "IMPORT_FROM"))}
     names = loads.intersection(code.co_names)
+    names |= strings_in(_matched(found))
     imports = {name for operation, name in found if operation == "IMPORT_NAME"}
     of_globals = {name for operation, name in found if operation in GLOBAL_LOADS}
     # In `getattr(self, "scale")` the name of the attribute is a constant of the code, not a name.
-    is_by_text = bool(names & BY_TEXT)
-    texts = strings_in(_loaded_constants(found)) if is_by_text else frozenset[str]()
+    by_text = BY_TEXT.intersection(names)
+    texts, computing = _constant_names(instructions), frozenset(_computing(instructions, by_text))
+    if computing:
+        texts |= strings_in(_loaded_constants(found))
     # Strings are read of anything: which object getattr is given, code does not show.
     qualified = {*_qualified(found, code), *((ANY, text) for text in texts)}
     if "globals" in names:
@@ -95,9 +98,14 @@ def _own_names(code: CodeType) -> CodeNames:
         frozenset(may_be_absent),
         frozenset(imports),
         frozenset(qualified),
-        is_by_text,
-        frozenset(_computing(instructions, BY_TEXT.intersection(names))),
+        computing,
     )
+
+
+def _constant_names(instructions: list[dis.Instruction]) -> frozenset[str]:
+    """Return the constants that getattr and hasattr are given as names."""
+    calls = (index for index, each in enumerate(instructions) if each.argval in BY_NAME)
+    return strings_in({_constant_name(instructions[index:]) for index in calls})
 
 
 def _computing(
@@ -110,7 +118,7 @@ def _computing(
         for index, each in enumerate(instructions):
             if each.argval == name and name not in BY_NAME:
                 yield name, ANY
-            elif each.argval == name and not _has_constant_name(instructions[index:]):
+            elif each.argval == name and _constant_name(instructions[index:]) is None:
                 yield name, _global_owner(instructions[index + 1 :])
 
 
@@ -132,8 +140,9 @@ def _global_owner(instructions: list[dis.Instruction]) -> str:
     return ANY
 
 
-def _has_constant_name(instructions: list[dis.Instruction]) -> bool:
-    """Return whether a call of getattr or hasattr, which begins with these, is given a constant.
+def _constant_name(instructions: list[dis.Instruction]) -> Any:
+    """Return the constant that a call of getattr or hasattr, which begins with these instructions,
+    is given; None if it is none.
 
         getattr(object, "name", default)
               2      3       4        5      values on the stack, with the function and a NULL
@@ -145,13 +154,24 @@ def _has_constant_name(instructions: list[dis.Instruction]) -> bool:
         # With that of PRECALL, which Python 3.11 has before it, the effect would be this one too.
         is_call, arguments = each.opname == "CALL", each.arg or 0
         if is_call and depth == 2 + arguments:
-            return last.opname == "LOAD_CONST"
+            return last.argval if last.opname == "LOAD_CONST" else None
         depth -= arguments + 1 if is_call else -dis.stack_effect(each.opcode, each.arg, jump=False)
         if depth < 2:
-            return False
+            return None
         if depth == 4:
             last = each
-    return False
+    return None
+
+
+def _matched(found: list[tuple[str, Any]]) -> tuple[Any, ...]:
+    """Return the attributes that patterns of classes name.
+
+        case Stats(mean=value)      LOAD_CONST ('mean',)   MATCH_CLASS
+
+    Those without keywords are read by the names that the class has for them.
+    """
+    named = [one[1] for one, next_ in pairwise(found) if next_[0] == "MATCH_CLASS"]
+    return (*named, MATCHED) if named else ()
 
 
 def _loaded_constants(found: list[tuple[str, Any]]) -> tuple[Any, ...]:

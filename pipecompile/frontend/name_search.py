@@ -18,8 +18,9 @@ running anything, in the code of the forward and of all that it may call.
 A name that is in no place now, but that code would find there, is found too: an attribute that
 an object has of its class, a method that a class inherits, `getattr(config, "scale", 1.0)`.
 
-    x.dtype            a name that tensors have too: of an object only if it is called as the
-                       variable or attribute is that some code reads the name of
+    x.dtype            a name that tensors have too: of objects of installed packages, such as
+                       configs, and of Python modules, only if they are called as the variable or
+                       attribute is that some code reads the name of
     getattr(table, f"scale_{i}")
                        a name that the user's own code computes may be that of any value in the
                        user's classes, objects and Python modules, except for objects whose reads
@@ -44,7 +45,7 @@ from weakref import ProxyTypes, ReferenceType
 from torch import Tensor, fx, nn
 
 from pipecompile.frontend.attribute_reads import ALL
-from pipecompile.frontend.code_names import ANY, names_in
+from pipecompile.frontend.code_names import ANY, MATCHED, names_in
 from pipecompile.frontend.compared_value import (
     COMPARED,
     GONE,
@@ -237,10 +238,10 @@ class NameSearch:
         reads = names_in(function.__code__)
         self._names = self._names.with_code(reads)
         of_globals = reads.globals
-        if reads.is_by_text:
+        if reads.computing:
             texts = (function.__globals__.get(name) for name in reads.globals)
             self._names = self._names.with_texts(texts)
-        if reads.is_by_text and not is_installed(package_of(module)):
+        if reads.computing and not is_installed(package_of(module)):
             self._names = self._names.with_computing(
                 name
                 for name, owner in reads.computing
@@ -329,6 +330,8 @@ class NameSearch:
             is_own = is_generated or not self._is_foreign(base.__module__)
             if is_own and id(base) not in self._seen:
                 self._seen.add(id(base))
+                if MATCHED in self._names.names:
+                    self._names = self._names.with_texts([vars(base).get(MATCHED)])
                 data = self._computed(base, vars(base))
                 names = {*self._names.among(vars(base)), *operators(base), *data}
                 self._look_among(base.__qualname__, vars(base), names, base.__module__)
@@ -402,9 +405,15 @@ class NameSearch:
         return module in NAMESPACES or not is_of_others(module)
 
     def _named_of(self, where: str, value: Any, attributes: Iterable[str]) -> list[str]:
-        """Return those of the attributes of an object that some code names; names that tensors have
-        too only if the code reads them of something with the object's name.
+        """Return those of the attributes of an object that some code names; of an installed package
+        those that tensors have too only if the code reads them of something with its name: saving
+        a model of transformers, for example, sets `config.dtype`.
         """
+        if not isinstance(value, ModuleType) and not is_installed(
+            package_of(type(value).__module__)
+        ):
+            read = partial(self._known.has_read, where)
+            return [name for name in attributes if name in self._names.names or read(name)]
         # "config" of "layers.0.config" and of "config in forward", and the classes for `self`.
         called = {ANY, where.partition(" ")[0].rpartition(".")[2]}
         called.update(base.__qualname__ for base in type(value).__mro__)

@@ -21,6 +21,8 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, fx, nn
+from transformers import PretrainedConfig
+from transformers.activations import GELUActivation
 
 from pipecompile.frontend.outside_values import OutsideValues
 
@@ -670,7 +672,10 @@ class Typed(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.config = SimpleNamespace(dtype=None, device="cpu")
+        self.config = PretrainedConfig()
+        self.config.dtype, self.config.device = None, "cpu"
+        # Only what packages with modules of the model have is followed.
+        self.activation = GELUActivation()
 
     def forward(self, x: Tensor) -> Tensor:
         """A value of any shape to the same shape."""
@@ -715,6 +720,72 @@ def test_attributes_of_tensors_count_where_code_reads_them_of_an_object(kind: ty
     model.config.dtype = "float32"
     changed = values.changed()
     assert changed == (None if kind in (Typed, TypedByKeyword) else "config.dtype")
+
+
+class Statistics:
+    """An object of the user's, whose attribute is called as one of tensors is."""
+
+    def __init__(self) -> None:
+        self.mean = 1.0
+
+
+@dataclass
+class Measured:
+    """A class that patterns read by position."""
+
+    mean: float = 1.0
+
+
+def by_local_name(model: Any) -> float:
+    statistics = model.of["a"]
+    return float(statistics.mean)
+
+
+def by_loop(model: Any) -> float:
+    return float(sum(each.mean for each in model.of.values()))
+
+
+def by_unpacking(model: Any) -> float:
+    (statistics,) = model.of.values()
+    return float(statistics.mean)
+
+
+def by_keyword_pattern(model: Any) -> float:
+    match model.of["a"]:
+        case Statistics(mean=value) | Measured(mean=value):
+            return float(value)
+    return 0.0
+
+
+def by_positional_pattern(model: Any) -> float:
+    match model.of["a"]:
+        case Measured(value):
+            return float(value)
+    return 0.0
+
+
+@pytest.mark.parametrize("kind", [Statistics, Measured, lambda: SimpleNamespace(mean=1.0)])
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda model: model.of["a"].mean,
+        lambda model: model.of.get("a").mean,
+        by_local_name,
+        by_loop,
+        by_unpacking,
+        by_keyword_pattern,
+        by_positional_pattern,
+    ],
+)
+def test_an_attribute_of_a_nameless_object_that_is_called_as_one_of_tensors(
+    kind: Callable[[], Any], read: Callable[[Any], float]
+) -> None:
+    model: Any = Reading(lambda x: x * read(model))
+    model.of = {"a": kind()}
+    values, result = OutsideValues(model), read(model)
+    model.of["a"].mean = 2.0
+    # A pattern of another class reads nothing.
+    assert result == read(model) or values.changed() == "of.mean"
 
 
 def test_tables_of_installed_packages_get_entries_for_other_models(monkeypatch: Patch) -> None:

@@ -45,7 +45,7 @@ from pipecompile.frontend.recording_options import RecordingOptions
 from pipecompile.frontend.refusals import UnsupportedError, is_data_dependence_error
 from pipecompile.frontend.signature import Arguments
 from pipecompile.frontend.source import error_line
-from pipecompile.graph.attributes import ModuleAttributes
+from pipecompile.graph.attributes import HOOKS, ModuleAttributes, hook_codes
 from pipecompile.graph.model_state import has_values, named_state
 from pipecompile.graph.pytrees import tensor_leaves
 from pipecompile.graph.torch_repairs import repair_torch
@@ -300,6 +300,11 @@ def _capture_by(
         with reads.noted(model):
             forward = record()
             changed = changed_attributes(before, ModuleAttributes.of(model))
+            left_hooks = {
+                (forward.recorder.path_of(module), name): hook_codes(vars(module)[name].values())
+                for module, name in changed
+                if name in HOOKS
+            }
             if changed:
                 refuse_lasting_state(model, before, changed, forward, record)
     finally:
@@ -320,6 +325,7 @@ def _capture_by(
         assigned_attributes=frozenset(
             (forward.recorder.path_of(module), name) for module, name in changed
         ),
+        left_hooks=left_hooks,
         # On a path of its own for fakes a forward may leave out what it reads outside of a capture.
         read_attributes=read if method.hides_fakes or read_outside is not None else None,
         taken_apart=frozenset(forward.recorder.recording.taken_apart),

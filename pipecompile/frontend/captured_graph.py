@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import sympy
@@ -54,7 +54,8 @@ class Capture:
     maps the first name of each parameter and buffer to its other names. `method` tells how the
     model was captured; `notes` tell what is special about it: modules that became one node, and
     attributes that are no longer set. `training` tells, by path, in which mode each module was.
-    `assigned_attributes` are the attributes that the forward sets for itself, `read_attributes`
+    `assigned_attributes` are the attributes that the forward sets for itself, `left_hooks` the code
+    of the hooks that it installs, by path and table, and `read_attributes`
     those that it reads, by path and name, and those of objects in attributes; None if that is not
     known. `taken_apart` are the paths of the modules that it was recorded inside, `data_dependent`
     those of the modules that are one node since they ask for values of tensors. `recapture`
@@ -81,6 +82,7 @@ class Capture:
     data_dependent: frozenset[str]
     recapture: Callable[[Arguments], Capture]
     asks_layout: str = ""
+    left_hooks: Mapping[tuple[str, str], frozenset[Any]] = field(default_factory=dict)
     value_reads: tuple[ValueRead, ...] = ()
     constant_answers: tuple[ConstantAnswer, ...] = ()
     masks_nothing: tuple[bool, ...] = ()

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 __all__ = [
     "CONTAINERS",
+    "HOOKS",
     "PLAIN",
     "REGISTERED_TABLES",
     "TABLES",
@@ -27,6 +28,7 @@ __all__ = [
     "ModuleAttributes",
     "attributes_restored",
     "deep_copy",
+    "hook_codes",
     "is_same_constant",
     "is_same_value",
     "plain_container",
@@ -36,7 +38,8 @@ __all__ = [
 # Of these tables only the names with an entry are compared: other entries are noticed elsewhere
 # (`swapped_state`, and version counters of tensors). People call an entry by the word here.
 REGISTERED_TABLES = {"_parameters": "parameter", "_buffers": "buffer", "_modules": "module"}
-TABLES = (*REGISTERED_TABLES, "_forward_hooks", "_forward_pre_hooks")
+HOOKS = ("_forward_hooks", "_forward_pre_hooks")
+TABLES = (*REGISTERED_TABLES, *HOOKS)
 INTERNAL = frozenset(vars(nn.Module()))
 CONTAINERS = (list, dict, set, deque)
 PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.Size, torch.dtype, torch.device)
@@ -118,6 +121,11 @@ def settings_of(module: nn.Module) -> list[str]:
     These are its own attributes and its tables of submodules, parameters, buffers and hooks.
     """
     return [name for name in vars(module) if name in TABLES or name not in INTERNAL]
+
+
+def hook_codes(hooks: Iterable[Any]) -> frozenset[Any]:
+    """Return what tells hooks apart that a forward installs anew: their code, if they have any."""
+    return frozenset(getattr(hook, "__code__", hook) for hook in hooks)
 
 
 class ContainerItems:

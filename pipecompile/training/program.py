@@ -21,6 +21,7 @@ from pipecompile.graph.attributes import (
     TABLES,
     AttributeItems,
     deep_copy,
+    hook_codes,
     settings_of,
 )
 from pipecompile.graph.autograd_context import current_autocast
@@ -310,6 +311,9 @@ def _settings(captured: Capture) -> Iterator[tuple[str, Any]]:
         computed = Tensor if module._forward_pre_hooks else ()
         for name in names:
             value = vars(module)[name]
+            # The model's own forward may have run since then, and installed its hooks.
+            if left := captured.left_hooks.get((path, name)):
+                value = {key: hook for key, hook in value.items() if not hook_codes([hook]) <= left}
             if not isinstance(value, computed):
                 yield f"{path}.{name}".lstrip("."), deep_copy(value)
 

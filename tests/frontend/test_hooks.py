@@ -292,3 +292,33 @@ def test_the_way_out_of_that_works(
         Kept(keep, take), x, k=2, microbatches=2, loss_fn=mean_square, costs="flops"
     )
     assert torch.equal(pipeline.step(x), pipeline.step(x))
+
+
+class Lazy(nn.Module):
+    """Installs hooks in its first forward, as models of transformers do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.last = Block(), nn.Linear(WIDTH, WIDTH)
+        self.is_ready = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        """A value of shape (N, WIDTH) to the same shape."""
+        if not self.is_ready:
+            self.body.register_forward_hook(lambda module, inputs, output: 2 * output)
+            # It would not be there when a stage calls the layer, so it must do nothing.
+            self.last.register_forward_hook(lambda module, inputs, output: None)
+            self.is_ready = True
+        return self.last(self.body(x))
+
+
+def test_hooks_that_the_first_forward_installs_may_be_there_later() -> None:
+    model = Lazy()
+    x = X[:4].clone()
+    pipeline = pipecompile(model, x, k=2, microbatches=2, loss_fn=mean_square, costs="flops")
+    first = pipeline.step(x)
+    model(x)
+    assert torch.equal(pipeline.step(x), first)
+    model.body.register_forward_hook(lambda module, inputs, output: -output)
+    with pytest.raises(InputError, match="body has other forward hooks"):
+        pipeline.step(x)

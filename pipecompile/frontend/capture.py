@@ -299,10 +299,11 @@ def _capture_by(
     try:
         with reads.noted(model):
             forward = record()
-            changed = changed_attributes(before, ModuleAttributes.of(model))
+            after = ModuleAttributes.of(model)
+            changed = changed_attributes(before, after)
             left_hooks = {
                 (forward.recorder.path_of(module), name): hook_codes(vars(module)[name].values())
-                for module, name in changed
+                for module, name in before.changed(after)
                 if name in HOOKS
             }
             if changed:

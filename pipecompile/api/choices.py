@@ -98,7 +98,20 @@ def open_options(**choices: Any) -> dict[str, Any]:
     check_names(choices)
     for option in OPTIONS:
         given[option.name] = _checked(option, given[option.name])
+    if given["stages_per_rank"] is None:
+        given["stages_per_rank"] = _implied_stages_per_rank(given)
     return given
+
+
+def _implied_stages_per_rank(given: Mapping[str, Any]) -> int | None:
+    """Return how many stages k and ranks put on each rank, where any schedule may be chosen, or the
+    one that is given takes any number; None if they do not say.
+    """
+    k, ranks, schedule = given["k"], given["ranks"], given["schedule"]
+    if None in (k, ranks) or k == ranks or k % ranks:
+        return None
+    is_free = schedule in (None, "search") or required_placement(schedule) == ("loop", None)
+    return int(k // ranks) if is_free else None
 
 
 def plan_options(given: dict[str, Any]) -> Options:

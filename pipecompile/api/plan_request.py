@@ -81,7 +81,7 @@ class PlanRequest:
                 "microbatches": self._numbers(samples)
                 if may_change_sizes
                 else (self.options.microbatches,),
-                "schedule": SCHEDULES if self._is_capped else SPARING,
+                "schedule": self._schedules,
                 "recompute": POLICIES if self._is_capped else POLICIES[:1],
             },
         )
@@ -98,6 +98,16 @@ class PlanRequest:
             schedule=options.schedule,
             recompute=options.recompute,
         )
+
+    @property
+    def _schedules(self) -> tuple[str, ...]:
+        """The schedules that are tried: without a cap those that hold hardly more than 1f1b."""
+        if self._is_capped:
+            return SCHEDULES
+        # Who asks for several stages on a rank asks for a shorter bubble. Of 12 stages on 4 ranks
+        # the first rank holds 15 forwards under interleaved-1f1b, and 12 under 1f1b.
+        has_several = "stages_per_rank" not in self.left_open and self.options.k > self._ranks
+        return (*SPARING, "interleaved-1f1b") if has_several else SPARING
 
     def _numbers(self, samples: int) -> tuple[int, ...]:
         """Return the numbers of microbatches that are tried, three at most: the plain default, the

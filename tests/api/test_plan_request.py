@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipecompile.api.plan_request import PlanRequest, plan_request
+from pipecompile.errors import InputError
 from pipecompile.schedule.named_orders import fitting_names, fullest_moment, required_placement
 from pipecompile.schedule.placement import place
 from tests.sweeps import examples
@@ -98,10 +99,37 @@ def test_under_a_cap_all_named_schedules_are_open() -> None:
 
 
 def test_stages_that_are_counted_are_kept() -> None:
-    for options in ({"k": 8, "stages_per_rank": 2}, {"ranks": 4, "stages_per_rank": 2}):
+    two_each = ({"k": 8, "stages_per_rank": 2}, {"ranks": 4, "stages_per_rank": 2})
+    for options in (*two_each, {"k": 8, "ranks": 4}):
         assert {each for _, each in schedules(**options, memory="1GiB")} == {2}
     for options in ({"k": 4, "ranks": 4}, {"ranks": 4, "pin": {"node": 3}}):
         assert {each for _, each in schedules(**options, memory="1GiB")} == {1}
+
+
+@pytest.mark.parametrize("each", [2, 3, 4])
+def test_interleaving_is_tried_without_a_cap_where_several_stages_lie_on_each_rank(
+    each: int,
+) -> None:
+    assert ("interleaved-1f1b", each) in schedules(k=4 * each, ranks=4)
+    for number in (4, 8, 16):
+        most = dict[str, int]()
+        for name, shape in (("1f1b", "linear"), ("interleaved-1f1b", "loop")):
+            placement = place(shape, 4, each)
+            held, by_rank = fullest_moment(name, placement, number).held, Counter[int]()
+            for stage, rank in enumerate(placement):
+                by_rank[rank] += held[stage]
+            most[name] = max(by_rank.values())
+        # A microbatch of one stage each: with `each` stages on a rank that is a part of one.
+        assert most["interleaved-1f1b"] <= most["1f1b"] + 3
+
+
+def test_k_says_how_many_stages_lie_on_each_of_the_ranks_where_the_schedule_takes_any() -> None:
+    for schedule in (None, "search", "interleaved-1f1b"):
+        options = plan_request(k=12, ranks=4, costs="flops", schedule=schedule).options
+        assert (options.k, options.stages_per_rank) == (12, 3)
+    for k, schedule in ((9, None), (12, "1f1b"), (12, "zb-v")):
+        with pytest.raises(InputError, match=f"k={k} and ranks=4 disagree"):
+            plan_request(k=k, ranks=4, costs="flops", schedule=schedule)
 
 
 def test_what_is_given_is_kept_and_recompute_is_open_under_a_cap_only() -> None:

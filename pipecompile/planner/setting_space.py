@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from dataclasses import replace as replace_fields
 from itertools import product
 from typing import Any
 
@@ -75,13 +76,21 @@ class SettingSpace:
             check_together(self.options(possible[0]))
         if not found:
             given = ", ".join(f"{name}={value}" for name, value in self.fixed.items())
+            removable = " or ".join(filter(self._has_settings_without, self.fixed))
             raise InputError(
                 f"no setting of {self.devices} devices and a batch of {self.samples} has "
-                f"{given or 'one microbatch for each replica'}; ranks × replicas must be the "
+                f"{given or 'one microbatch for each replica'}; "
+                f"{f'leave out {removable}: ' if removable else ''}ranks × replicas must be the "
                 "number of devices, k is ranks × stages per rank, replicas × microbatches must "
                 "divide the batch, and a schedule may ask for stages on each rank of its own"
             )
         return found
+
+    def _has_settings_without(self, name: str) -> bool:
+        """Return whether there are settings if one choice of the user is left open."""
+        fixed = {other: value for other, value in self.fixed.items() if other != name}
+        space = replace_fields(self, fixed=fixed)
+        return any(map(space._allowed, space._all()))
 
     def options(self, setting: Setting) -> Options:
         """Return the options of a plan under a setting."""

@@ -38,6 +38,8 @@ def joint_text(plan: Plan, joint: JointSearch) -> Iterator[str]:
     # The first of the best is the plan's own.
     kinds = joint.best[0].setting.kinds if joint.best else ""
     ranks = f", ranks are {kinds}" if kinds else ""
+    if isinstance(plan.options.memory_bytes, tuple) and not kinds:
+        ranks = f", with {plan.ranks} ranks as there are caps"
     what = (
         f"devices    {joint.devices}{ranks}" if joint.devices else "chosen     what was left open"
     )

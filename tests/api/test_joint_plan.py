@@ -241,3 +241,17 @@ def test_choices_that_cannot_be_together_are_named() -> None:
     request = joint_request("4xh100", shard="parameters", replicas=1)
     with pytest.raises(InputError, match="shard='parameters' divides stages over replicas"):
         joint_plan_of(example("sequential"), request, self_check=False)
+
+
+def test_caps_for_some_ranks_say_how_many_there_are(factory: str, tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    words = ("--devices", "4xh100", "--memory", "8GB,4GB", "--effort", "2")
+    assert "devices    4xh100, with 2 ranks as there are caps: no" in planned(factory, path, *words)
+    plan = read(path, Plan)
+    assert (plan.ranks, plan.options.replicas) == (2, 2)
+
+
+def test_a_refusal_names_what_to_leave_out() -> None:
+    request = joint_request("4xh100", schedule="zb-v", stages_per_rank=1)
+    with pytest.raises(InputError, match="leave out stages_per_rank or schedule"):
+        request.space(8).settings()

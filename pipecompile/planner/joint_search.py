@@ -42,6 +42,7 @@ from pipecompile.planner.draft import draft, node_times
 from pipecompile.planner.finished_plans import FinishedPlan, answer_of
 from pipecompile.planner.least_memory import LeastMemory, larger_caps, least_memory
 from pipecompile.planner.likely_order import LikelyOrder
+from pipecompile.planner.search_objectives import last_objectives, quick_objective
 from pipecompile.planner.setting_bounds import extra_ns, least_step_ns
 from pipecompile.planner.setting_costs import SettingCosts
 from pipecompile.planner.setting_results import in_order, joint_search_of, planned, why_none
@@ -244,22 +245,27 @@ class _SettingSearch:
         These are all whose step is close to the best: so the plan for options that are left open
         has no longer step than for given ones, unless a thorough search gains more on a quick one.
         Without any plan yet the first settings for which no cut was found get a longer search.
-        Plans are made by the other objective as well, unless the user has one, or they have very
-        many actions: then that takes longer than all quick plans together.
         """
         if len(settings) == 1 and not self._rule_out(settings[0]):
-            self._plan(settings[0], ONE_OF_SEVERAL)
+            self._plan_thoroughly(settings[0])
         elif not self.plans:
             self._search_longer(settings)
         for setting in self._finalists():
             if not self._is_finished(setting) and (self._has_time or not self.finished):
-                self._plan(setting, ONE_OF_SEVERAL)
+                self._plan_thoroughly(setting)
         self._compare_with_reference(settings)
-        if "objective" not in self.space.fixed:
-            for setting, plan, _ in tuple(self.finished):
-                is_close = self._is_close(plan.prediction.step_ns)
-                if is_close and effort_of(setting) == 1 and self._has_time:
-                    self._plan(setting, ONE_OF_SEVERAL, "step-time")
+        if self.finished and self._has_time and "objective" not in self.space.fixed:
+            best = min(self.finished, key=lambda each: each.plan.prediction.step_ns).setting
+            # The answer for one setting must be as good as a plan with its options. With very many
+            # actions one more plan takes longer than all quick ones together.
+            if len(settings) == 1 or effort_of(best) == 1:
+                self._plan(best, ONE_OF_SEVERAL, self.space.base.objective)
+
+    def _plan_thoroughly(self, setting: Setting) -> None:
+        """Plan a setting by a thorough search, whose answer `check` can make again."""
+        for objective in last_objectives(self.space, setting):
+            if not self._is_finished(setting):
+                self._plan(setting, ONE_OF_SEVERAL, objective)
 
     def _search_longer(self, settings: Sequence[Setting]) -> None:
         """Plan by a longer search what is likely to hold the least of all for which no cut was
@@ -272,7 +278,7 @@ class _SettingSearch:
         tries, effort = (LONGER_SEARCHES, ONE_OF_SEVERAL) if is_near else (1, EXPLAINED)
         for setting in failed[:tries]:
             if self._has_time:
-                self._plan(setting, effort)
+                self._plan(setting, effort, self.space.base.objective)
 
     def _finalists(self) -> Iterator[Setting]:
         """Yield the settings whose plans are close to the best finished one, the shortest first."""
@@ -297,12 +303,12 @@ class _SettingSearch:
             return
         self.costs.add(reference)
         if not self._rule_out(reference):
-            self._plan(reference, ONE_OF_SEVERAL)
+            self._plan_thoroughly(reference)
 
     def _plan(self, setting: Setting, effort: CutEffort, objective: str = "") -> None:
         """Plan a setting, and keep the plan if it is the best one of the setting."""
-        options = self.space.options(setting)
-        options = replace(options, objective=objective or options.objective)
+        objective = objective or quick_objective(self.space, setting)
+        options = replace(self.space.options(setting), objective=objective)
         if effort == QUICK:
             # What is compared later need not be robust yet, which takes longer.
             options = replace(options, noise=None)

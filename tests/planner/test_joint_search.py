@@ -241,6 +241,19 @@ def test_a_setting_with_many_actions_takes_several_parts_of_the_effort(
     assert planned == [2, 1]
 
 
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_with_many_actions_the_answer_is_as_short_as_by_the_simulated_step(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Quick plans have another objective then; the last ones do not."""
+    fixed = {"replicas": 1, "schedule": "1f1b", "microbatches": 8}
+    chain = random_chain(seed)
+    alone = searched(chain, space(4, {**fixed, "objective": "step-time"}, objective="step-time"))
+    monkeypatch.setattr(setting_space, "EFFORT_ACTIONS", 1)
+    many = searched(chain, space(4, fixed))
+    assert many.prediction.step_ns <= alone.prediction.step_ns
+
+
 def test_a_time_limit_ends_the_search_with_the_best_plan_so_far(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

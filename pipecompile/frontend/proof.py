@@ -28,6 +28,8 @@ from pipecompile.frontend.self_check import (
     rewritten_copy,
 )
 from pipecompile.frontend.signature import Arguments, has_loose_keys, with_keys_reversed
+from pipecompile.frontend.training_step import TrainingStep, training_steps
+from pipecompile.graph.restored_state import is_same_tensor
 from pipecompile.passes.data_dependence import GuardDataDependence
 
 __all__ = ["Proof", "proven_capture"]
@@ -63,6 +65,7 @@ def proven_capture(
             seen.add(digest(module))
             start, outside = time.perf_counter(), candidate.outside_values()
             step = check_capture(candidate, module, call, outside)
+            _refuse_unseen_writes(candidate, module, call, step)
             batches = (_batch_of(candidate, call), *_check_another_batch(candidate, call))
             if step.writes_in_backward or any(
                 may_disturb(module, each) for each in module.graph.nodes
@@ -81,6 +84,26 @@ def proven_capture(
             if failures and isinstance(failures[0], DifferenceError):
                 raise failures[0] from error
             raise
+
+
+def _refuse_unseen_writes(
+    capture: Capture, module: fx.GraphModule, call: Arguments, step: TrainingStep
+) -> None:
+    """Raise CaptureError if each forward writes something else to state, of which no node of the
+    graph is known to: it would write once more where it is recomputed.
+    """
+    is_seen = any(node.meta["mutates"] for node in module.graph.nodes)
+    if not step.written or is_seen or step.writes_in_backward:
+        return
+    inputs = capture.inputs.flatten(call)
+    *_, twice = training_steps(capture.model, lambda: module(*inputs), 2)
+    for name in step.written:
+        if not is_same_tensor(step.buffers[name], twice.buffers[name]):
+            raise CaptureError(
+                f"{name}: the forward writes to it by another name in a module that is one node, "
+                "so that no operator shows it; write to it by its own name, and not through .data, "
+                "so that each microbatch sees it as in a loop"
+            )
 
 
 def _batch_of(capture: Capture, call: Arguments) -> int:
@@ -133,7 +156,7 @@ def _check_other_data(capture: Capture, module: fx.GraphModule, call: Arguments)
             # Only the model itself knows which data it can take.
             with suppress(ModelFailsError, InputError):
                 other = capture.inputs.unflatten(others)
-                if check_capture(capture, guarded, other).writes:
+                if check_capture(capture, guarded, other).written:
                     check_in_flight(capture, guarded, other)
         except DifferenceError as error:
             raise DifferenceError(f"on other data than the sample's ({words}): {error}") from error

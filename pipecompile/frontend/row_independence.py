@@ -15,6 +15,7 @@ dropout do not mix or change samples.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
@@ -24,7 +25,7 @@ from torch import Tensor, nn
 from pipecompile.errors import InputError
 from pipecompile.frontend.data_probe import cuda_devices
 from pipecompile.frontend.signature import Arguments, InputStructure
-from pipecompile.frontend.training_step import restored_state
+from pipecompile.frontend.training_step import fill_zeros, restored_state
 from pipecompile.graph.pytrees import tensor_leaves
 
 __all__ = ["refuse_dependent_rows"]
@@ -45,21 +46,29 @@ def refuse_dependent_rows(model: nn.Module, first: Arguments, second: Arguments)
     with restored_state(model), torch.no_grad(), _normalised_alone(model):
         for module in model.modules():
             module.training = False
+        fill_zeros(model)
         # A model may not take numbers that are so large.
         outputs = _all_outputs(model, first, _enlarged(model, second))
         outputs = outputs or _all_outputs(model, first, second)
+        # What draws from what nobody seeds is a matter of the self-check, which knows more of it.
+        if outputs and _repeats(model, first):
+            _refuse_changed_rows(model, first, outputs)
+
+
+def _refuse_changed_rows(
+    model: nn.Module, first: Arguments, outputs: Sequence[tuple[Tensor, ...]]
+) -> None:
+    """Raise InputError if outputs, as `_all_outputs` has them, differ by the rows beside theirs."""
     inputs = InputStructure.of(model, first)
     tensors = inputs.flatten(first)
     rows = inputs.batch_size(tensors)
-    for index, (own, small, *others) in enumerate(zip(*outputs or [()], strict=False)):
+    for index, (own, small, *others) in enumerate(zip(*outputs, strict=False)):
         # Other outputs, such as a loss, have no row for each sample.
         dim = _batch_dim(own, small, rows)
         if dim is None or not own.numel() or not own.is_floating_point():
             continue
         for beside, share in _shares_changed(dim, own, small, *others):
             if share > TOLERANCE:
-                if not _repeats(model, first):
-                    return  # it draws what nobody seeds, of which the self-check knows more
                 raise InputError(
                     f"rows along {_where(inputs)} are not independent: with {beside} rows beside "
                     f"it in the batch, output {index} of a microbatch changes by {share:.1%} of "
@@ -175,8 +184,17 @@ def _shares_changed(
     if begin.shape == alone.shape:  # which it is not where columns are samples too
         pairs.append((begin, alone, "no"))
     for own, other, beside in pairs:
-        largest = torch.maximum(own.abs().max(), other.abs().max())
-        yield beside, float((own - other).abs().max() / largest) if largest > 0 else 0.0
+        yield beside, _share_changed(own, other)
+
+
+def _share_changed(own: Tensor, other: Tensor) -> float:
+    """Return by how much of the largest value two tensors differ; a masked logit of minus infinity
+    differs by all of it from any other value.
+    """
+    is_same = (own == other) | (own.isnan() & other.isnan())
+    largest = max(float(each.where(each.isfinite(), 0).abs().max()) for each in (own, other))
+    change = float((own - other).where(~is_same, 0).abs().nan_to_num(nan=math.inf).max())
+    return change / largest if largest > 0 else float(change > 0)
 
 
 def _states(model: nn.Module) -> list[Tensor]:

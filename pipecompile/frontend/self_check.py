@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor, fx, nn
@@ -69,7 +70,9 @@ def check_capture(
     """
     model, runnable = capture.model, with_autograd_contexts(module)
     # The model's own step comes first: if it fails, the graph is not to blame.
-    original = _original_step(model, call)
+    # What reads a number of a parameter takes another path at another number.
+    fills_zeros = not capture.value_reads
+    original = _original_step(model, call, fills_zeros=fills_zeros)
     # At once: after another step, what takes turns would be as it was.
     if outside is not None:
         _refuse_changes(outside)
@@ -84,9 +87,10 @@ def check_capture(
         if name is not None:
             where = _where(capture, runnable, call, kind, name)
             size = difference_text(wanted.get(name), found.get(name))
+            cause = _likely_cause(model, call, original, fills_zeros=fills_zeros)
             raise DifferenceError(
                 f"the captured graph is not the model: {kind} differ in {name!r} for the same "
-                f"seed ({size}){where}; {_likely_cause(model, call, original)}"
+                f"seed ({size}){where}; {cause}"
             )
     return original
 
@@ -186,10 +190,14 @@ def _where(
     return f", first seen in {path}{line}"
 
 
-def _original_step(model: nn.Module, call: Arguments) -> TrainingStep:
-    """Take a step of the model itself; CaptureError if it fails or returns fake tensors."""
+def _original_step(model: nn.Module, call: Arguments, *, fills_zeros: bool = False) -> TrainingStep:
+    """Take a step of the model itself, as `training_step` does; CaptureError if it fails or returns
+    fake tensors.
+    """
     try:
-        step = training_step(model, lambda: model(*call.args, **call.kwargs))
+        step = training_step(
+            model, lambda: model(*call.args, **call.kwargs), fills_zeros=fills_zeros
+        )
     except CaptureError:
         raise
     except Exception as error:
@@ -211,10 +219,13 @@ def _original_step(model: nn.Module, call: Arguments) -> TrainingStep:
     return step
 
 
-def _likely_cause(model: nn.Module, call: Arguments, first: TrainingStep) -> str:
+def _likely_cause(
+    model: nn.Module, call: Arguments, first: TrainingStep, *, fills_zeros: bool
+) -> str:
     """Return what may have made a graph differ from the model whose own first step was `first`."""
     # Two more: of what takes turns, one of them is like the first.
-    for repeated in (_original_step(model, call), _original_step(model, call)):
+    again = partial(_original_step, model, call, fills_zeros=fills_zeros)
+    for repeated in (again(), again()):
         if any(_first_difference(getattr(first, kind), getattr(repeated, kind)) for kind in KINDS):
             return (
                 "two steps of the model itself differ for the same seed, so it draws from what "
@@ -244,7 +255,7 @@ def _captured_step(
         return outputs
 
     try:
-        return training_step(capture.model, run)
+        return training_step(capture.model, run, fills_zeros=not capture.value_reads)
     except PipecompileError:
         raise
     except Exception as error:

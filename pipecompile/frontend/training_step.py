@@ -26,6 +26,7 @@ from pipecompile.graph.restored_state import is_same_tensor, tensors_restored
 __all__ = [
     "SEED",
     "TrainingStep",
+    "fill_zeros",
     "restored_state",
     "training_step",
     "training_steps",
@@ -40,8 +41,8 @@ class TrainingStep:
     """All that a training step leaves, by name; `buffers` hold written parameters too.
 
     `foreign_leaves` are the tensors besides that got gradients. `draws_in_backward` says whether
-    its backward drew random numbers, `writes_in_backward` whether it wrote to buffers, and `writes`
-    whether it or its forward wrote to anything.
+    its backward drew random numbers, and `writes_in_backward` whether it wrote to buffers.
+    `written` are the names of the state that it or its forward wrote to.
     """
 
     outputs: dict[str, Tensor]
@@ -50,12 +51,19 @@ class TrainingStep:
     foreign_leaves: tuple[Tensor, ...]
     draws_in_backward: bool
     writes_in_backward: bool
-    writes: bool
+    written: tuple[str, ...]
 
 
-def training_step(model: nn.Module, run: Callable[[], Any]) -> TrainingStep:
-    """Return what one seeded step leaves, of which `run` is the forward; `model` is restored."""
-    (step,) = training_steps(model, run, 1)
+def training_step(
+    model: nn.Module, run: Callable[[], Any], *, fills_zeros: bool = False
+) -> TrainingStep:
+    """Return what one seeded step leaves, of which `run` is the forward; `model` is restored. It
+    may begin with other values of parameters that are zero.
+    """
+    with restored_state(model):
+        if fills_zeros:
+            fill_zeros(model)
+        (step,) = training_steps(model, run, 1)
     return step
 
 
@@ -96,7 +104,7 @@ def training_steps(
                         foreign_leaves=foreign,
                         draws_in_backward=not torch.equal(_random_state(model), before_backward),
                         writes_in_backward=not all(map(is_same_tensor, buffers, model.buffers())),
-                        writes=False,
+                        written=(),
                     )
                 )
         written = [
@@ -107,8 +115,13 @@ def training_steps(
         state = (*model.named_buffers(), *written)
         steps[-1].buffers.update((name, value.detach().clone()) for name, value in state)
         # A buffer that the forward has replaced is another tensor.
-        is_same = all(b in before and is_same_tensor(b, before[b]) for b in model.buffers())
-        steps[-1] = replace(steps[-1], writes=bool(written) or not is_same)
+        changed = [
+            name
+            for name, buffer in model.named_buffers()
+            if buffer not in before or not is_same_tensor(buffer, before[buffer])
+        ]
+        names = (*changed, *(name for name, _ in written))
+        steps[-1] = replace(steps[-1], written=names)
     return steps
 
 
@@ -133,15 +146,37 @@ def _gradients(outputs: Sequence[Tensor], parameters: Sequence[Tensor]) -> Seque
             if own_hooks:
                 parameter._post_accumulate_grad_hooks.clear()
         if differentiable:
-            # `abs` makes complex outputs real; `float` gives all sums one type, to be stacked.
-            squares = [value.abs().square().sum().float() for value in differentiable]
-            torch.stack(squares).sum().backward()
+            torch.stack(list(map(_weighted_sum, differentiable))).sum().backward()
         return [parameter.grad for parameter in parameters]
     finally:
         for parameter, gradient, own_hooks in zip(parameters, gradients_before, hooks, strict=True):
             parameter.grad = gradient
             if own_hooks:
                 parameter._post_accumulate_grad_hooks.update(own_hooks)
+
+
+def _weighted_sum(value: Tensor) -> Tensor:
+    """Return a loss of an output, of which elements have gradients that differ, also where they are
+    all zero, as behind a last layer that begins with zeros.
+    """
+    real = torch.view_as_real(value.resolve_conj()) if value.is_complex() else value
+    # The gradient of a masked logit of minus infinity would be none, and spoil all others.
+    finite = real.where(real.isfinite(), 0)
+    weights = torch.arange(finite.numel(), device=finite.device).cos().view(finite.shape)
+    # Sums of all outputs have one type, to be stacked.
+    return (finite.square() + finite * weights.to(finite.dtype)).sum().float()
+
+
+@torch.no_grad()
+def fill_zeros(model: nn.Module) -> None:
+    """Give parameters that are zero other values: behind a last layer that begins with zeros no
+    output depends on anything, and no gradient comes through it.
+    """
+    generator = torch.Generator()
+    for parameter in model.parameters():
+        if parameter.is_floating_point() and not parameter.any():
+            values = torch.empty(parameter.shape).normal_(std=0.02, generator=generator)
+            parameter.copy_(values)
 
 
 @contextmanager

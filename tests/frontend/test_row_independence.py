@@ -238,3 +238,51 @@ def test_what_mixes_along_the_batch_is_refused_and_along_others_not(
         return
     with pytest.raises(InputError, match="not independent"):
         refuse_dependent_rows(model, *calls)
+
+
+class TimeMajor(nn.Module):
+    """Reads (time, batch, features); `last` is its last layer, `drops` the share that it drops."""
+
+    def __init__(self, drops: float, last: nn.Module, *, masks: bool = False) -> None:
+        super().__init__()
+        self.cells, self.norm = nn.LSTM(6, 6), nn.BatchNorm1d(6)
+        self.drop, self.last, self.masks = nn.Dropout(drops), last, masks
+
+    def forward(self, value: Tensor) -> Tensor:
+        states = self.drop(self.cells(value)[0])
+        logits = self.last(self.norm(states.transpose(1, 2)).transpose(1, 2))
+        return logits.masked_fill(torch.arange(6) > 4, -torch.inf) if self.masks else logits
+
+
+def of_zeros() -> nn.Linear:
+    layer = nn.Linear(6, 6)
+    nn.init.zeros_(layer.weight)
+    nn.init.zeros_(layer.bias)
+    return layer
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        lambda: TimeMajor(0.0, nn.Identity()),
+        lambda: TimeMajor(0.1, nn.Identity()),
+        lambda: TimeMajor(0.1, of_zeros()),
+        lambda: TimeMajor(0.1, nn.Identity(), masks=True),
+        lambda: TimeMajor(0.0, of_zeros(), masks=True),
+        lambda: nn.TransformerEncoderLayer(6, 2),  # batch_first is False, and it drops 10 %
+    ],
+)
+def test_rows_are_checked_whatever_a_model_drops_masks_or_begins_with(
+    model: Callable[[], nn.Module],
+) -> None:
+    """In train mode; a refusal leaves statistics and the generator as they were."""
+    torch.manual_seed(0)
+    asked = model().train()
+    before = {name: value.clone() for name, value in asked.state_dict().items()}
+    calls = [Arguments((torch.randn(3, 5, 6),), {}) for _ in range(2)]
+    state = torch.get_rng_state()
+    with pytest.raises(InputError, match="are not independent"):
+        refuse_dependent_rows(asked, *calls)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(torch.equal(value, before[name]) for name, value in asked.state_dict().items())
+    assert asked.training

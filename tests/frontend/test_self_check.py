@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from zoo import captured
 
 from pipecompile.errors import CaptureError
 from pipecompile.frontend.capture import capture
+from pipecompile.frontend.proof import proven_capture
 from pipecompile.frontend.self_check import check_capture
 from pipecompile.frontend.signature import Arguments
 
@@ -121,3 +123,50 @@ def test_a_model_without_parameters() -> None:
             return x.sin() * 2
 
     captured(Plain(), X)
+
+
+class Reversing(nn.Module):
+    """Turns the sign of its gradient by a hook of autograd, which no graph has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.layer(x)
+        assert y.grad_fn is not None
+        y.grad_fn.register_prehook(lambda gradients: (-gradients[0],))
+        return y
+
+
+class Masked(nn.Linear):
+    """Its last outputs are minus infinity, as of classes that are never chosen."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).masked_fill(torch.arange(4) > 2, -torch.inf)
+
+
+def zeroed(layer: nn.Linear) -> nn.Linear:
+    nn.init.zeros_(layer.weight)
+    nn.init.zeros_(layer.bias)
+    return layer
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        lambda: nn.Linear(4, 4),
+        lambda: zeroed(nn.Linear(4, 4)),
+        lambda: Masked(4, 4),
+        lambda: zeroed(Masked(4, 4)),
+        lambda: nn.Sequential(zeroed(nn.Linear(4, 4)), nn.LogSoftmax(-1)),
+        lambda: nn.Sequential(Masked(4, 4), nn.LogSoftmax(-1)),
+    ],
+)
+def test_gradients_are_compared_whatever_the_outputs_are(head: Callable[[], nn.Module]) -> None:
+    """Zeros and infinite values in outputs hide no gradient of the layers before them."""
+    model = nn.Sequential(Reversing(), nn.Tanh(), head())
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with pytest.raises(CaptureError, match="gradients differ in"):
+        proven_capture(model, Arguments((X.clone(),), {}))
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())

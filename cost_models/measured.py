@@ -91,15 +91,19 @@ class Measured:
             self.engine_entry_ns.append(self._time_ns(lambda: empty.inputs, empty.backward))
         run = call.differentiable_run()
         sources = (*run.inputs, *run.weights)
-        return CallCost(
-            forward_ns=self._time_ns(
-                lambda: call.bind(call.fresh_arguments()), lambda forward: forward()
-            ),
+        # The forward comes last: one that writes in place, such as a loss that keeps a running
+        # mean, overwrites what the backward of an earlier one needs.
+        cost = CallCost(
+            forward_ns=0,
             backward_ns=self._backward_ns(run, sources),
             backward_input_ns=self._backward_ns(run, run.inputs),
             backward_weight_ns=self._backward_ns(run, run.weights),
             workspace_bytes=self._workspace_bytes(call, run, sources),
         )
+        forward_ns = self._time_ns(
+            lambda: call.bind(call.fresh_arguments()), lambda forward: forward()
+        )
+        return replace(cost, forward_ns=forward_ns)
 
     def _backward_ns(self, run: DifferentiableRun, sources: Sequence[GradientEdge]) -> int:
         if not sources:

@@ -28,6 +28,7 @@ from pipecompile.api.target import planned_target
 from pipecompile.cost_models.table import CostFunction
 from pipecompile.errors import InputError, ScheduleError
 from pipecompile.frontend.batch_dims import BatchDim
+from pipecompile.frontend.callable_state import callable_restored
 from pipecompile.frontend.loss_reduction import LossReduction
 from pipecompile.frontend.signature import arguments_of
 from pipecompile.frontend.target import LossFunction, Target
@@ -197,10 +198,10 @@ def _check_kinds(step_timeout: object, mesh: object, autocast: object, shapes: o
 
 
 def _unchanged(loss_fn: object) -> AbstractContextManager[object]:
-    """Leave a loss that is a module as it was, whose forward may count or average something."""
-    if not isinstance(loss_fn, nn.Module) or lacks_values(loss_fn):
-        return nullcontext()
-    return restored_state(loss_fn)
+    """Leave a loss as it was, which may count or average something."""
+    if not isinstance(loss_fn, nn.Module):
+        return callable_restored(loss_fn)
+    return nullcontext() if lacks_values(loss_fn) else restored_state(loss_fn)
 
 
 def _check_weights(target: Target, weights: str | Path | None) -> None:

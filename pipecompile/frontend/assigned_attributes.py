@@ -54,7 +54,9 @@ def refuse_lasting_state(
     # Before the second forward, which may change them again.
     after_first = ModuleAttributes.of(model)
     for module, table in (each for each in changed if each[1] in REGISTERED_TABLES):
-        names = {*before.registered(module, table)} ^ {*after_first.registered(module, table)}
+        known = before.registered(module, table)
+        # One that is taken away and put back has another place among them.
+        names = {*known} ^ {*after_first.registered(module, table)} or known
         raise CaptureError(
             f"{_attribute_text(first, (module, min(names)))}: the forward makes or removes this "
             f"{REGISTERED_TABLES[table]}, and stages have what is there before it; {ONCE}"

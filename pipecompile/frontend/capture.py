@@ -42,7 +42,11 @@ from pipecompile.frontend.leaves import leaf_paths
 from pipecompile.frontend.plain_tensors import plain_tensors_kept
 from pipecompile.frontend.recorded_forward import RecordedForward, record_forward
 from pipecompile.frontend.recording_options import RecordingOptions
-from pipecompile.frontend.refusals import UnsupportedError, is_data_dependence_error
+from pipecompile.frontend.refusals import (
+    HigherOrderError,
+    UnsupportedError,
+    is_data_dependence_error,
+)
 from pipecompile.frontend.signature import Arguments
 from pipecompile.frontend.source import error_line
 from pipecompile.graph.attributes import HOOKS, ModuleAttributes, hook_codes
@@ -145,24 +149,44 @@ def captures(
     """
     refuse_unfit(model)
     repair_torch()
+    failures: list[CaptureError] = []
+    try:
+        yield from _captures(model, call, leaf, failures, as_outside=as_outside)
+    finally:
+        if any(isinstance(failure, HigherOrderError) for failure in failures):
+            # torch keeps what it compiled of branches on fakes, by which the model would fail.
+            torch._dynamo.reset()
+
+
+def _captures(
+    model: nn.Module,
+    call: Arguments,
+    leaf: Sequence[str],
+    failures: list[CaptureError],
+    *,
+    as_outside: bool,
+) -> Iterator[Capture]:
+    """Yield the captures of `captures`, and note in `failures` what stands in the way of others."""
     leaves, recapture = leaf_paths(model, leaf), partial(capture, model, leaf=leaf)
     model_has_values = all(has_values(tensor) for _, tensor in named_state(model))
     answers: ProbedAnswers | None = None
     read_outside = AttributeReads()
-    failures: list[CaptureError] = []
     # What fails after a capture was yielded is no reason to refuse the model.
     has_capture = False
     for method in METHODS:
         # The probe needs real values, which a model on the meta device does not have.
         if method.allows_data and not model_has_values:
             continue
-        # One probe serves all methods.
-        if method.allows_data and answers is None:
-            # The probe takes the path that the model takes outside of a capture, also where a
-            # recording for export takes another one: what it reads counts for all captures that
-            # use its answers.
+        # One probe serves all methods. It takes the path that the model takes outside of a capture,
+        # also where a recording takes another one, for an export or since it sees fakes: what it
+        # reads counts for these captures too.
+        if answers is None and model_has_values and (method.allows_data or not method.hides_fakes):
             with read_outside.noted(model):
-                answers = _probe_data(model, call, failures)
+                try:
+                    answers = _probe_data(model, call, failures)
+                except CaptureError:
+                    if method.allows_data:
+                        raise
         by = partial(_capture_by, model, call, leaves=leaves, recapture=recapture)
         if method is IN_SIGHT and as_outside and any(_masks_nothing(call)):
             # Before the ways that hide nothing, but only then: for most models it would be one
@@ -170,8 +194,10 @@ def captures(
             for recorded in _as_outside(by):
                 has_capture = True
                 yield recorded
+        if answers is not None:
+            by = partial(by, read_outside=read_outside)
         if method.allows_data:
-            by = partial(by, answers=answers, read_outside=read_outside)
+            by = partial(by, answers=answers)
         for recorded in _recorded(by, method, failures):
             has_capture = True
             yield recorded

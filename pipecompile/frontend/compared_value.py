@@ -11,6 +11,7 @@ from types import CellType, MappingProxyType
 from typing import Any
 
 import numpy
+import torch
 from torch import Tensor
 
 from pipecompile.graph.attributes import CONTAINERS, PLAIN, deep_copy, is_same_value
@@ -74,7 +75,8 @@ def comparable(value: Any) -> Any:
         return value.dtype.str, value.shape, value.tobytes()
     if isinstance(value, MAPPINGS) and len(value) <= MOST_ITEMS:
         return deep_copy(dict(value))
-    return value
+    # Saving a model of transformers makes the name of a type of it.
+    return str(value).removeprefix("torch.") if isinstance(value, torch.dtype) else value
 
 
 def itself(value: Any) -> Any:

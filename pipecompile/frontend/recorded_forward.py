@@ -21,6 +21,7 @@ from pipecompile.frontend.recorder import ForwardRecorder
 from pipecompile.frontend.recording_options import RecordingOptions
 from pipecompile.frontend.refusals import (
     INTO_A_SUBMODULE,
+    HigherOrderError,
     UnsupportedError,
     is_data_dependence_error,
 )
@@ -120,7 +121,8 @@ def _run_model(
     except CaptureError:
         raise
     except Exception as error:
-        raise UnsupportedError(_explained(recorder, model, error)) from error
+        kind = HigherOrderError if HIGHER_ORDER.search(str(error)) else UnsupportedError
+        raise kind(_explained(recorder, model, error)) from error
     return outputs
 
 

@@ -12,6 +12,7 @@ __all__ = [
     "INTO_A_SUBMODULE",
     "LOOKED_AT",
     "DataDependentError",
+    "HigherOrderError",
     "UnsupportedError",
     "is_data_dependence_error",
     "number_refusal",
@@ -45,6 +46,10 @@ class UnsupportedError(CaptureError):
 
     Every other CaptureError refuses the model, whatever the way.
     """
+
+
+class HigherOrderError(UnsupportedError):
+    """The forward calls an operator that is given functions, such as torch.cond."""
 
 
 class DataDependentError(UnsupportedError):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import keyword
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cached_property
@@ -349,10 +349,28 @@ def _difference(value: Any, planned: Any) -> str:
     new = [path for path in own if path not in wanted]
     parts = [f"it lacks {', '.join(missing)}"] * bool(missing)
     parts += [f"it has {', '.join(new)} as well"] * bool(new)
-    return " and ".join(parts) or (
-        "its keys are in another order, by which the forward goes, or its tuples, lists or dicts "
-        "are of other types"
+    return (
+        " and ".join(parts)
+        or _other_type(value, planned)
+        or "its keys are in another order, by which the forward goes"
     )
+
+
+def _other_type(value: Any, planned: Any) -> str:
+    """Return which container in a structure is of another type, "" if none is."""
+    if type(value) is not type(planned):
+        return f"it has {_kind(value)} in place of {_kind(planned)}"
+    pairs: Iterable[tuple[Any, Any]] = ()
+    if isinstance(value, dict):
+        pairs = ((value[key], planned[key]) for key in value)
+    elif isinstance(value, (tuple, list)):
+        pairs = zip(value, planned, strict=True)
+    return next(filter(None, (_other_type(*pair) for pair in pairs)), "")
+
+
+def _kind(value: Any) -> str:
+    name = type(value).__name__
+    return f"an {name}" if name[0] in "AEIOUaeiou" else f"a {name}"
 
 
 def _leaf_paths(call: Any) -> list[str]:

@@ -32,6 +32,7 @@ __all__ = [
     "is_same_constant",
     "is_same_value",
     "plain_container",
+    "restore_items",
     "settings_of",
 ]
 
@@ -85,7 +86,7 @@ class ModuleAttributes:
                 current.update(attributes)
         # Containers are refilled in place, since other objects may refer to them.
         for container, items in self.contents:
-            _restore_items(container, items)
+            restore_items(container, items)
 
     def changed(self, later: ModuleAttributes) -> list[tuple[nn.Module, str]]:
         """Return the attributes, as (module, name), that differ at a later moment."""
@@ -277,7 +278,7 @@ def is_same_constant(left: Any, right: Any) -> bool:
     return repr(left) == repr(right) if is_float else bool(left == right)
 
 
-def _restore_items(container: Any, items: Any) -> None:
+def restore_items(container: Any, items: Any) -> None:
     """Make `container` hold `items` again; a container that still holds them is not written to."""
     now = plain_container(container)
     current, before = list(now), list(items)

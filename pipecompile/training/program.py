@@ -16,8 +16,10 @@ from pipecompile.codegen.stages import BoundaryTensor, StageModule, emit
 from pipecompile.errors import InputError
 from pipecompile.frontend.captured_graph import Capture
 from pipecompile.frontend.microbatch import InputShapes, MicrobatchSizes
+from pipecompile.frontend.packages import is_installed, package_of
 from pipecompile.frontend.signature import OutputStructure
 from pipecompile.graph.attributes import (
+    HOOKS,
     TABLES,
     AttributeItems,
     deep_copy,
@@ -39,6 +41,9 @@ from pipecompile.training.model_changes import (
 )
 
 __all__ = ["Program", "modes_of", "modes_of_both"]
+
+
+COLLECTING = "transformers.utils.output_capturing"
 
 
 class Program:
@@ -311,11 +316,23 @@ def _settings(captured: Capture) -> Iterator[tuple[str, Any]]:
         computed = Tensor if module._forward_pre_hooks else ()
         for name in names:
             value = vars(module)[name]
-            # The model's own forward may have run since then, and installed its hooks.
-            if left := captured.left_hooks.get((path, name)):
-                value = {key: hook for key, hook in value.items() if not hook_codes([hook]) <= left}
+            if name in HOOKS:
+                # The model's own forward may have run since then, and installed its hooks.
+                left = captured.left_hooks.get((path, name), frozenset())
+                value = {key: hook for key, hook in value.items() if _counts(hook, left)}
+            elif isinstance(value, dict) and is_installed(package_of(type(value).__module__)):
+                # Saving a model of diffusers adds the names of its class and version to its config.
+                value = {key: item for key, item in value.items() if str(key)[:1] != "_"}
             if not isinstance(value, computed):
                 yield f"{path}.{name}".lstrip("."), deep_copy(value)
+
+
+def _counts(hook: Any, left: frozenset[Any]) -> bool:
+    """Return whether a hook is none that forwards install: those with codes that the capture `left`
+    there, and those of transformers, which do nothing unless a call asks for hidden states.
+    """
+    is_of_forward = getattr(hook, "__module__", None) == COLLECTING
+    return not (is_of_forward or hook_codes([hook]) <= left)
 
 
 def _items(captured: Capture) -> AttributeItems:

@@ -143,7 +143,7 @@ class TensorCopies:
         """
         # Constants are no part of the model's state: only the stages have them under their names.
         stages = [self._planned.stages[index].module for index in self._share.stages]
-        copies = {name: value for stage in stages for name, value in stage.named_buffers()}
+        copies = {name: value for stage in stages for name, value in named_state(stage)}
         copies.update(named_state(self._target.model_with_loss))
         for name, group in self._tie_groups.items():
             readers = self._planned.ties[name].stages

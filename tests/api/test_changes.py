@@ -679,3 +679,46 @@ def test_stages_that_move_take_the_models_buffers_along() -> None:
     assert dict(pipeline.named_buffers())["shift"].device.type == "meta"
     held = {id(buffer) for stage in pipeline.stages for buffer in stage.buffers()}
     assert {id(buffer) for buffer in model.buffers()} == held
+
+
+class Config(dict):  # type: ignore[type-arg]
+    """A dict of an installed package, as those of diffusers are."""
+
+
+class Wrapped(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.config = Config(scale=2.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.first(x) * self.config["scale"])
+
+
+def test_what_saving_a_model_of_an_installed_package_writes_is_no_change(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = Wrapped()
+    monkeypatch.setattr("pipecompile.training.program.is_installed", lambda package: True)
+    pipeline = compiled(model)
+    first = pipeline.step(X, X)
+    # As `save_pretrained` of diffusers does.
+    model.config["_class_name"] = "Net"
+    assert torch.equal(pipeline.step(X, X), first)
+    model.config["scale"] = 3.0
+    with pytest.raises(InputError, match="config"):
+        pipeline.step(X, X)
+
+
+def test_hooks_that_collect_hidden_states_are_no_change() -> None:
+    """A forward of a model of transformers that is asked for them installs them."""
+    from transformers.utils.output_capturing import install_output_capuring_hook
+
+    model = Wrapped()
+    pipeline = compiled(model)
+    first = pipeline.step(X, X)
+    install_output_capuring_hook(model.first, "hidden_states", 0)
+    assert torch.equal(pipeline.step(X, X), first)
+    model.first.register_forward_hook(lambda module, inputs, output: 2 * output)
+    with pytest.raises(InputError, match="first has other forward hooks"):
+        pipeline.step(X, X)

@@ -136,3 +136,24 @@ def test_a_path_that_makes_the_whole_model_one_node_is_not_taken() -> None:
     found, module, _ = proven_capture(Masked(), CALL)
     assert found.method == "recorded with fakes in sight, data probed"
     assert {"scaled", "layer"} <= set(called(module.graph))
+
+
+class Padded(nn.Module):
+    """Sees fakes, as models with masks do; reads one attribute on each path, and not `step`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.scale, self.shift, self.step = nn.Linear(WIDTH, WIDTH), 2.0, 1.0, 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        """A value of shape (N, WIDTH) to the same shape."""
+        mask = (x < torch.inf).float()
+        if is_tracing(x) or not mask.all():
+            return self.layer(x) * self.scale * mask
+        return self.layer(x) * (self.scale + 0 * self.shift)
+
+
+def test_what_a_model_reads_is_known_where_it_sees_fakes_too() -> None:
+    found, _, _ = proven_capture(Padded(), CALL)
+    assert found.method == "recorded with fakes in sight"
+    assert [found.may_read("", name) for name in ("scale", "shift", "step")] == [True, True, False]

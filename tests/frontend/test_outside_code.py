@@ -851,3 +851,14 @@ def test_what_a_weak_proxy_stood_for_may_be_gone(monkeypatch: Patch) -> None:
     monkeypatch.setattr(CONFIG, "gone", weakref.proxy(gone), raising=False)
     del gone
     assert OutsideValues(Reading(lambda x: x * CONFIG.gone.factor)).changed() is None
+
+
+def test_the_name_of_a_type_is_that_type() -> None:
+    """Saving a model of transformers writes it so into its config."""
+    model: Any = Reading(lambda x: x.to(model.settings.kind))
+    model.settings = SimpleNamespace(kind=torch.float32)
+    values = OutsideValues(model)
+    model.settings.kind = "float32"
+    assert values.changed() is None
+    model.settings.kind = "bfloat16"
+    assert values.changed() == "settings.kind"

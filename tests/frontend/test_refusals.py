@@ -551,3 +551,41 @@ def trained_as_before(model: Any, x: Tensor) -> Tensor:
 
 def test_a_forward_may_set_requires_grad_to_what_it_is() -> None:
     proven_capture(Experts(trained_as_before), Arguments((torch.randn(4, 4),), {}))
+
+
+def test_a_refused_branch_leaves_the_model_as_it_was() -> None:
+    """Torch compiles the branches of `cond`, and keeps what it compiled."""
+
+    class Branching(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.layer(x)
+            return torch.cond(x.abs().max() > 3, torch.sin, torch.cos, (y,))
+
+    model, x = nn.Sequential(Branching(), Branching()), torch.randn(4, 4)
+    before = model(x)
+    with pytest.raises(CaptureError, match="calls cond, whose branches"):
+        proven_capture(model, Arguments((x,), {}))
+    assert torch.equal(model(x), before)
+
+
+class Removed(nn.Module):
+    """Takes a buffer away and puts it back, behind another one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("first", torch.ones(4))
+        self.register_buffer("second", torch.ones(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        del self.first
+        self.register_buffer("first", torch.ones(4))
+        return x * self.first
+
+
+def test_a_buffer_that_is_taken_away_and_put_back() -> None:
+    with pytest.raises(CaptureError, match=r"0\.first: the forward makes or removes"):
+        captured(nn.Sequential(Removed(), nn.Linear(4, 4)), torch.randn(4, 4))

@@ -412,7 +412,9 @@ def test_constants_of_one_memory_may_lie_on_several_ranks(workers: Workers, tmp_
 
 
 class Drawn(Layers):
-    """Both ranks read a buffer, a transposed one and a plain tensor, drawn on each by itself."""
+    """Both ranks read a buffer, a transposed one, a plain tensor and a parameter that is none of
+    the model, drawn on each by itself.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -420,6 +422,7 @@ class Drawn(Layers):
         self.register_buffer("scale", torch.rand(WIDTH))
         self.register_buffer("mixture", torch.rand(WIDTH, WIDTH).mT)
         self.shift = torch.rand(WIDTH)
+        self.frozen = [nn.Parameter(torch.rand(WIDTH), requires_grad=False)]
 
     def forward(self, x: Tensor) -> Tensor:
         """A tensor of shape (N, WIDTH) to one like it."""
@@ -427,7 +430,7 @@ class Drawn(Layers):
         return self.last(self._mixed(self.third(first).tanh()))
 
     def _mixed(self, x: Tensor) -> Tensor:
-        return (x * self.scale + self.shift) @ self.mixture
+        return (x * self.scale + self.shift) @ self.mixture * self.frozen[0]
 
 
 def drawn_values() -> tuple[list[list[float]], bool]:
@@ -435,7 +438,8 @@ def drawn_values() -> tuple[list[list[float]], bool]:
     options: dict[str, Any] = {"k": 2, "microbatches": 2, "costs": "flops", "self_check": False}
     model = Drawn()
     pipeline = pipecompile(model, BATCHES[0], loss_fn=lambda out, _: out.square().mean(), **options)
-    values = [value.flatten().tolist() for value in (model.scale, model.mixture, model.shift)]
+    drawn = (model.scale, model.mixture, model.shift, *model.frozen)
+    values = [value.flatten().tolist() for value in drawn]
     return values, torch.isfinite(pipeline.step(BATCHES[0], everywhere=True)).item()
 
 

@@ -126,7 +126,7 @@ def test_a_limit_in_seconds_needs_a_plan_in_seconds(plan_file: str, tmp_path: Pa
         (["--max-bubble", "a fifth"], "'a fifth' is not a share; write 5%"),
         (["--max-bubble", "120%"], "a share of the step from 0 to 1"),
         (["--max-relayed", "much"], "'much' is not a size; write 16GiB"),
-        (["none.json"], "none.json: cannot be read"),
+        (["none.json"], "none.json: there is no such file"),
         (["nets"], "'nets' is not a target; write package.module:factory"),
         ([f"{MODELS}:nothing"], "nothing"),
     ],

@@ -546,7 +546,7 @@ def test_a_partition_that_does_not_fit_is_answered_with_what_would(
             2,
             "leave --bandwidth and --latency out",
         ),
-        (["-k", "2", "--links", "nothing.json"], 2, "cannot be read"),
+        (["-k", "2", "--links", "nothing.json"], 2, "there is no such file"),
         (
             ["-k", "3", "--links", "links.json", "--comm", "relay"],
             2,
@@ -595,7 +595,7 @@ def test_what_cannot_be_cut_is_answered_in_one_line(
 @pytest.mark.parametrize(
     ("graph", "message"),
     [
-        (None, "cannot be read (No such file or directory)"),
+        (None, "there is no such file; `pipecompile profile TARGET -o FILE` writes a"),
         ("{", "truncated"),
         ('{"schema": "pipecompile/cost-graph/2"}', "is a cost graph of version 2"),
         ('{"nodes": [], "tensors": [], "edges": []}', "unknown field `edges`"),
@@ -863,7 +863,7 @@ def test_recomputation_is_not_written_for_torch(tmp_path: Path) -> None:
 def test_a_problem_that_is_not_there(tmp_path: Path) -> None:
     result = invoke("schedule", str(tmp_path / "problem.json"))
     assert (result.exit_code, result.stdout) == (2, "")
-    assert "problem.json: cannot be read (No such file or directory)" in result.stderr
+    assert "problem.json: there is no such file; `pipecompile plan" in result.stderr
 
 
 def test_named_orders_need_neither_torch_nor_a_solver(problem_file: str) -> None:
@@ -896,19 +896,19 @@ def test_help_lists_the_commands() -> None:
 MISTAKES = {
     "schedule": (["plan", UNET, "--schedule", "1f1v"], "did you mean '1f1b'?"),
     "costs": (["plan", UNET, "--costs", "flop"], "did you mean 'flops'?"),
-    "cost file": (["plan", UNET, "--costs", "table:none.json"], "none.json: cannot be read"),
+    "cost file": (["plan", UNET, "--costs", "table:none.json"], "none.json: there is no such file"),
     "device": (["plan", UNET, "--costs", "roofline:h99"], "h99"),
     "stages": (["plan", UNET, "-k", "0"], "k=0, but a pipeline has at least one stage"),
     "ranks": (["verify", UNET, "-k", "3", "--ranks", "2"], "k=3 and ranks=2 disagree"),
     "together": (["plan", UNET, "-k", "3", "--schedule", "zb-v"], "k=3"),
-    "links": (["plan", UNET, "--links", "none.json"], "none.json: cannot be read"),
+    "links": (["plan", UNET, "--links", "none.json"], "none.json: there is no such file"),
     "pin": (["plan", UNET, "--pin", "mean"], "write NODE=STAGE"),
     "format": (["plan", UNET, "--format", "jsn"], "did you mean 'json'?"),
     "target": (["plan", "unet"], "'unet' is not a target"),
     "target file": (["verify", "nowhere.py:unet"], "there is no file nowhere.py"),
     "target module": (["plan", "no_such_package.module:unet"], "there is no module"),
     "profile": (["profile", UNET, "--optimizer", "adamm"], "did you mean 'adam"),
-    "plan file": (["check", "none.json", UNET], "none.json: cannot be read"),
+    "plan file": (["check", "none.json", UNET], "none.json: there is no such file"),
     "limit": (["check", "none.json", UNET, "--recompute", "blocks"], "did you mean 'block'?"),
     "output": (["plan", UNET, "-o", "nowhere/plan.json"], "nowhere/plan.json: cannot be written"),
 }

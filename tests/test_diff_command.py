@@ -113,7 +113,7 @@ def test_a_file_that_is_no_plan_is_an_error(files: tuple[str, str], tmp_path: Pa
     faults = {
         str(run): "is a run (pipecompile/run/1), but a plan is expected",
         str(newer): "written by a newer pipecompile than this one",
-        str(tmp_path / "none.json"): "cannot be read",
+        str(tmp_path / "none.json"): "there is no such file",
     }
     for path, fault in faults.items():
         for arguments in ((path, files[0]), (files[0], path)):

@@ -11,7 +11,7 @@ from pipecompile.errors import FormatError, InputError
 from pipecompile.ir.file_kinds import kind_mismatch, schema_of
 from pipecompile.ir.plan import Plan
 from pipecompile.ir.schedule_problem import ScheduleProblem
-from pipecompile.ir.serialization import read
+from pipecompile.ir.serialization import read, read_bytes
 from pipecompile.report.order import order_text as text_of_order
 from pipecompile.report.order import order_title
 from pipecompile.report.svg import picture
@@ -41,14 +41,12 @@ def order_for(path: str | Path, **request: Any) -> ScheduleAnswer:
 
 
 def _is_plan(path: str | Path) -> bool:
-    """Return whether the file says that it is a plan; a file that cannot be read is none.
+    """Return whether the file says that it is a plan.
 
-    Raise FormatError if it says that it is neither a plan nor a schedule problem.
+    Raise FormatError if it says that it is neither a plan nor a schedule problem, or cannot be
+    read.
     """
-    try:
-        data = Path(path).read_bytes()
-    except OSError:
-        return False
+    data = read_bytes(path, Plan, ScheduleProblem)
     mismatch = kind_mismatch(data, ScheduleProblem, Plan)
     if mismatch is not None:
         raise FormatError(f"{path}: {mismatch}")

@@ -15,15 +15,18 @@ from torch.utils.checkpoint import CheckpointFunction
 from pipecompile.errors import CaptureError
 from pipecompile.frontend.calls import has_recorded_values
 from pipecompile.frontend.nested_values import tensors_in
+from pipecompile.frontend.packages import is_foreign
 from pipecompile.frontend.recording import SYMBOLS, Recording
 from pipecompile.frontend.refusals import UnsupportedError, number_refusal, shape_refusal
-from pipecompile.graph.attributes import is_same_value
+from pipecompile.graph.attributes import is_collecting, is_same_value
+from pipecompile.graph.side_effects import SideEffectTracker
 from pipecompile.graph.storages import is_irregular, storage_key
 
 __all__ = [
     "LAYOUT_QUESTIONS",
     "PLACE_QUESTIONS",
     "attribute_refusal",
+    "hooks_of",
     "own_state",
     "refuse_backward_hooks",
     "refuse_data",
@@ -33,6 +36,8 @@ __all__ = [
     "refuse_lasting_write",
     "refuse_lost_gradients",
     "refuse_made_gradients",
+    "refuse_mode",
+    "refuse_new_hooks",
     "refuse_place",
     "refuse_read_gradient",
     "refuse_replaced_state",
@@ -52,6 +57,35 @@ IN_PLACE = re.compile(
     r"_?[a-z]\w*[a-z0-9]_|__setitem__"
     r"|__i(add|sub|mul|matmul|truediv|floordiv|mod|pow|and|or|xor|lshift|rshift)__"
 )
+
+
+def hooks_of(module: nn.Module) -> tuple[Any, ...]:
+    """Return the forward hooks of a module that change what it does."""
+    tables = (module._forward_pre_hooks, module._forward_hooks)
+    return tuple(hook for table in tables for hook in table.values() if not is_collecting(hook))
+
+
+def refuse_new_hooks(recording: Recording, module: nn.Module, known: Sequence[Any]) -> None:
+    """Raise UnsupportedError if a module that becomes one node has other hooks now than it will
+    have in a step: the forward has registered one, or removed one.
+    """
+    if hooks_of(module) != known:
+        raise UnsupportedError(
+            f"{recording.where()}: the forward registers or removes a hook of a module that is one "
+            "node, which a stage calls without the rest of the forward; register it before the "
+            "model is compiled, or write into the forward what it does"
+        )
+
+
+def refuse_mode(recording: Recording, mode: object) -> None:
+    """Raise CaptureError for a mode of the user's that sees or changes what operators do: an export
+    would lose it too.
+    """
+    if not is_foreign(type(mode).__module__) and not isinstance(mode, SideEffectTracker):
+        raise CaptureError(
+            f"{recording.where()}: the forward runs under {type(mode).__name__}, a mode that no "
+            "stage enters; enter it around the step, or make the module one node (leaf)"
+        )
 
 
 def refuse_place(recording: Recording, name: str, tensor: Tensor) -> None:

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode, _get_current_function_mode, _pop_mode_temporarily
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import CheckpointFunction
 
@@ -32,6 +33,7 @@ from pipecompile.frontend.call_refusals import (
     LAYOUT_QUESTIONS,
     PLACE_QUESTIONS,
     attribute_refusal,
+    hooks_of,
     own_state,
     refuse_backward_hooks,
     refuse_data,
@@ -41,6 +43,8 @@ from pipecompile.frontend.call_refusals import (
     refuse_lasting_write,
     refuse_lost_gradients,
     refuse_made_gradients,
+    refuse_mode,
+    refuse_new_hooks,
     refuse_place,
     refuse_read_gradient,
     refuse_replaced_state,
@@ -122,6 +126,7 @@ class ForwardRecorder(TorchFunctionMode):
         self._expected_state = {
             module: [state[id(tensor)] for tensor in own_state(module)] for module in root.modules()
         }
+        self._hooks = {module: hooks_of(module) for module in root.modules()}
         self._tracker = SideEffectTracker(state.values())
         # What a forward could not do, unless that has ended it: the model may catch the error.
         self._caught: CaptureError | None = None
@@ -175,6 +180,7 @@ class ForwardRecorder(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(func, "__name__", str(func))
+        refuse_mode(self.recording, _get_current_dispatch_mode())
         try:
             return self._answer(func, name, *self._with_fakes(args, kwargs or {}))
         except Exception as error:
@@ -358,6 +364,7 @@ class ForwardRecorder(TorchFunctionMode):
         With `call_number` its data gives the answers that it gave in this call of the probe.
         """
         refuse_swapped_state(self.recording, module, self._expected_state)
+        refuse_new_hooks(self.recording, module, self._hooks[module])
         state = [*module.parameters(), *module.buffers()]
         call = RecordedCall(self.recording, self._tracker, args, kwargs, state=state)
         for value in tensors_in((args, kwargs)):

@@ -358,12 +358,15 @@ def _difference(value: Any, planned: Any) -> str:
 
 def _other_type(value: Any, planned: Any) -> str:
     """Return which container in a structure is of another type, "" if none is."""
-    if type(value) is not type(planned):
+    are_containers = isinstance(value, (dict, list, tuple)) and isinstance(
+        planned, (dict, list, tuple)
+    )
+    if are_containers and type(value) is not type(planned):
         return f"it has {_kind(value)} in place of {_kind(planned)}"
     pairs: Iterable[tuple[Any, Any]] = ()
-    if isinstance(value, dict):
+    if are_containers and isinstance(value, dict):
         pairs = ((value[key], planned[key]) for key in value)
-    elif isinstance(value, (tuple, list)):
+    elif are_containers:
         pairs = zip(value, planned, strict=True)
     return next(filter(None, (_other_type(*pair) for pair in pairs)), "")
 

@@ -29,6 +29,7 @@ __all__ = [
     "attributes_restored",
     "deep_copy",
     "hook_codes",
+    "is_collecting",
     "is_same_constant",
     "is_same_value",
     "plain_container",
@@ -122,6 +123,13 @@ def settings_of(module: nn.Module) -> list[str]:
     These are its own attributes and its tables of submodules, parameters, buffers and hooks.
     """
     return [name for name in vars(module) if name in TABLES or name not in INTERNAL]
+
+
+def is_collecting(hook: Any) -> bool:
+    """Return whether a hook is one of transformers that does nothing unless a call asks for hidden
+    states, whose forward installs it.
+    """
+    return getattr(hook, "__module__", None) == "transformers.utils.output_capturing"
 
 
 def hook_codes(hooks: Iterable[Any]) -> frozenset[Any]:

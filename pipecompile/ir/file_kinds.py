@@ -7,7 +7,17 @@ from typing import Any, get_args, get_type_hints
 
 import msgspec
 
-__all__ = ["kind_mismatch", "remedy", "schema_of"]
+__all__ = ["kind_mismatch", "remedy", "schema_of", "written_by"]
+
+
+_WRITTEN_BY = {
+    "plan": "`pipecompile plan TARGET -o FILE` writes a plan",
+    "cost graph": "`pipecompile profile TARGET -o FILE` writes a cost graph",
+    "links file": "`pipecompile links -o FILE` writes a links file",
+    "run": "`Pipeline.record()` records a run, and its `save` writes it",
+    "cluster": "a cluster file is written by hand (docs/reference/formats.md)",
+    "schedule problem": "a schedule problem is written by hand (docs/how-to/alone.md)",
+}
 
 
 class _Header(msgspec.Struct):
@@ -53,6 +63,13 @@ def kind_mismatch(data: bytes, *types: type[Any]) -> str | None:
             "update pipecompile, or have the file written again"
         )
     return None
+
+
+def written_by(*types: type[Any]) -> str:
+    """Return what writes files of these types, for a path that has none; empty if that is open."""
+    schemas = filter(None, map(_schema, types))
+    kinds = (_kind_and_version(schema)[0] for schema in schemas)
+    return "; ".join(_WRITTEN_BY[kind] for kind in kinds if kind in _WRITTEN_BY)
 
 
 def _has_no_field_of(data: bytes, types: Sequence[type[Any]]) -> bool:

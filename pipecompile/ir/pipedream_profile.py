@@ -49,7 +49,7 @@ def cost_graph_in(path: str | Path) -> CostGraph:
 
     FormatError if it is neither, or cannot be read.
     """
-    data = read_bytes(path)
+    data = read_bytes(path, CostGraph)
     if data.lstrip().startswith(b"node"):
         return cost_graph_of_profile(data.decode(errors="replace"), str(path))
     return decode(data, CostGraph, origin=str(path))

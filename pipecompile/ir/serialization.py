@@ -14,7 +14,7 @@ from typing import Annotated, Any, Self, TypeVar
 import msgspec
 
 from pipecompile.errors import FormatError
-from pipecompile.ir.file_kinds import kind_mismatch, remedy
+from pipecompile.ir.file_kinds import kind_mismatch, remedy, written_by
 from pipecompile.ir.layout import layout
 
 __all__ = [
@@ -80,13 +80,18 @@ def read(path: str | Path, type_: type[T]) -> T:
 
     FormatError as in `decode`, or if the file cannot be read.
     """
-    return decode(read_bytes(path), type_, origin=str(path))
+    return decode(read_bytes(path, type_), type_, origin=str(path))
 
 
-def read_bytes(path: str | Path) -> bytes:
-    """Return what is in the file at `path`; FormatError if it cannot be read."""
+def read_bytes(path: str | Path, *types: type[Any]) -> bytes:
+    """Return what is in the file at `path`; FormatError if it cannot be read, which says what
+    writes files of these `types`.
+    """
     try:
         return Path(path).read_bytes()
+    except FileNotFoundError as error:
+        how = written_by(*types)
+        raise FormatError(f"{path}: there is no such file{how and f'; {how}'}") from error
     except OSError as error:
         raise FormatError(f"{path}: cannot be read ({error.strerror})") from error
 

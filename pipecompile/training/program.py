@@ -24,6 +24,7 @@ from pipecompile.graph.attributes import (
     AttributeItems,
     deep_copy,
     hook_codes,
+    is_collecting,
     settings_of,
 )
 from pipecompile.graph.autograd_context import current_autocast
@@ -41,9 +42,6 @@ from pipecompile.training.model_changes import (
 )
 
 __all__ = ["Program", "modes_of", "modes_of_both"]
-
-
-COLLECTING = "transformers.utils.output_capturing"
 
 
 class Program:
@@ -331,8 +329,7 @@ def _counts(hook: Any, left: frozenset[Any]) -> bool:
     """Return whether a hook is none that forwards install: those with codes that the capture `left`
     there, and those of transformers, which do nothing unless a call asks for hidden states.
     """
-    is_of_forward = getattr(hook, "__module__", None) == COLLECTING
-    return not (is_of_forward or hook_codes([hook]) <= left)
+    return not (is_collecting(hook) or hook_codes([hook]) <= left)
 
 
 def _items(captured: Capture) -> AttributeItems:

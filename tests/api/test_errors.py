@@ -414,10 +414,10 @@ def test_a_damaged_plan(case: str, plan_file: Path) -> None:
 def test_a_plan_that_is_not_there(tmp_path: Path) -> None:
     missing = tmp_path / "nothing.json"
     with pytest.raises(
-        FormatError, match=r"nothing.json: cannot be read \(No such file or directory\)"
+        FormatError, match=r"nothing.json: there is no such file; `pipecompile plan"
     ):
         compiled(plan=missing)
-    assert "cannot be read (No such file" in refused(invoke("show", str(missing)), 2)
+    assert "there is no such file" in refused(invoke("show", str(missing)), 2)
 
 
 def test_a_place_where_nothing_can_be_written(tmp_path: Path) -> None:

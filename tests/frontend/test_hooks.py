@@ -11,6 +11,7 @@ import torch
 import torch.nn.modules.module as module_hooks
 from plain_loop import mean_square
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 from zoo import called
 from zoo.exact import exact
@@ -306,8 +307,6 @@ class Lazy(nn.Module):
         """A value of shape (N, WIDTH) to the same shape."""
         if not self.is_ready:
             self.body.register_forward_hook(lambda module, inputs, output: 2 * output)
-            # It would not be there when a stage calls the layer, so it must do nothing.
-            self.last.register_forward_hook(lambda module, inputs, output: None)
             self.is_ready = True
         return self.last(self.body(x))
 
@@ -322,3 +321,70 @@ def test_hooks_that_the_first_forward_installs_may_be_there_later() -> None:
     model.body.register_forward_hook(lambda module, inputs, output: -output)
     with pytest.raises(InputError, match="body has other forward hooks"):
         pipeline.step(x)
+
+
+class Hooking(nn.Module):
+    """Its forward registers a hook of its layer, which does nothing for small values."""
+
+    def __init__(self, register: Callable[[nn.Module], Any], *, removes: bool) -> None:
+        super().__init__()
+        self.layer, self.register, self.removes = nn.Linear(WIDTH, WIDTH), register, removes
+
+    def forward(self, x: Tensor) -> Tensor:
+        """A value of shape (N, WIDTH) to the same shape."""
+        handle = self.register(self.layer)
+        y: Tensor = self.layer(x)
+        if self.removes:
+            handle.remove()
+        return y
+
+
+def clamps(module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
+    return output.clamp(-1e3, 1e3)
+
+
+REGISTER: list[Callable[[nn.Module], Any]] = [
+    lambda layer: layer.register_forward_hook(clamps),
+    lambda layer: layer.register_forward_pre_hook(lambda module, inputs: (inputs[0] / 2,)),
+]
+
+
+@pytest.mark.parametrize("register", REGISTER)
+def test_a_hook_that_the_forward_leaves_at_a_node_is_refused(
+    register: Callable[[nn.Module], Any],
+) -> None:
+    model = nn.Sequential(Hooking(register, removes=False), nn.Linear(WIDTH, WIDTH))
+    with pytest.raises(CaptureError, match=r"registers or removes a hook|the forward sets it"):
+        proven_capture(model, CALL)
+
+
+@pytest.mark.parametrize("register", REGISTER)
+def test_a_hook_that_the_forward_registers_and_removes_is_in_the_graph(
+    register: Callable[[nn.Module], Any],
+) -> None:
+    """On values too that the sample did not have."""
+    model = nn.Sequential(Hooking(register, removes=True), nn.Linear(WIDTH, WIDTH))
+    found, module, _ = proven_capture(model, CALL)
+    assert found.method == "torch.export"
+    assert torch.equal(module(1e5 * X[:4])[0], model(1e5 * X[:4]))
+
+
+class Clamping(TorchDispatchMode):
+    """Clamps what each operator gives."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        return result.clamp(-1e3, 1e3) if isinstance(result, Tensor) else result
+
+
+class Watched(Block):
+    """Runs under a mode that changes what operators do."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with Clamping():
+            return super().forward(x)
+
+
+def test_a_mode_of_operators_in_the_forward_is_refused() -> None:
+    with pytest.raises(CaptureError, match="runs under Clamping, a mode that no stage enters"):
+        proven_capture(nn.Sequential(Watched(), nn.Linear(WIDTH, WIDTH)), CALL)

@@ -151,7 +151,7 @@ class NameSearch:
                 continue
             where, value = f"{path}.{name}".lstrip("."), attributes[name]
             # The others are compared by the modules' owner.
-            if isinstance(value, (*NUMBERS, *MAPPINGS)):
+            if isinstance(value, (*NUMBERS, *MAPPINGS)) and self._known.must_stay(path, name):
                 self._look(where, partial(attributes.get, name, GONE))
             if self._known.has_noted(type(value)):
                 self._noted.add(id(value))

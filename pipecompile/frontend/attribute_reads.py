@@ -15,7 +15,7 @@ import contextlib
 import functools
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from itertools import chain
 from types import FrameType
@@ -40,21 +40,26 @@ OF_ONE_NAME = (*HIDDEN, functools.__file__)
 
 @dataclass(frozen=True)
 class AttributeReads:
-    """What is read in the blocks of `noted`, by the id of the module or object."""
+    """What is read in the blocks of `noted`, by the id of the module or object, and of it what
+    the block has not set before.
+    """
 
     _read: set[tuple[int, str]] = field(default_factory=set)
+    _read_first: set[tuple[int, str]] = field(default_factory=set)
 
     @contextlib.contextmanager
     def noted(self, model: nn.Module) -> Iterator[None]:
         """Note what is read in the block of modules, and of objects of the user's own classes that
         those of `model` hold.
         """
+        done = set[tuple[int, str]]()
         own = {type(value) for _, value in _held(model) if is_own(type(value))}
         with contextlib.ExitStack() as patches:
-            self._note(nn.Module, _attribute_of_module, patches)
+            self._note(nn.Module, _attribute_of_module, done, patches)
             for kind in own:
-                self._note(kind, getattr(kind, GETTER), patches)
-            yield
+                self._note(kind, getattr(kind, GETTER), done, patches)
+            with _assignments_noted(done):
+                yield
 
     def of(self, model: nn.Module) -> frozenset[tuple[str, str]]:
         """Return what was read of the modules of `model` and of what they hold, by path and name;
@@ -76,12 +81,27 @@ class AttributeReads:
         }
         return frozenset(seen | unseen)
 
-    def _note(self, kind: type, getter: Getter, patches: contextlib.ExitStack) -> None:
-        """Note what is read of objects of a class until `patches` are undone."""
+    def has_read_first(self, module: nn.Module, name: str) -> bool:
+        """Return whether an attribute of a module was read in a block that had not set it."""
+        return not self._read_first.isdisjoint({(id(module), name), (id(module), ALL)})
+
+    def _note(
+        self,
+        kind: type,
+        getter: Getter,
+        done: Collection[tuple[int, str]],
+        patches: contextlib.ExitStack,
+    ) -> None:
+        """Note what is read of objects of a class until `patches` are undone; `done` are the
+        assignments until now.
+        """
 
         def get_attribute(owner: Any, name: str) -> Any:
             if name != ALL or _reads_all(sys._getframe(1)):
-                self._read.add((id(owner), ALL if name == COPYING else name))
+                read = id(owner), ALL if name == COPYING else name
+                self._read.add(read)
+                if read not in done:
+                    self._read_first.add(read)
             return getter(owner, name)
 
         before = vars(kind).get(GETTER)
@@ -91,6 +111,22 @@ class AttributeReads:
             # would not be seen.
             undo = (delattr, kind, GETTER) if before is None else (setattr, kind, GETTER, before)
             patches.callback(*undo)
+
+
+@contextlib.contextmanager
+def _assignments_noted(done: set[tuple[int, str]]) -> Iterator[None]:
+    """Add to `done` what is set on modules in the block."""
+    assign = nn.Module.__setattr__
+
+    def set_attribute(module: nn.Module, name: str, value: Any) -> None:
+        assign(module, name, value)
+        done.add((id(module), name))
+
+    nn.Module.__setattr__ = set_attribute  # type: ignore[method-assign,assignment]
+    try:
+        yield
+    finally:
+        nn.Module.__setattr__ = assign  # type: ignore[method-assign]
 
 
 def _attribute_of_module(module: nn.Module, name: str) -> Any:

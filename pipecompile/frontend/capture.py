@@ -33,6 +33,7 @@ from pipecompile.frontend.assigned_attributes import (
     changed_attributes,
     refuse_lasting_state,
 )
+from pipecompile.frontend.assigned_value import AssignedValue
 from pipecompile.frontend.attribute_reads import AttributeReads
 from pipecompile.frontend.captured_graph import Capture, CaptureNote, aliases_of
 from pipecompile.frontend.constant_answers import has_gradient_type
@@ -320,25 +321,30 @@ def _capture_by(
     options = RecordingOptions(
         method.exporting, method.hides_fakes, leaves, answers, method.reads_inputs
     )
-    record = partial(record_forward, model, call, options, symbolic=method.symbolic)
     before, reads = ModuleAttributes.of(model), AttributeReads()
-    try:
+
+    def record() -> RecordedForward:
         with reads.noted(model):
-            forward = record()
-            after = ModuleAttributes.of(model)
-            changed = changed_attributes(before, after)
-            left_hooks = {
-                (forward.recorder.path_of(module), name): hook_codes(vars(module)[name].values())
-                for module, name in before.changed(after)
-                if name in HOOKS
-            }
-            if changed:
-                refuse_lasting_state(model, before, changed, forward, record)
+            return record_forward(model, call, options, symbolic=method.symbolic)
+
+    try:
+        forward = record()
+        after = ModuleAttributes.of(model)
+        changed = changed_attributes(before, after)
+        left_hooks = {
+            (forward.recorder.path_of(module), name): hook_codes(vars(module)[name].values())
+            for module, name in before.changed(after)
+            if name in HOOKS
+        }
+        if changed:
+            refuse_lasting_state(model, before, changed, forward, record)
     finally:
         before.restore()
     read = reads.of(model)
     if read_outside is not None:
         read |= read_outside.of(model)
+    all_reads = [reads] if read_outside is None else [reads, read_outside]
+    known = before.ids() if changed else frozenset()
     return Capture(
         model=model,
         graph=forward.recorder.recording.graph,
@@ -349,9 +355,15 @@ def _capture_by(
         guards=forward.guards,
         method=method.name,
         notes=tuple(_notes(forward, changed)),
-        assigned_attributes=frozenset(
-            (forward.recorder.path_of(module), name) for module, name in changed
-        ),
+        assigned_attributes={
+            (forward.recorder.path_of(module), name): AssignedValue.of(
+                before.comparable(module, name),
+                after.comparable(module, name),
+                known,
+                is_read_first=any(each.has_read_first(module, name) for each in all_reads),
+            )
+            for module, name in changed
+        },
         left_hooks=left_hooks,
         # On a path of its own for fakes a forward may leave out what it reads outside of a capture.
         read_attributes=read if method.hides_fakes or read_outside is not None else None,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -12,6 +12,7 @@ from torch import Tensor, fx, nn
 from torch.fx.node import map_aggregate
 
 from pipecompile.errors import CaptureError
+from pipecompile.frontend.assigned_value import AssignedValue, PlacedValue
 from pipecompile.frontend.attribute_reads import ALL, is_own
 from pipecompile.frontend.batch_dims import output_dim
 from pipecompile.frontend.constant_answers import ConstantAnswer
@@ -22,6 +23,7 @@ from pipecompile.frontend.outside_values import OutsideValues
 from pipecompile.frontend.recording import SymbolicNumber
 from pipecompile.frontend.refusals import UnsupportedError
 from pipecompile.frontend.signature import Arguments, InputStructure, OutputStructure
+from pipecompile.graph.attributes import INTERNAL
 from pipecompile.graph.model_state import named_state
 from pipecompile.graph.propagation import propagate
 from pipecompile.graph.pytrees import tensor_leaves
@@ -54,7 +56,8 @@ class Capture:
     maps the first name of each parameter and buffer to its other names. `method` tells how the
     model was captured; `notes` tell what is special about it: modules that became one node, and
     attributes that are no longer set. `training` tells, by path, in which mode each module was.
-    `assigned_attributes` are the attributes that the forward sets for itself, `left_hooks` the code
+    `assigned_attributes` are the attributes that the forward sets for itself, by path and name,
+    with what they were before it and what it left, `left_hooks` the code
     of the hooks that it installs, by path and table, and `read_attributes`
     those that it reads, by path and name, and those of objects in attributes; None if that is not
     known. `taken_apart` are the paths of the modules that it was recorded inside, `data_dependent`
@@ -76,7 +79,7 @@ class Capture:
     method: str
     notes: tuple[CaptureNote, ...]
     training: dict[str, bool]
-    assigned_attributes: frozenset[tuple[str, str]]
+    assigned_attributes: Mapping[tuple[str, str], AssignedValue]
     read_attributes: frozenset[tuple[str, str]] | None
     taken_apart: frozenset[str]
     data_dependent: frozenset[str]
@@ -96,9 +99,24 @@ class Capture:
         """Return whether the graph may have in it what the attribute `name` of the module at `path`
         was before the forward.
         """
-        if (path, name) in self.assigned_attributes:
-            return False
+        assigned = self.assigned_attributes.get((path, name))
+        if assigned is not None:
+            # What it reads itself in each step is in no graph.
+            is_read_first = assigned.is_read_first or self.read_attributes is None
+            return is_read_first and not self.runs_itself(path)
         return self.read_attributes is None or self._has_read(path, name)
+
+    def must_stay(self, path: str, name: str) -> bool:
+        """Return whether the graph may have an attribute in it that no forward changes."""
+        return (path, name) not in self.assigned_attributes and self.may_read(path, name)
+
+    def assigned_values(self) -> Iterator[PlacedValue]:
+        """Yield the attributes that the forward may read before it sets them."""
+        for (path, name), value in self.assigned_attributes.items():
+            # Tables, such as those of hooks, are compared whatever the forward does.
+            if name not in INTERNAL and self.may_read(path, name):
+                attributes = vars(self.model.get_submodule(path))
+                yield PlacedValue(f"{path}.{name}".lstrip("."), attributes, name, value)
 
     def runs_itself(self, path: str) -> bool:
         """Return whether the module at `path` is never taken apart: as one node, or in one, it runs
@@ -117,7 +135,9 @@ class Capture:
 
     def outside_values(self) -> OutsideValues:
         """Return what the forward may read now, besides what its modules hold themselves."""
-        known = KnownReads(self.may_read, self._has_read, self.runs_itself, self._has_noted)
+        known = KnownReads(
+            self.may_read, self.must_stay, self._has_read, self.runs_itself, self._has_noted
+        )
         return OutsideValues(self.model, known)
 
     def with_keys_in_order(self) -> Capture:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dis
-from collections.abc import Iterator
+import re
+from collections.abc import Collection, Iterator
 from functools import cache, reduce
 from itertools import pairwise
 from types import CodeType
@@ -11,11 +12,13 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-__all__ = ["ANY", "MATCHED", "OF_TENSORS", "CodeNames", "names_in", "strings_in"]
+__all__ = ["ANY", "FORMATTING", "MATCHED", "OF_TENSORS", "CodeNames", "names_in", "strings_in"]
 
 OF_TENSORS = frozenset(dir(Tensor))
 ANY = "*"
 """Stands for what has an attribute where code reads it of something without a name."""
+FORMATTING = "__format__"
+"""What f-strings call, besides those for the message of an error."""
 MATCHED = "__match_args__"
 """Where a class has the names of what `case Stats(value)` reads of its objects."""
 MOST_TEXTS = 256
@@ -31,6 +34,9 @@ BY_TEXT = frozenset(
 """A function that names one of these may name attributes and globals by its strings."""
 BY_NAME = frozenset({"getattr", "hasattr"})
 """Of these, what is given a name as its second argument."""
+FORMATS = frozenset({"format", "format_map"})
+IN_FORMAT = re.compile(r"(?<=\.)[^\W\d]\w*(?=[^{}]*})")
+"""Finds the attributes in strings that these format."""
 WITHOUT_EFFECT = frozenset({"CACHE", "EXTENDED_ARG", "KW_NAMES", "PRECALL"})
 
 
@@ -78,7 +84,7 @@ def _own_names(code: CodeType) -> CodeNames:
     found = [(each.opname, each.argval) for each in instructions]
     loads = {name for operation, name in found if operation.startswith(("LOAD", "IMPORT_FROM"))}
     names = loads.intersection(code.co_names)
-    names |= strings_in(_matched(found))
+    names |= strings_in(_matched(found)) | _formatted(found, names)
     imports = {name for operation, name in found if operation == "IMPORT_NAME"}
     of_globals = {name for operation, name in found if operation in GLOBAL_LOADS}
     # In `getattr(self, "scale")` the name of the attribute is a constant of the code, not a name.
@@ -172,6 +178,20 @@ def _matched(found: list[tuple[str, Any]]) -> tuple[Any, ...]:
     """
     named = [one[1] for one, next_ in pairwise(found) if next_[0] == "MATCH_CLASS"]
     return (*named, MATCHED) if named else ()
+
+
+def _formatted(found: list[tuple[str, Any]], names: Collection[str]) -> frozenset[str]:
+    """Return what f-strings and format strings read: "{0.scale}" names an attribute."""
+    operations = {operation for operation, _ in found}
+    # What raises has its f-strings for messages, most likely.
+    makes_text = "RAISE_VARARGS" not in operations and any(
+        each.startswith("FORMAT_") for each in operations
+    )
+    read = frozenset({FORMATTING} if makes_text else ())
+    if FORMATS.isdisjoint(names):
+        return read
+    texts = [value for operation, value in found if operation == "LOAD_CONST"]
+    return read.union(*(IN_FORMAT.findall(each) for each in texts if isinstance(each, str)))
 
 
 def _loaded_constants(found: list[tuple[str, Any]]) -> tuple[Any, ...]:

@@ -85,7 +85,7 @@ def export_capture(
                 "the forward could not be recorded"
             ),
         ),
-        assigned_attributes=frozenset(),
+        assigned_attributes={},
         read_attributes=None,
         data_dependent=frozenset(),
         taken_apart=frozenset(path for path, _ in model.named_modules()),

@@ -11,11 +11,16 @@ functions behind what stands for one.
 from __future__ import annotations
 
 from collections import UserList, defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from configparser import RawConfigParser
 from functools import cache, cached_property, partial, partialmethod, singledispatchmethod
 from types import FunctionType, MethodType
+from typing import Any
 from weakref import WeakKeyDictionary, WeakSet, WeakValueDictionary
+
+from pipecompile.frontend.code_names import FORMATTING
+from pipecompile.frontend.packages import is_installed, package_of
+from pipecompile.frontend.source import is_user_file
 
 __all__ = ["MAKING", "PARTS", "REGISTRY", "operators"]
 
@@ -25,10 +30,21 @@ NOT_READING = frozenset(
     f"__{name}__"
     for name in (
         *("init", "new", "post_init", "init_subclass", "set_name", "setattr", "delattr", "del"),
-        *("repr", "str", "eq", "hash", "copy", "deepcopy", "reduce", "getstate", "setstate"),
+        *("deepcopy", "reduce", "getstate", "setstate"),
     )
 )
 """Special methods that a forward is not likely to call, unlike those of operators."""
+OF_TEXT = frozenset({"__str__", "__repr__", "__format__"})
+OF_ALL_FIELDS = OF_TEXT | {"__eq__", "__ne__", "__hash__", "__copy__"}
+"""What tools call too, and what reads all that an object has where a dataclass or a package made
+it: the steps of training that a config counts, for example. Of the user's classes it counts where
+the user has written it.
+"""
+MAKING_TEXT = frozenset({"str", "repr", "format", FORMATTING})
+"""Names in code that makes text of objects."""
+LOOKUPS = frozenset({"_missing_"})
+"""What a class of Enum calls for a value that it does not have."""
+METHODS = (FunctionType, classmethod, staticmethod)
 PARTS: Mapping[type, tuple[str, ...]] = {
     staticmethod: ("__func__",),
     classmethod: ("__func__",),
@@ -51,9 +67,26 @@ REGISTRY = "registry"
 """The attribute in which a function of functools.singledispatch has those that it calls."""
 
 
-def operators(kind: type) -> Iterator[str]:
-    """Yield the methods of a class that code may call without naming them."""
+def operators(kind: type, names: Collection[str]) -> Iterator[str]:
+    """Yield the methods of a class that code, which has these names, may call without naming
+    them.
+    """
+    is_own = not is_installed(package_of(kind.__module__))
     for name, method in vars(kind).items():
         is_special = name.startswith("__") and name.endswith("__") and name not in NOT_READING
-        if is_special and isinstance(method, FunctionType):
+        if not (is_special or name in LOOKUPS):
+            continue
+        if isinstance(method, (classmethod, staticmethod)):
+            is_called = is_own
+        elif name in OF_ALL_FIELDS:
+            is_called = is_own and _is_written(method)
+        else:
+            is_called = True
+        makes_text = name not in OF_TEXT or not MAKING_TEXT.isdisjoint(names)
+        if is_called and makes_text and isinstance(method, METHODS):
             yield name
+
+
+def _is_written(method: Any) -> bool:
+    """Return whether a method is code of the user's, and not made by a dataclass."""
+    return isinstance(method, FunctionType) and is_user_file(method.__code__.co_filename)

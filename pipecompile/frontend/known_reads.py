@@ -11,13 +11,15 @@ __all__ = ["NOTHING_KNOWN", "KnownReads"]
 class KnownReads(NamedTuple):
     """What a forward reads of modules, and of objects that they hold, by path and name.
 
-    `may_read` tells which attributes of modules lead to values that it may read, `has_read` which
+    `may_read` tells which attributes of modules lead to values that it may read, `must_stay` which
+    of these it does not set itself, `has_read` which
     ones of objects it was seen to read, and `runs_itself` by path which modules call their hooks in
     each step. `has_noted` tells of which classes no object that a module holds was read without
     being seen.
     """
 
     may_read: Callable[[str, str], bool] = lambda *_: True
+    must_stay: Callable[[str, str], bool] = lambda *_: True
     has_read: Callable[[str, str], bool] = lambda *_: False
     runs_itself: Callable[[str], bool] = lambda _: False
     has_noted: Callable[[type], bool] = lambda _: False

@@ -151,7 +151,7 @@ class NameSearch:
                 continue
             where, value = f"{path}.{name}".lstrip("."), attributes[name]
             # The others are compared by the modules' owner.
-            if isinstance(value, (*NUMBERS, *MAPPINGS)):
+            if isinstance(value, (*NUMBERS, *MAPPINGS)) and self._known.must_stay(path, name):
                 self._look(where, partial(attributes.get, name, GONE))
             if self._known.has_noted(type(value)):
                 self._noted.add(id(value))
@@ -212,7 +212,8 @@ class NameSearch:
         elif has_own_attributes(value, self._packages):
             self._look_in_object(where, value)
         if isinstance(value, (attrgetter, methodcaller)):
-            self._names = self._names.with_texts(value.__reduce__()[1:2])
+            texts = (each for each in value.__reduce__()[1] if isinstance(each, str))
+            self._names = self._names.with_texts(each.split(".") for each in texts)
         if isinstance(value, ContextVar):
             self._look(f"{where}.get()", partial(value.get, GONE))
         if isinstance(value, ReferenceType):
@@ -333,7 +334,7 @@ class NameSearch:
                 if MATCHED in self._names.names:
                     self._names = self._names.with_texts([vars(base).get(MATCHED)])
                 data = self._computed(base, vars(base))
-                names = {*self._names.among(vars(base)), *operators(base), *data}
+                names = {*self._names.among(vars(base)), *operators(base, self._names.names), *data}
                 self._look_among(base.__qualname__, vars(base), names, base.__module__)
                 self._note_new(base.__qualname__, base, vars(base), base)
                 inherited = self._inherited(base.__mro__[1:])

@@ -271,7 +271,7 @@ def _refuse_left_attributes(capture: Capture, before: ModuleAttributes) -> None:
     """Raise CaptureError if the graph has left an attribute changed that the model has not."""
     paths = {module: path for path, module in capture.model.named_modules()}
     for module, name in changed_attributes(before, ModuleAttributes.of(capture.model)):
-        if capture.may_read(paths[module], name):
+        if capture.must_stay(paths[module], name):
             where = f"{paths[module]}.{name}" if paths[module] else name
             raise CaptureError(
                 f"{where}: a hook, or another part that runs in each step, changes it, and the "

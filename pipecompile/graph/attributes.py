@@ -18,8 +18,11 @@ import torch
 from torch import Tensor, nn
 
 __all__ = [
+    "ABSENT",
     "CONTAINERS",
     "HOOKS",
+    "INTERNAL",
+    "ITSELF",
     "PLAIN",
     "REGISTERED_TABLES",
     "TABLES",
@@ -46,7 +49,10 @@ INTERNAL = frozenset(vars(nn.Module()))
 CONTAINERS = (list, dict, set, deque)
 PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.Size, torch.dtype, torch.device)
 SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
-ABSENT, ITSELF = object(), object()
+ABSENT = object()
+"""Stands for an attribute or item that is not there."""
+ITSELF = object()
+"""Stands for a container in its own items."""
 
 
 @dataclass(frozen=True)
@@ -96,25 +102,32 @@ class ModuleAttributes:
             if module not in later.values:
                 continue
             for name in sorted(attributes.keys() | later.values[module].keys()):
-                if not is_same_value(
-                    self._comparable(module, name), later._comparable(module, name)
-                ):
+                if not is_same_value(self.comparable(module, name), later.comparable(module, name)):
                     changes.append((module, name))
         return changes
 
     def described(self, module: nn.Module, name: str) -> str:
         """Return an attribute as text: tensors by their shape, other objects by their type."""
-        return _described(self._comparable(module, name))
+        return _described(self.comparable(module, name))
 
-    def registered(self, module: nn.Module, table: str) -> list[str]:
-        """Return the names of one of the `REGISTERED_TABLES` that have a tensor or a module."""
-        return [name for name, entry in self.copies[module][table].items() if entry is not None]
-
-    def _comparable(self, module: nn.Module, name: str) -> Any:
+    def comparable(self, module: nn.Module, name: str) -> Any:
+        """Return an attribute, with containers copied; `ABSENT` for one that is not there."""
         if name in REGISTERED_TABLES:
             return self.registered(module, name)
         # The copies, since a container may have changed in the meantime.
         return self.copies[module].get(name, self.values[module].get(name, ABSENT))
+
+    def ids(self) -> frozenset[int]:
+        """Return the ids of all that the attributes and their containers hold."""
+        held = chain(
+            *(attributes.values() for attributes in self.values.values()),
+            *(each.values() if isinstance(each, dict) else each for _, each in self.contents),
+        )
+        return frozenset(map(id, held))
+
+    def registered(self, module: nn.Module, table: str) -> list[str]:
+        """Return the names of one of the `REGISTERED_TABLES` that have a tensor or a module."""
+        return [name for name, entry in self.copies[module][table].items() if entry is not None]
 
 
 def settings_of(module: nn.Module) -> list[str]:

@@ -144,6 +144,7 @@ class Program:
             # What the forward read of modules was not seen.
             self.captured = replace(self.captured, read_attributes=None)
             self._outside_values = self.captured.outside_values()
+        self._assigned = list(self.captured.assigned_values())
         self._items = _items(self.captured)
         self._settings = dict(_settings(self.captured))
         # Of the loss only these: it runs as it is, and may change what else it has.
@@ -190,6 +191,11 @@ class Program:
             self._check_settings()
             # They are equal, and the next steps compare the objects that are there now.
             self._items = _items(self.captured)
+        if other := next((each for each in self._assigned if not each.is_allowed), None):
+            raise InputError(
+                f"{other.text}, and the graph may have that in it; compile the model again, or "
+                "keep what changes in a buffer and write to it in place"
+            )
         if changed := self._outside_values.changed():
             raise InputError(
                 f"{changed} has changed since the model was compiled, and the graph has its old "
@@ -340,7 +346,7 @@ def _watched(captured: Capture) -> Iterator[tuple[str, nn.Module, list[str]]]:
     """Yield each module with its path and the names of its attributes that must stay the same."""
     for path, module in captured.model.named_modules():
         names = settings_of(module)
-        watched = [n for n in names if n in TABLES or captured.may_read(path, n)]
+        watched = [n for n in names if n in TABLES or captured.must_stay(path, n)]
         if not captured.runs_itself(path):
             watched += BACKWARD_HOOKS
         yield path, module, watched

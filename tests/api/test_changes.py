@@ -622,6 +622,107 @@ def test_what_the_forward_sets_for_itself_may_change() -> None:
     assert pipeline.step(X, X) is not None
 
 
+def lazy(model: Any, x: Tensor) -> Tensor:
+    if model.tau is None:
+        model.tau = 1.0
+    return x / model.tau
+
+
+def defaulted(model: Any, x: Tensor) -> Tensor:
+    model.rate = getattr(model, "rate", 1.0)
+    return x * model.rate
+
+
+def defaulting(model: Any, x: Tensor) -> Tensor:
+    return x * model.state.setdefault("gain", 1.0)
+
+
+def beside(model: Any, x: Tensor) -> Tensor:
+    x = (x / model.state["tau"]).softmax(-1)
+    model.state["attention"] = x.detach()
+    return x
+
+
+def by_flag(model: Any, x: Tensor) -> Tensor:
+    if not model.is_ready:
+        model.gain, model.is_ready = 1.0, True
+    return x * model.gain
+
+
+def by_dict(model: Any, x: Tensor) -> Tensor:
+    model.seen = x.shape
+    return x * vars(model).setdefault("gain", 1.0)
+
+
+def of_function(model: Any, x: Tensor) -> Tensor:
+    model.activation = model.activation or (lambda value: value.tanh())
+    if model.rows != x.shape[0]:
+        model.rows = x.shape[0]
+    return model.activation(x)  # type: ignore[no-any-return]
+
+
+def anew(model: Any, x: Tensor) -> Tensor:
+    model.gain, model.items = 1.0, [x.detach()]
+    model.items.append(model.gain)
+    return x * model.items[1]
+
+
+class Setting(nn.Module):
+    """Runs `act` on its layer's result, which sets attributes."""
+
+    def __init__(self, act: Any) -> None:
+        super().__init__()
+        self.linear, self.act = nn.Linear(8, 8), act
+        self.tau, self.activation, self.is_ready, self.rows = None, None, False, -1
+        self.gain = 2.0
+        self.state: dict[str, Any] = {"tau": 1.0}
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.act(self, self.linear(x))  # type: ignore[no-any-return]
+
+
+SETTING: dict[Any, tuple[str, Any]] = {
+    lazy: ("tau", 0.1),
+    defaulted: ("rate", 0.1),
+    defaulting: ("state", {"tau": 1.0, "gain": 0.1}),
+    beside: ("state", {"tau": 0.1}),
+    by_flag: ("gain", 0.1),
+    by_dict: ("gain", 0.1),
+    of_function: ("activation", torch.relu),
+}
+
+
+@pytest.mark.parametrize("act", [*SETTING, anew])
+def test_a_forward_of_the_model_leaves_what_its_pipeline_takes(act: Any) -> None:
+    model = nn.Sequential(Setting(act), nn.Linear(8, 8))
+    pipeline = compiled(model)
+    loss = pipeline.step(X, X)
+    for rows in (X, X[:3], X[:1]):
+        model(rows)
+        assert torch.equal(pipeline.step(X, X), loss)
+
+
+@pytest.mark.parametrize("act", SETTING)
+@pytest.mark.parametrize("runs_before", [False, True])
+def test_what_a_forward_reads_before_it_sets_it(act: Any, runs_before: bool) -> None:
+    model = nn.Sequential(Setting(act), nn.Linear(8, 8))
+    pipeline = compiled(model)
+    if runs_before:
+        model(X)
+    name, value = SETTING[act]
+    setattr(model[0], name, value)
+    with pytest.raises(InputError, match=rf"^0.{name} is .* when the model was compiled"):
+        pipeline.step(X, X)
+
+
+def test_what_a_forward_sets_before_it_reads_it_is_free() -> None:
+    model = nn.Sequential(Setting(anew), nn.Linear(8, 8))
+    pipeline = compiled(model)
+    loss = pipeline.step(X, X)
+    model[0].gain, model[0].items = 3.0, []
+    assert torch.equal(pipeline.step(X, X), loss)
+
+
 class Writing(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if x.sum() > 0:

@@ -13,7 +13,9 @@ from array import array
 from collections import UserList, defaultdict
 from collections.abc import Callable
 from configparser import ConfigParser
+from copy import copy
 from dataclasses import dataclass, field
+from enum import Enum
 from types import ModuleType, SimpleNamespace
 from typing import Any, ClassVar
 
@@ -102,6 +104,54 @@ class WithPartial:
     doubled = functools.partialmethod(times, scale=2.0)
 
 
+class Named:
+    """Compared, hashed, copied and printed by methods of its own."""
+
+    def __init__(self, scale: float = 2.0) -> None:
+        self.scale = scale
+
+    def __eq__(self, other: object) -> bool:
+        return self.scale == other
+
+    def __hash__(self) -> int:
+        return hash(self.scale)
+
+    def __copy__(self) -> list[float]:
+        return [self.scale]
+
+    def __str__(self) -> str:
+        return str(self.scale)
+
+    def __class_getitem__(cls, item: float) -> float:
+        return item * cls.factor
+
+    factor = 2.0
+
+
+@dataclass
+class Counted:
+    """Compared and printed by what a dataclass makes."""
+
+    counter: int = 0
+
+
+class Choice(Enum):
+    DOUBLE = 2.0
+
+    @classmethod
+    def _missing_(cls, value: object) -> Any:
+        return cls.DOUBLE if value in CHOICES else None
+
+
+CHOICES = {"double": 2.0}
+OF_CLASS, COUNTED = Named(), Counted()
+GETTER = operator.attrgetter("nested.inner")
+
+
+def by_string(x: Tensor) -> Tensor:
+    return x * float(f"{OF_CLASS}")
+
+
 TABLE: dict[str, Any] = {"doubled": doubled, "scaled": scaled, "class": Scaler, "object": Scaler()}
 FUNCTIONS = [doubled, scaled]
 LARGE = {str(number): doubled for number in range(MORE)}
@@ -126,7 +176,8 @@ DISPATCHING, WITH_PARTIAL = Dispatching(), WithPartial()
 
 
 NAME, NAMES = "named", ["other", "listed"]
-NAMED = SimpleNamespace(named=2.0, listed=2.0, looped=2.0, unlisted=1, data=2.0)
+OF_GETTER = SimpleNamespace(nested=SimpleNamespace(inner=2.0))
+NAMED = SimpleNamespace(inner=2.0, named=2.0, listed=2.0, looped=2.0, unlisted=1, data=2.0)
 
 
 def looped(x: Tensor) -> Tensor:
@@ -189,6 +240,27 @@ def put(name: str, value: Any, owner: Any = CONFIG) -> Change:
 
 
 CASES: dict[str, tuple[Forward, Change, str]] = {
+    "equality": (lambda x: x * (OF_CLASS == 2.0), put("scale", 3.0, OF_CLASS), "OF_CLASS.scale"),
+    "a hash": (lambda x: x * {2.0: 3.0}[OF_CLASS], put("scale", 3.0, OF_CLASS), "OF_CLASS.scale"),
+    "a copy": (lambda x: x * copy(OF_CLASS)[0], put("scale", 3.0, OF_CLASS), "OF_CLASS.scale"),
+    "a string": (lambda x: x * float(str(OF_CLASS)), put("scale", 3.0, OF_CLASS), ".scale"),
+    "an f-string": (by_string, put("scale", 3.0, OF_CLASS), "OF_CLASS.scale"),
+    "a format string": (
+        lambda x: x * float("{0.inner}".format(NAMED)),  # noqa: UP030, UP032
+        put("inner", 3.0, NAMED),
+        "NAMED.inner",
+    ),
+    "an item of a class": (lambda x: x * Named[2.0], put("factor", 3.0, Named), "Named.factor"),
+    "a missing value": (
+        lambda x: x * Choice("double").value,
+        lambda patch: patch.delitem(CHOICES, "double"),
+        "CHOICES",
+    ),
+    "a path that is got": (
+        lambda x: x * GETTER(OF_GETTER),
+        lambda patch: patch.setattr(OF_GETTER.nested, "inner", 3.0),
+        "nested.inner",
+    ),
     "a function in a table": (
         lambda x: TABLE["doubled"](x),
         lambda patch: patch.setitem(TABLE, "doubled", tripled),
@@ -628,6 +700,33 @@ def test_names_that_code_has_are_not_computed(function: Forward, monkeypatch: Pa
     values = OutsideValues(Reading(function))
     monkeypatch.setattr(OwnConfig, "read_by_nobody", 1, raising=False)
     assert values.changed() is None
+
+
+def refusing(x: Tensor) -> Tensor:
+    if x.dim() > 9:
+        raise ValueError(f"{PRINTED} and {COUNTED}")
+    return x * PRINTED.scale * (COUNTED != 1)
+
+
+class Printed:
+    """What a training loop prints has what changes in it."""
+
+    scale, step = 2.0, 0
+
+    def __repr__(self) -> str:
+        return f"step {self.step}"
+
+
+PRINTED = Printed()
+
+
+def test_what_is_printed_for_people_alone_may_change(monkeypatch: Patch) -> None:
+    values = OutsideValues(Reading(refusing))
+    monkeypatch.setattr(PRINTED, "step", 1)
+    monkeypatch.setattr(COUNTED, "counter", 1)
+    assert values.changed() is None
+    monkeypatch.setattr(PRINTED, "scale", 1.0)
+    assert values.changed() is not None
 
 
 STATE = SimpleNamespace(temperature=2.0, step=0)

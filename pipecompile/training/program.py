@@ -6,6 +6,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from operator import attrgetter, is_
+from types import MethodType
 from typing import Any
 
 import torch
@@ -305,7 +306,8 @@ def modes_of(named_modules: Iterable[tuple[str, nn.Module]]) -> frozenset[str]:
 
 def _settings(captured: Capture) -> Iterator[tuple[str, Any]]:
     """Yield the attributes of modules that must stay the same, by path; not the tensors that a hook
-    computes before each forward, as that of weight_norm does.
+    computes before each forward, as that of weight_norm does, nor methods that the class gives too:
+    who puts `model.forward` back as it was leaves one there.
     """
     for path, module, names in _watched(captured):
         computed = Tensor if module._forward_pre_hooks else ()
@@ -314,8 +316,13 @@ def _settings(captured: Capture) -> Iterator[tuple[str, Any]]:
             # The model's own forward may have run since then, and installed its hooks.
             if left := captured.left_hooks.get((path, name)):
                 value = {key: hook for key, hook in value.items() if not hook_codes([hook]) <= left}
-            if not isinstance(value, computed):
+            if not isinstance(value, computed) and not _is_of_class(module, name, value):
                 yield f"{path}.{name}".lstrip("."), deep_copy(value)
+
+
+def _is_of_class(module: nn.Module, name: str, value: Any) -> bool:
+    is_own = isinstance(value, MethodType) and value.__self__ is module
+    return is_own and value.__func__ is getattr(type(module), name, None)
 
 
 def _items(captured: Capture) -> AttributeItems:

@@ -679,3 +679,18 @@ def test_stages_that_move_take_the_models_buffers_along() -> None:
     assert dict(pipeline.named_buffers())["shift"].device.type == "meta"
     held = {id(buffer) for stage in pipeline.stages for buffer in stage.buffers()}
     assert {id(buffer) for buffer in model.buffers()} == held
+
+
+def test_a_method_that_is_put_back_as_it_was_is_no_change() -> None:
+    model = Scaled()
+    pipeline = compiled(model)
+    before, model.forward = model.forward, model.last.forward  # type: ignore[method-assign]
+    with pytest.raises(InputError, match=r"^forward was not there"):
+        pipeline.step(X, X)
+    model.forward = before  # type: ignore[method-assign]
+    pipeline.step(X, X)
+    model.forward = model.last.forward  # type: ignore[method-assign]
+    with pytest.raises(InputError, match=r"^forward was not there"):
+        pipeline.step(X, X)
+    del model.forward
+    pipeline.step(X, X)

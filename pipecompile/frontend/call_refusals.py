@@ -17,8 +17,15 @@ from pipecompile.frontend.calls import has_recorded_values
 from pipecompile.frontend.nested_values import tensors_in
 from pipecompile.frontend.packages import is_foreign
 from pipecompile.frontend.recording import SYMBOLS, Recording
-from pipecompile.frontend.refusals import UnsupportedError, number_refusal, shape_refusal
+from pipecompile.frontend.refusals import (
+    DataDependentError,
+    UnsupportedError,
+    hook_refusal,
+    number_read_refusal,
+    shape_refusal,
+)
 from pipecompile.graph.attributes import is_collecting, is_same_value
+from pipecompile.graph.data_answers import TO_ARRAYS
 from pipecompile.graph.side_effects import SideEffectTracker
 from pipecompile.graph.storages import is_irregular, storage_key
 
@@ -27,8 +34,10 @@ __all__ = [
     "PLACE_QUESTIONS",
     "attribute_refusal",
     "hooks_of",
+    "number_refusal",
     "own_state",
     "refuse_backward_hooks",
+    "refuse_conversion",
     "refuse_data",
     "refuse_inner_checkpoint",
     "refuse_lasting_gradient",
@@ -230,9 +239,28 @@ def refuse_data(recording: Recording, result: Any, name: str) -> None:
     """Raise DataDependentError if `result` of the call `name` depends on values of data."""
     # An unbacked symbol stands for a number that fake tensors do not have.
     if isinstance(result, SYMBOLS) and free_unbacked_symbols(result):
-        raise number_refusal(recording.where(), name)
+        raise number_refusal(recording, name)
     if any(free_unbacked_symbols(tensor) for tensor in tensors_in(result)):
-        raise shape_refusal(recording.where(), name)
+        hook = recording.running_hook()
+        raise (
+            hook_refusal(recording.where(), hook)
+            if hook
+            else shape_refusal(recording.where(), name)
+        )
+
+
+def refuse_conversion(recording: Recording, func: Any, args: Sequence[Any]) -> None:
+    """Raise DataDependentError for a call that makes an array, or a number in text, of a fake."""
+    # Without a format a fake is told as one: text that nothing is computed with.
+    is_number = func is Tensor.__format__ and args[1:] != ("",) and args[0].dim() == 0
+    if (is_number or func in TO_ARRAYS) and isinstance(args[0], FakeTensor):
+        raise number_refusal(recording, func.__name__)
+
+
+def number_refusal(recording: Recording, name: str) -> DataDependentError:
+    """Return the refusal of the call `name`, which reads a number out of a tensor."""
+    hook, where = recording.running_hook(), recording.where()
+    return hook_refusal(where, hook) if hook else number_read_refusal(where, name)
 
 
 def refuse_split_gradients(recording: Recording, root: nn.Module) -> None:

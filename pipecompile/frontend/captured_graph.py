@@ -24,6 +24,7 @@ from pipecompile.frontend.recording import SymbolicNumber
 from pipecompile.frontend.refusals import UnsupportedError
 from pipecompile.frontend.signature import Arguments, InputStructure, OutputStructure
 from pipecompile.graph.attributes import INTERNAL
+from pipecompile.graph.data_answers import OtherPathError
 from pipecompile.graph.model_state import named_state
 from pipecompile.graph.propagation import propagate
 from pipecompile.graph.pytrees import tensor_leaves
@@ -294,6 +295,8 @@ def _is_parameter(module: fx.GraphModule, node: fx.Node) -> bool:
 def _propagate(module: fx.GraphModule, inputs: Sequence[Tensor]) -> None:
     try:
         propagate(module, inputs)
+    except OtherPathError as error:
+        raise UnsupportedError(str(error)) from error
     except Exception as error:
         reason = str(error).split("\n")[0]
         raise UnsupportedError(

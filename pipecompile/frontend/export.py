@@ -14,6 +14,7 @@ from torch._C._functorch import (
     get_dynamic_layer_stack_depth,
     pop_dynamic_layer_stack_and_undo_to_depth,
 )
+from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_hooks
 from torch.utils import _pytree as pytree
 
 from pipecompile.errors import CaptureError
@@ -30,6 +31,7 @@ from pipecompile.frontend.torch_patches import (
 )
 from pipecompile.graph.attributes import ModuleAttributes
 from pipecompile.graph.data_answers import is_data_dependent
+from pipecompile.graph.hook_frames import forward_hooks, hook_name
 from pipecompile.graph.model_state import distinct_tensors, named_state
 from pipecompile.ir.plurals import counted
 
@@ -62,6 +64,7 @@ def export_capture(
     wrong: it drops the backward of custom autograd functions and hooks on tensors, takes attributes
     that the forward sets for constants, and makes graphs of their own of some regions.
     """
+    _refuse_hooks(model)
     inputs = InputStructure.of(model, call)
     tensors = inputs.flatten(call)
     # Each input gets a fake of its own, also where two are one tensor.
@@ -93,6 +96,24 @@ def export_capture(
         recapture=recapture,
         asks_layout="operators of torch.export",
     )
+
+
+def _refuse_hooks(model: nn.Module) -> None:
+    """Raise CaptureError if modules have hooks: of them an export keeps the operators alone, and no
+    step would run them.
+    """
+    of_all = (*_global_forward_pre_hooks.values(), *_global_forward_hooks.values())
+    hooks = [("all modules", hook) for hook in of_all]
+    for path, part in model.named_modules():
+        backward = (*part._backward_pre_hooks.values(), *part._backward_hooks.values())
+        own = (*forward_hooks(part), *backward)
+        hooks += [(path or type(model).__name__, hook) for hook in own]
+    for where, hook in hooks:
+        raise CaptureError(
+            f"{where}: the hook {hook_name(hook)} would run in no step, since torch.export keeps "
+            "the operators in it alone; remove it, or make the part that could not be recorded "
+            "one that can, see why"
+        )
 
 
 def _exported_program(model: nn.Module, sample: Arguments) -> torch.export.ExportedProgram:

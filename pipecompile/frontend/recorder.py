@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -34,8 +35,10 @@ from pipecompile.frontend.call_refusals import (
     PLACE_QUESTIONS,
     attribute_refusal,
     hooks_of,
+    number_refusal,
     own_state,
     refuse_backward_hooks,
+    refuse_conversion,
     refuse_data,
     refuse_inner_checkpoint,
     refuse_lasting_gradient,
@@ -63,11 +66,7 @@ from pipecompile.frontend.nested_values import contains_tensor, tensors_in
 from pipecompile.frontend.randomness import require_torch_randomness
 from pipecompile.frontend.recording import Recording
 from pipecompile.frontend.recording_options import RecordingOptions
-from pipecompile.frontend.refusals import (
-    UnsupportedError,
-    is_data_dependence_error,
-    number_refusal,
-)
+from pipecompile.frontend.refusals import UnsupportedError, is_data_dependence_error
 from pipecompile.frontend.source import current_line, error_line
 from pipecompile.frontend.torch_patches import (
     notify_autocast_clears,
@@ -77,9 +76,10 @@ from pipecompile.frontend.torch_patches import (
     run_inference_as_no_grad,
     set_export_flags,
 )
-from pipecompile.frontend.value_reads import CONVERSIONS, VALUE_READS, ValueReads
+from pipecompile.frontend.value_reads import CONVERSIONS, VALUE_READS, ValueReads, refuse_reads
 from pipecompile.graph.data_answers import DataAnswer, OtherPathError, replay_answers
 from pipecompile.graph.hidden_fakes import hide_fake_tensors
+from pipecompile.graph.hook_frames import forward_hooks, hook_codes_of
 from pipecompile.graph.model_state import swapped_state
 from pipecompile.graph.side_effects import SideEffectTracker
 
@@ -187,7 +187,7 @@ class ForwardRecorder(TorchFunctionMode):
             if isinstance(error, CaptureError):
                 self._caught = error
             elif is_data_dependence_error(error) or name in CONVERSIONS:
-                self._caught = number_refusal(self.recording.where(), name)
+                self._caught = number_refusal(self.recording, name)
             raise
 
     def _with_fakes(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
@@ -217,6 +217,7 @@ class ForwardRecorder(TorchFunctionMode):
             answer = self.values.answer(func, args[0])
             if answer is not None:
                 return answer
+        refuse_conversion(self.recording, func, args)
         refuse_lasting_write(self.recording, name, args, kwargs)
         if name in PLACE_QUESTIONS:
             refuse_place(self.recording, name, args[0])
@@ -371,7 +372,7 @@ class ForwardRecorder(TorchFunctionMode):
             if value.requires_grad:
                 self._given[id(value)] = self._paths[module]
         try:
-            with _pop_mode_temporarily(), replay_answers(self._answers(call_number)):
+            with _pop_mode_temporarily(), self._data_of(module, call_number):
                 result = call.run(lambda: original(module, *args, **kwargs))
                 refuse_data(self.recording, result, type(module).__name__)
         except OtherPathError as error:
@@ -381,10 +382,14 @@ class ForwardRecorder(TorchFunctionMode):
         self._record("call_module", self._paths[module], call, result, call_number=call_number)
         return result
 
-    def _answers(self, call_number: int | None) -> tuple[DataAnswer, ...] | None:
-        """Return the answers of this call of the current module in the probe; None without one."""
+    def _data_of(self, module: nn.Module, call_number: int | None) -> AbstractContextManager[None]:
+        """Return the context that refuses or answers questions for data in the current module."""
         if call_number is None:
-            return None
+            return refuse_reads(self.recording)
+        return replay_answers(self._answers(call_number), hook_codes_of(module))
+
+    def _answers(self, call_number: int) -> tuple[DataAnswer, ...]:
+        """Return the answers of this call of the current module in the probe."""
         answers = (self.options.answers or {}).get((self.recording.path, call_number))
         if answers is None:
             text = "the model does not call this module on the sample itself"
@@ -394,5 +399,5 @@ class ForwardRecorder(TorchFunctionMode):
     def _note_hooks(self, module: nn.Module, path: str) -> None:
         """Note the forward hooks of a module that is recorded inside; refuse its backward hooks."""
         refuse_backward_hooks(module, path or type(self.root).__name__)
-        if module._forward_hooks or module._forward_pre_hooks:
+        if any(True for _ in forward_hooks(module)):
             self.hooked.add(path)

@@ -23,6 +23,7 @@ from pipecompile.frontend.nested_values import contains_tensor, hides_tensors, i
 from pipecompile.frontend.refusals import UnsupportedError
 from pipecompile.frontend.source import current_line
 from pipecompile.graph.autograd_context import current_context
+from pipecompile.graph.hook_frames import hook_codes_of, running_hook
 
 __all__ = ["SYMBOLS", "Recording", "RecordingMark", "SymbolicNumber"]
 
@@ -140,6 +141,10 @@ class Recording:
     def where(self) -> str:
         """Return the module and the line that run now, for messages."""
         return f"{self.path or type(self._root).__name__} ({current_line() or 'unknown line'})"
+
+    def running_hook(self) -> str:
+        """Return the name of the forward hook whose code runs now; "" without one."""
+        return running_hook(hook_codes_of(self._root))
 
     # -- nodes
 

@@ -14,8 +14,9 @@ __all__ = [
     "DataDependentError",
     "HigherOrderError",
     "UnsupportedError",
+    "hook_refusal",
     "is_data_dependence_error",
-    "number_refusal",
+    "number_read_refusal",
     "shape_refusal",
 ]
 
@@ -34,6 +35,7 @@ PAD = (
 )
 PACKING = "_pack_padded_sequence"
 CALLS = {
+    "_local_scalar_dense": "item",
     "__getitem__": "indexing with a mask",
     "where": "torch.where of a condition alone",
     PACKING: "packing sequences",
@@ -67,7 +69,7 @@ def is_data_dependence_error(error: BaseException) -> bool:
     return isinstance(error, kinds) or "data-dependent" in str(error).lower()
 
 
-def number_refusal(where: str, call: str) -> DataDependentError:
+def number_read_refusal(where: str, call: str) -> DataDependentError:
     """Return the refusal of a call at `where` that reads a number out of a tensor."""
     return DataDependentError(
         f"{where}: {CALLS.get(call, call)} reads a number out of a tensor, so the graph would "
@@ -81,4 +83,13 @@ def shape_refusal(where: str, call: str) -> DataDependentError:
     return DataDependentError(
         f"{where}: {CALLS.get(call, call)} gives a tensor whose shape depends on the values of "
         f"another, so stages could not know what they receive; {way}"
+    )
+
+
+def hook_refusal(where: str, hook: str) -> DataDependentError:
+    """Return the refusal of a forward hook that reads the values of a tensor at `where`."""
+    return DataDependentError(
+        f"{where}: the forward hook {hook} reads the values of a tensor, so the graph would depend "
+        "on the data; a hook of a module inside the model may do so where the model has weights, "
+        "as many in each call; let others keep the tensor (detach), and read it after the step"
     )

@@ -9,17 +9,24 @@ The recorder asks before it runs a call of `VALUE_READS`; what has no answer dep
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import sympy
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from pipecompile.frontend.call_refusals import refuse_conversion, refuse_data
 from pipecompile.frontend.constant_answers import ConstantAnswer, certain_outcome
 from pipecompile.frontend.guards import ValueRead
 from pipecompile.frontend.recording import Recording
+from pipecompile.frontend.refusals import DataDependentError
+from pipecompile.graph.data_answers import is_data_dependent
 
-__all__ = ["CONVERSIONS", "VALUE_READS", "ValueReads"]
+__all__ = ["CONVERSIONS", "VALUE_READS", "ValueReads", "refuse_reads"]
 
 VALUE_READS = frozenset(
     {"item", "tolist", "__float__", "__int__", "__bool__", "__index__", "__complex__"}
@@ -71,3 +78,52 @@ class ValueReads:
             read = ValueRead(tensor, tensor.detach().clone(), self._recording.where())
             self.of_values.append(read)
             return func(tensor)
+
+
+@contextmanager
+def refuse_reads(recording: Recording) -> Iterator[None]:
+    """Raise DataDependentError where a module that is one node asks for data in the block.
+
+    It is raised at once. Of a fake tensor `item` returns a symbol, with which the module or a hook
+    would go on, and which the fake runs of the graph do not know.
+    """
+    refusals: list[DataDependentError] = []
+    with _RefusedConversions(recording, refusals), _RefusedReads(recording, refusals):
+        yield
+    # The module may have caught it, and would go on in a way that it does not outside.
+    if refusals:
+        raise refusals[0]
+
+
+class _RefusedReads(TorchDispatchMode):
+    """A mode that adds to `refusals`, and raises, where an operator asks for data."""
+
+    def __init__(self, recording: Recording, refusals: list[DataDependentError]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._recording, self._refusals = recording, refusals
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if is_data_dependent(func):
+            try:
+                refuse_data(self._recording, result, func.__name__.partition(".")[0])
+            except DataDependentError as refusal:
+                self._refusals.append(refusal)
+                raise
+        return result
+
+
+class _RefusedConversions(TorchFunctionMode):
+    """A mode that adds to `refusals`, and raises, where a fake tensor becomes an array or text."""
+
+    def __init__(self, recording: Recording, refusals: list[DataDependentError]) -> None:
+        super().__init__()
+        self._recording, self._refusals = recording, refusals
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        try:
+            refuse_conversion(self._recording, func, args)
+        except DataDependentError as refusal:
+            self._refusals.append(refusal)
+            raise
+        return func(*args, **(kwargs or {}))

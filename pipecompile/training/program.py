@@ -6,6 +6,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from operator import attrgetter, is_
+from types import MethodType
 from typing import Any
 
 import torch
@@ -314,7 +315,8 @@ def modes_of(named_modules: Iterable[tuple[str, nn.Module]]) -> frozenset[str]:
 
 def _settings(captured: Capture) -> Iterator[tuple[str, Any]]:
     """Yield the attributes of modules that must stay the same, by path; not the tensors that a hook
-    computes before each forward, as that of weight_norm does.
+    computes before each forward, as that of weight_norm does, nor methods that the class gives too:
+    who puts `model.forward` back as it was leaves one there.
     """
     for path, module, names in _watched(captured):
         computed = Tensor if module._forward_pre_hooks else ()
@@ -327,7 +329,7 @@ def _settings(captured: Capture) -> Iterator[tuple[str, Any]]:
             elif isinstance(value, dict) and is_installed(package_of(type(value).__module__)):
                 # Saving a model of diffusers adds the names of its class and version to its config.
                 value = {key: item for key, item in value.items() if str(key)[:1] != "_"}
-            if not isinstance(value, computed):
+            if not isinstance(value, computed) and not _is_of_class(module, name, value):
                 yield f"{path}.{name}".lstrip("."), deep_copy(value)
 
 
@@ -336,6 +338,11 @@ def _counts(hook: Any, left: frozenset[Any]) -> bool:
     there, and those of transformers, which do nothing unless a call asks for hidden states.
     """
     return not (is_collecting(hook) or hook_codes([hook]) <= left)
+
+
+def _is_of_class(module: nn.Module, name: str, value: Any) -> bool:
+    is_own = isinstance(value, MethodType) and value.__self__ is module
+    return is_own and value.__func__ is getattr(type(module), name, None)
 
 
 def _items(captured: Capture) -> AttributeItems:

@@ -823,3 +823,18 @@ def test_hooks_that_collect_hidden_states_are_no_change() -> None:
     model.first.register_forward_hook(lambda module, inputs, output: 2 * output)
     with pytest.raises(InputError, match="first has other forward hooks"):
         pipeline.step(X, X)
+
+
+def test_a_method_that_is_put_back_as_it_was_is_no_change() -> None:
+    model = Scaled()
+    pipeline = compiled(model)
+    before, model.forward = model.forward, model.last.forward  # type: ignore[method-assign]
+    with pytest.raises(InputError, match=r"^forward was not there"):
+        pipeline.step(X, X)
+    model.forward = before  # type: ignore[method-assign]
+    pipeline.step(X, X)
+    model.forward = model.last.forward  # type: ignore[method-assign]
+    with pytest.raises(InputError, match=r"^forward was not there"):
+        pipeline.step(X, X)
+    del model.forward
+    pipeline.step(X, X)

@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -68,6 +69,11 @@ class Unique(Part):
         return self.linear(x) / x.sign().unique().numel()
 
 
+class Numeric(Part):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) + torch.from_numpy(np.sin(x.detach().numpy()))
+
+
 class Looking(Part):
     """Takes another path if it finds its tensors to be fakes, as models of transformers do."""
 
@@ -88,7 +94,7 @@ class Around(nn.Module):
         return self.head(self.part(self.stem(x).sin()))
 
 
-KINDS = (Branch, Item, Listed, Nonzero, Masked, Unique, Looking)
+KINDS = (Branch, Item, Listed, Nonzero, Masked, Unique, Numeric, Looking)
 
 
 @pytest.mark.one_case_in(4)
@@ -106,6 +112,14 @@ def test_the_note_names_the_module_and_the_line(kind: type[Part]) -> None:
     note, *_ = map(str, captured_model.notes)
     assert note.startswith("part asks for the values of tensors")
     assert any(f"test_data_dependence.py:{start + offset}" in note for offset in range(len(lines)))
+
+
+def test_what_numpy_computes_alone_is_exact_too() -> None:
+    class Sine(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.from_numpy(np.sin(x.detach().numpy()))
+
+    exact(Around(Sine()), sample(7), batches=(4, 2, 7))
 
 
 def test_only_the_smallest_data_dependent_module_is_one_node() -> None:

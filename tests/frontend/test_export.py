@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch._C._functorch import get_dynamic_layer_stack_depth
+from torch.nn.modules.module import register_module_forward_hook
 from zoo import called
 from zoo.exact import exact
 
@@ -135,10 +137,33 @@ def test_a_custom_function_is_refused() -> None:
     assert torch.autograd.Function.__dict__["apply"] is original
 
 
-def test_a_backward_hook_is_refused() -> None:
+def triple(module: nn.Module, inputs: Any, outputs: Any) -> Any:
+    return (inputs[0] * 3,)
+
+
+def keep(module: nn.Module, *values: Any) -> None:
+    """Log nothing."""
+
+
+@pytest.mark.parametrize(
+    ("register", "name"),
+    [
+        (lambda model: model.head.register_full_backward_hook(triple), "head: the hook triple"),
+        (lambda model: model.head.register_forward_hook(keep), "head: the hook keep"),
+        (lambda model: model.head.register_forward_pre_hook(keep), "head: the hook keep"),
+        (lambda model: model.register_forward_hook(keep), "Mapped: the hook keep"),
+        (lambda _: register_module_forward_hook(keep), "all modules: the hook keep"),
+    ],
+)
+def test_a_hook_of_a_module_is_refused_by_name(
+    register: Callable[[nn.Module], Any], name: str
+) -> None:
     model = Mapped()
-    model.head.register_full_backward_hook(lambda module, inputs, outputs: (inputs[0] * 3,))
-    assert "custom autograd function" in refusal(model)
+    handle = register(model)
+    try:
+        assert f"{name} would run in no step" in refusal(model)
+    finally:
+        handle.remove()
 
 
 def test_a_hook_on_a_tensor_is_refused() -> None:

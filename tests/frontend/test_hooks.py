@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.modules.module as module_hooks
@@ -388,3 +390,121 @@ class Watched(Block):
 def test_a_mode_of_operators_in_the_forward_is_refused() -> None:
     with pytest.raises(CaptureError, match="runs under Clamping, a mode that no stage enters"):
         proven_capture(nn.Sequential(Watched(), nn.Linear(WIDTH, WIDTH)), CALL)
+
+
+LOG: list[Any] = []
+
+
+class Meter:
+    """A hook that is an object, and keeps sums."""
+
+    total, positive = 0.0, 0
+
+    def __call__(self, module: nn.Module, inputs: Any, output: Tensor) -> None:
+        self.total += output.detach().mean().item()
+        self.positive += (output > 0).sum().item()  # type: ignore[assignment]
+        LOG.append((self.total, self.positive))
+
+
+@torch.no_grad()
+def log_norm(module: nn.Module, inputs: Any, output: Tensor) -> None:
+    LOG.append(output.norm().item())
+
+
+def log_caught(module: nn.Module, inputs: Any, output: Tensor) -> None:
+    with contextlib.suppress(RuntimeError):
+        LOG.append(output.std().item())
+
+
+def log_tagged(tag: str, module: nn.Module, inputs: Any, output: Tensor) -> None:
+    LOG.append((tag, output[output > 0].numel()))
+
+
+LOGGING: dict[str, Any] = {
+    "item": lambda module, inputs, output: LOG.append(output.mean().item()),
+    "float": lambda module, inputs, output: LOG.append(float(output.mean())),
+    "text": lambda module, inputs, output: LOG.append(f"{output.mean():.3f}"),
+    "list": lambda module, inputs, output: LOG.append(output.mean(0).tolist()),
+    "array": lambda module, inputs, output: LOG.append(output.detach().cpu().numpy()),
+    "own array": lambda module, inputs, output: LOG.append(np.asarray(output.detach())),
+    "object": Meter(),
+    "decorated": log_norm,
+    "catching": log_caught,
+    "partial": partial(log_tagged, "first"),
+    "scaling": lambda module, inputs, output: (
+        LOG.append(1) or output * abs(output[0, 0].item()) ** 0
+    ),
+}
+
+
+@pytest.mark.one_case_in(4)
+@pytest.mark.parametrize("at", [0, 2])
+@pytest.mark.parametrize("hook", LOGGING.values(), ids=LOGGING)
+def test_a_hook_that_logs_numbers_runs_once_for_each_microbatch(hook: Any, at: int) -> None:
+    logging = model()
+    logging[at].register_forward_hook(hook)
+    steps = pipecompile(logging, X[:4], k=2, microbatches=2, loss_fn=mean_square, costs="flops")
+    assert steps.plan.capture.method == "recorded, data probed"
+    LOG.clear()
+    steps.step(X[:4])
+    assert len(LOG) == 2
+
+
+def test_a_hook_that_sums_what_it_reads_keeps_plain_numbers() -> None:
+    logging, meter = model(), Meter()
+    logging[2].register_forward_hook(meter)
+    exact(logging, X)
+    assert (type(meter.total), type(meter.positive)) == (float, int)
+
+
+def test_a_hook_with_numbers_logs_those_of_the_model() -> None:
+    logging = model()
+    logging[2].register_forward_hook(LOGGING["array"])
+    steps = pipecompile(logging, X[:4], k=2, microbatches=2, loss_fn=mean_square, costs="flops")
+    LOG.clear()
+    steps.step(X[:4])
+    logged = torch.from_numpy(np.concatenate(LOG))
+    assert torch.equal(logged, torch.cat([logging(part).detach() for part in X[:4].split(2)]))
+
+
+@pytest.mark.parametrize("name", ["item", "text", "array", "decorated", "partial"])
+def test_a_hook_that_logs_numbers_of_the_model_itself_is_refused(name: str) -> None:
+    logging = model()
+    logging.register_forward_hook(LOGGING[name])
+    with pytest.raises(
+        CaptureError, match=r"^Sequential \(.*hook .* a module inside the model may"
+    ):
+        capture(logging, CALL)
+
+
+def test_a_hook_that_logs_numbers_of_a_model_without_weights_is_refused() -> None:
+    logging = model().to("meta")
+    logging[2].register_forward_hook(log_norm)
+    with pytest.raises(CaptureError, match=r"^2 \(.*the forward hook log_norm reads the values"):
+        capture(logging, Arguments((X[:4].to("meta"),), {}))
+
+
+def test_a_hook_that_reads_in_some_calls_only_is_refused_by_name() -> None:
+    def log_some(module: nn.Module, inputs: Any, output: Tensor) -> None:
+        LOG.append(output.mean().item() if len(LOG) % 3 == 2 else None)
+
+    LOG.clear()
+    logging = model()
+    logging[2].register_forward_hook(log_some)
+    with pytest.raises(CaptureError, match=r"^2.*log_some.*read as many in each call"):
+        pipecompile(logging, X[:4], k=2, microbatches=2, loss_fn=mean_square, costs="flops")
+
+
+class Reading(nn.Linear):
+    """A layer that reads a number and does not use it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        output = super().forward(x)
+        LOG.append(output.mean().item())
+        return output
+
+
+def test_a_module_of_torch_that_reads_a_number_is_one_node() -> None:
+    captured_model = exact(nn.Sequential(nn.Linear(WIDTH, WIDTH), Reading(WIDTH, WIDTH)), X)
+    assert captured_model.method == "recorded, data probed"
+    assert captured_model.data_dependent == {"1"}

@@ -116,6 +116,7 @@ class NameSearch:
             before = self._names
             self.values: list[ComparedValue] = []
             self.code: list[tuple[Place, Read, Any]] = []
+            self.modules: list[tuple[str, nn.Module]] = []
             # What modules of the model hold is compared by itself.
             self._seen = {id(module) for _, module in named_modules}
             self._noted: set[int] = set()
@@ -211,6 +212,10 @@ class NameSearch:
             self._look_in_function(value)
         elif has_own_attributes(value, self._packages):
             self._look_in_object(where, value)
+        if isinstance(value, nn.Module):  # that the model does not register
+            self.modules.append((where, value))
+            for name, child in value.named_children():
+                self._follow(f"{where}.{name}", child)
         if isinstance(value, (attrgetter, methodcaller)):
             texts = (each for each in value.__reduce__()[1] if isinstance(each, str))
             self._names = self._names.with_texts(each.split(".") for each in texts)

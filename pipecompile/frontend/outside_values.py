@@ -25,6 +25,7 @@ from pipecompile.frontend.global_flags import asked_flags
 from pipecompile.frontend.known_reads import NOTHING_KNOWN, KnownReads
 from pipecompile.frontend.name_search import NameSearch
 from pipecompile.frontend.packages import is_foreign
+from pipecompile.frontend.unregistered_modules import UnregisteredModules
 from pipecompile.graph.attributes import CONTAINERS, ContainerItems
 
 __all__ = ["OutsideValues"]
@@ -61,6 +62,7 @@ class OutsideValues:
         self._code_places = [where for where, _, _ in code]
         self._code_reads = [read for _, read, _ in code]
         self._code = [value for _, _, value in code]
+        self._unregistered = UnregisteredModules(search.modules)
         self._named_modules = list(model.named_modules())
         self._modules = [module for _, module in self._named_modules]
         self._kinds = list(map(type, self._modules))
@@ -75,6 +77,8 @@ class OutsideValues:
         # `parallelize` gives modules classes that torch makes around theirs: these are the same
         # as before.
         if list(map(type, self._modules)) != self._kinds and (place := self._other_class()):
+            return place
+        if place := self._unregistered.changed():
             return place
         are_the_same = all(map(is_, map(call, self._reads), self._objects))
         suspects = self._values

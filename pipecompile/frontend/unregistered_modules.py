@@ -1,0 +1,63 @@
+"""Modules that a forward may call and that the model does not register: a global dropout, a frozen
+teacher in a list. The graph has in it what they are, as if the model's own code did what they do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import nn
+
+from pipecompile.frontend.leaves import is_torch_leaf
+from pipecompile.frontend.packages import is_foreign
+from pipecompile.graph.attributes import (
+    ABSENT,
+    TABLES,
+    AttributeItems,
+    deep_copy,
+    is_same_value,
+    settings_of,
+)
+
+__all__ = ["UnregisteredModules"]
+
+
+class UnregisteredModules:
+    """What such modules are now: their modes, and which parameters, buffers, submodules and hooks
+    they have; of those of torch.nn also their settings, such as `p` of a dropout.
+    """
+
+    def __init__(self, modules: Sequence[tuple[str, nn.Module]]) -> None:
+        self._modules = modules
+        self._before, self._items = self._settings(), self._current_items()
+
+    def changed(self) -> str | None:
+        """Return what is another now, None if all is the same."""
+        if self._items.are_the_same():
+            return None
+        now, before = self._settings(), self._before
+        for place in before | now:
+            if not is_same_value(before.get(place, ABSENT), now.get(place, ABSENT)):
+                index, name = place
+                return f"{self._modules[index][0]}.{name}"
+        # They are equal, and the next steps compare the objects that are there now.
+        self._items = self._current_items()
+        return None
+
+    def _settings(self) -> dict[tuple[int, str], Any]:
+        # By index, since all items of a container have its name.
+        return {
+            (index, name): deep_copy(vars(module)[name])
+            for index, (_, module) in enumerate(self._modules)
+            for name in ("training", *_names(module))
+        }
+
+    def _current_items(self) -> AttributeItems:
+        return AttributeItems((module, _names(module)) for _, module in self._modules)
+
+
+def _names(module: nn.Module) -> Sequence[str]:
+    """Return what counts of a module; what code of the user reads of one is found by its name."""
+    is_of_torch = is_torch_leaf(module) or is_foreign(type(module).__module__)
+    return settings_of(module) if is_of_torch else TABLES

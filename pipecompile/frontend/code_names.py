@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dis
 import re
+from collections import defaultdict
 from collections.abc import Collection, Iterator
 from functools import cache, reduce
 from itertools import pairwise
@@ -84,7 +85,8 @@ def _own_names(code: CodeType) -> CodeNames:
     found = [(each.opname, each.argval) for each in instructions]
     loads = {name for operation, name in found if operation.startswith(("LOAD", "IMPORT_FROM"))}
     names = loads.intersection(code.co_names)
-    names |= strings_in(_matched(found)) | _formatted(found, names)
+    unnamed = strings_in(_matched(found)) | _formatted(found, names)
+    names |= unnamed
     imports = {name for operation, name in found if operation == "IMPORT_NAME"}
     of_globals = {name for operation, name in found if operation in GLOBAL_LOADS}
     # In `getattr(self, "scale")` the name of the attribute is a constant of the code, not a name.
@@ -93,7 +95,7 @@ def _own_names(code: CodeType) -> CodeNames:
     if computing:
         texts |= strings_in(_loaded_constants(found))
     # Strings are read of anything: which object getattr is given, code does not show.
-    qualified = {*_qualified(found, code), *((ANY, text) for text in texts)}
+    qualified = {*_qualified(found, code), *((ANY, text) for text in texts | unnamed)}
     if "globals" in names:
         of_globals.update(texts)
     # Code that catches AttributeError goes on without what it did not find.
@@ -211,9 +213,25 @@ def _qualified(found: list[tuple[str, Any]], code: CodeType) -> Iterator[tuple[s
     # variable and the attribute that is read of it. For `self.config.dtype` the loads are self,
     # config, dtype, and ("config", "dtype") is yielded.
     loads = [each for each in found if each[0] != "EXTENDED_ARG"]
+    others = _other_names(loads)
     for (_, owner), (operation, name) in pairwise(loads):
         if operation in ATTRIBUTE_LOADS and name in OF_TENSORS:
-            yield from ((each, name) for each in _names_of(owner, code))
+            for variable in _names_of(owner, code):
+                yield from ((each, name) for each in (variable, *others[variable]))
+
+
+def _other_names(loads: list[tuple[str, Any]]) -> defaultdict[str, set[str]]:
+    """Return the names by which variables were read before they got another one.
+
+    config = self.config          LOAD_ATTR config   STORE_FAST config      {config: {config}}
+    c = Table.config              LOAD_ATTR config   STORE_FAST c           {c: {config}}
+    """
+    others = defaultdict[str, set[str]](set)
+    for (operation, read), (storing, stored) in pairwise(loads):
+        if storing.startswith("STORE_") and operation.startswith("LOAD_") and isinstance(read, str):
+            # From Python 3.13 on an instruction may store one variable and load another.
+            others[stored[0] if isinstance(stored, tuple) else str(stored)].add(read)
+    return others
 
 
 def _names_of(loaded: Any, code: CodeType) -> Iterator[str]:

@@ -18,9 +18,9 @@ running anything, in the code of the forward and of all that it may call.
 A name that is in no place now, but that code would find there, is found too: an attribute that
 an object has of its class, a method that a class inherits, `getattr(config, "scale", 1.0)`.
 
-    x.dtype            a name that tensors have too: of objects of installed packages, such as
-                       configs, and of Python modules, only if they are called as the variable or
-                       attribute is that some code reads the name of
+    x.dtype            a name that tensors have too: of an object only if it is called as the
+                       variable or attribute is that some code reads the name of, or if it has no
+                       name, as an item of a container, and is none of an installed package
     getattr(table, f"scale_{i}")
                        a name that the user's own code computes may be that of any value in the
                        user's classes, objects and Python modules, except for objects whose reads
@@ -120,6 +120,7 @@ class NameSearch:
             # What modules of the model hold is compared by itself.
             self._seen = {id(module) for _, module in named_modules}
             self._noted: set[int] = set()
+            self._nameless: set[int] = set()
             self._made: set[Any] = set()
             self._known_globals: dict[int, set[str]] = {}
             for path, module in named_modules:
@@ -233,6 +234,7 @@ class NameSearch:
                 if isinstance(item, NUMBERS):
                     self._look(where, partial(itself, item))
                 elif not is_of_all_models(item):
+                    self._nameless.add(id(item))
                     self._follow(where, item)
 
     def _look_in_function(self, function: FunctionType) -> None:
@@ -411,13 +413,11 @@ class NameSearch:
         return module in NAMESPACES or not is_of_others(module)
 
     def _named_of(self, where: str, value: Any, attributes: Iterable[str]) -> list[str]:
-        """Return those of the attributes of an object that some code names; of an installed package
-        those that tensors have too only if the code reads them of something with its name: saving
-        a model of transformers, for example, sets `config.dtype`.
+        """Return those of the attributes of an object that some code names; names that tensors have
+        too only if the code reads them of something with the object's name, unless it has none of
+        its own, as an item of a container.
         """
-        if not isinstance(value, ModuleType) and not is_installed(
-            package_of(type(value).__module__)
-        ):
+        if id(value) in self._nameless and not is_installed(package_of(type(value).__module__)):
             read = partial(self._known.has_read, where)
             return [name for name in attributes if name in self._names.names or read(name)]
         # "config" of "layers.0.config" and of "config in forward", and the classes for `self`.

@@ -45,7 +45,7 @@ from weakref import ProxyTypes, ReferenceType
 from torch import Tensor, fx, nn
 
 from pipecompile.frontend.attribute_reads import ALL
-from pipecompile.frontend.code_names import ANY, MATCHED, names_in
+from pipecompile.frontend.code_names import ANY, MATCHED, OF_TENSORS, names_in
 from pipecompile.frontend.compared_value import (
     COMPARED,
     GONE,
@@ -117,6 +117,8 @@ class NameSearch:
             self.values: list[ComparedValue] = []
             self.code: list[tuple[Place, Read, Any]] = []
             self.modules: list[tuple[str, nn.Module]] = []
+            self.tensors: list[tuple[str, Tensor]] = []
+            self.iterators: list[tuple[str, Iterator[Any]]] = []
             # What modules of the model hold is compared by itself.
             self._seen = {id(module) for _, module in named_modules}
             self._noted: set[int] = set()
@@ -127,6 +129,7 @@ class NameSearch:
                 self._look_in_module(path, module)
             while self._found:
                 self._look_up(*self._found.popleft())
+            self._note_absent_of_tensors()
             by_value = (each.__name__ for each in BY_VALUE if self.has_found(each))
             self._names = self._names.with_computing(by_value)
 
@@ -158,6 +161,8 @@ class NameSearch:
             if self._known.has_noted(type(value)):
                 self._noted.add(id(value))
             self._follow(where, value)
+        for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+            self._follow(f"{path}.{name}".lstrip("."), tensor)
         self._look_in_slots(path, module)
         if not self._known.runs_itself(path):
             for hook in (*module._forward_pre_hooks.values(), *module._forward_hooks.values()):
@@ -194,6 +199,23 @@ class NameSearch:
         read = partial(items.keys().isdisjoint, absent)
         self.code.append((partial(new_name, where, items, absent), read, True))
 
+    def _note_absent_of_tensors(self) -> None:
+        """Note that tensors have none of the attributes that code would find there."""
+        absent = self._names.may_be_absent - OF_TENSORS
+        found = [(where, attributes_of(tensor)) for where, tensor in self.tensors]
+        for where, attributes in found:
+            if attributes:
+                self._note_absent(where, attributes, absent)
+        # Most have no attributes at all: one look for all of them.
+        empty = [(where, attributes) for where, attributes in found if not attributes]
+        tables = [attributes for _, attributes in empty]
+
+        def place() -> str:
+            where, attributes = next(each for each in empty if not absent.isdisjoint(each[1]))
+            return new_name(where, attributes, absent)
+
+        self.code.append((place, lambda: all(map(absent.isdisjoint, tables)), True))
+
     def _follow(self, where: str, value: Any) -> None:
         """Look up in `value` later what can be reached in it."""
         self._found.append((where, value))
@@ -206,9 +228,16 @@ class NameSearch:
         if isinstance(value, type):
             self._look_in_class(value)
             self._look_at_making(value)
-        if id(value) in self._seen or isinstance(value, (*PLAIN, *NUMBERS, Tensor, type)):
+        if id(value) in self._seen or isinstance(value, (*PLAIN, *NUMBERS, type)):
             return
         self._seen.add(id(value))
+        if isinstance(value, Tensor):
+            self.tensors.append((where, value))
+            attributes = attributes_of(value)
+            self._look_among(where, attributes, self._names.among(attributes))
+            return
+        if isinstance(value, Iterator):
+            self.iterators.append((where, value))
         if isinstance(value, FunctionType):
             self._look_in_function(value)
         elif has_own_attributes(value, self._packages):

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
-from operator import call, is_
+from operator import attrgetter, call, is_
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from pipecompile.frontend.compared_value import (
     MAPPINGS,
@@ -22,11 +22,13 @@ from pipecompile.frontend.compared_value import (
     comparable,
 )
 from pipecompile.frontend.global_flags import asked_flags
+from pipecompile.frontend.iterators import position
 from pipecompile.frontend.known_reads import NOTHING_KNOWN, KnownReads
 from pipecompile.frontend.name_search import NameSearch
 from pipecompile.frontend.packages import is_foreign
 from pipecompile.frontend.unregistered_modules import UnregisteredModules
 from pipecompile.graph.attributes import CONTAINERS, ContainerItems
+from pipecompile.graph.storages import is_irregular
 
 __all__ = ["OutsideValues"]
 
@@ -62,6 +64,16 @@ class OutsideValues:
         self._code_places = [where for where, _, _ in code]
         self._code_reads = [read for _, read, _ in code]
         self._code = [value for _, _, value in code]
+        # Parameters are compared by their owner.
+        laid_out = [
+            (where, each)
+            for where, each in search.tensors
+            if not (isinstance(each, nn.Parameter) or is_irregular(each))
+        ]
+        self._tensor_places = [where for where, _ in laid_out]
+        self._tensors = [each for _, each in laid_out]
+        self._layouts = self._current_layouts()
+        self._iterators = [(where, each, position(each)) for where, each in search.iterators]
         self._unregistered = UnregisteredModules(search.modules)
         self._named_modules = list(model.named_modules())
         self._modules = [module for _, module in self._named_modules]
@@ -78,6 +90,10 @@ class OutsideValues:
         # as before.
         if list(map(type, self._modules)) != self._kinds and (place := self._other_class()):
             return place
+        layouts = self._current_layouts()
+        if layouts != self._layouts:
+            pairs = zip(self._tensor_places, layouts, self._layouts, strict=True)
+            return next(where for where, now, before in pairs if now != before)
         if place := self._unregistered.changed():
             return place
         are_the_same = all(map(is_, map(call, self._reads), self._objects))
@@ -86,12 +102,25 @@ class OutsideValues:
             suspects = self._read_each_time
         return next((each.where for each in suspects if not each.is_the_same), None)
 
+    def advanced(self) -> str | None:
+        """Return which iterator that the forward may read has gone on; None if none has."""
+        return next(
+            (where for where, each, before in self._iterators if position(each) != before), None
+        )
+
+    def _current_layouts(self) -> list[Any]:
+        return list(zip(map(_kind, self._tensors), map(Tensor.stride, self._tensors), strict=True))
+
     def _other_class(self) -> str | None:
         """Return which module has another class of its own; torch may have put one around it."""
         for (path, module), kind in zip(self._named_modules, self._kinds, strict=True):
             if _own_class(type(module)) is not _own_class(kind):
                 return f"the class of {path}" if path else "the class of the model"
         return None
+
+
+# In C, since each step asks all tensors.
+_kind = attrgetter("dtype", "shape")
 
 
 def _hooks_of_all_modules() -> Iterator[ComparedValue]:

@@ -97,7 +97,7 @@ def check_capture(
 
 def _refuse_changes(outside: OutsideValues) -> None:
     """Raise CaptureError if a step of the model has changed what its forward may read `outside`."""
-    if changed := outside.changed():
+    if changed := outside.changed() or outside.advanced():
         raise CaptureError(
             f"{changed}: the forward changes it, and no graph keeps such state; what each forward "
             "sets anew, set back at its end (to None, for example) or make an attribute of a "

@@ -120,7 +120,11 @@ def fake_state(module: nn.Module, mode: FakeTensorMode) -> dict[int, Tensor]:
         source = without_values(tensor) if isinstance(tensor, FakeTensor) else tensor
         # Otherwise torch would make symbols of their sizes too, and guards of what the forward
         # does with those: only the batch is open.
-        fakes[key] = mode.from_tensor(source, static_shapes=True)
+        fake = fakes[key] = mode.from_tensor(source, static_shapes=True)
+        # A forward may read attributes that somebody has set on a parameter.
+        vars(fake).update(
+            {name: own for name, own in vars(tensor).items() if name not in vars(fake)}
+        )
     return fakes
 
 

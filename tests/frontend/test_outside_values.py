@@ -22,6 +22,8 @@ from pipecompile.api.compilation import pipecompile
 from pipecompile.errors import InputError
 from pipecompile.frontend.name_search import NameSearch
 from pipecompile.frontend.outside_values import OutsideValues
+from pipecompile.frontend.proof import proven_capture
+from pipecompile.frontend.signature import Arguments
 
 SCALE = 2.0
 MASK = torch.ones(4)
@@ -542,3 +544,62 @@ def test_installed_packages_without_a_module_of_the_model_are_not_followed() -> 
     places = named + [each.where for each in search.values]
     assert any(where.endswith(".pytest") for where in places)
     assert not any("_pytest" in where for where in places)
+
+
+SCALES = [torch.ones(2)]
+
+
+class OfTensors(nn.Module):
+    """Reads attributes that somebody has set on tensors, and how these lie in memory."""
+
+    plain: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.plain = nn.Linear(2, 2), torch.ones(2, 3)
+        self.register_buffer("buffer", torch.ones(4, 2))
+        self.linear.weight.scale = 2.0  # type: ignore[assignment]
+
+    def forward(self, x: Tensor) -> Tensor:
+        """A value of shape (N, 2) to the same shape."""
+        x = self.linear(x) * self.linear.weight.scale * getattr(self.buffer, "factor", 1.0)
+        x = x * 3 if hasattr(self.plain, "is_large") else x
+        return x * self.buffer.numel() * self.plain.stride(0) * getattr(SCALES[0], "factor", 1.0)
+
+
+OF_TENSORS: dict[str, tuple[Callable[[Any], object], str]] = {
+    "of a parameter": (lambda m: setattr(m.linear.weight, "scale", 3.0), "linear.weight.scale"),
+    "of one, deleted": (lambda m: delattr(m.linear.weight, "scale"), "linear.weight.scale"),
+    "of a buffer, new": (lambda m: setattr(m.buffer, "factor", 3.0), "buffer.factor"),
+    "of a plain tensor, new": (lambda m: setattr(m.plain, "is_large", 3.0), "plain.is_large"),
+    "of one in a global": (lambda m: setattr(SCALES[0], "factor", 3.0), "SCALES.factor"),
+    "a buffer's shape": (lambda m: setattr(m.buffer, "data", torch.ones(3)), "buffer"),
+    "a buffer that grew": (lambda m: m.buffer.resize_(5, 2), "buffer"),
+    "another storage": (lambda m: m.plain.set_(torch.ones(3, 2).t()), "plain"),
+    "another type": (lambda m: setattr(m.plain, "data", torch.ones(2, 3).double()), "plain"),
+    "one in a global, transposed": (
+        lambda m: setattr(SCALES[0], "data", torch.ones(2, 2).t()),
+        "SCALES",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", OF_TENSORS)
+def test_attributes_and_layouts_of_tensors(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(globals(), "SCALES", [torch.ones(2)])
+    change, place = OF_TENSORS[case]
+    model: Any = OfTensors()
+    values = OutsideValues(model)
+    model.linear.weight.note, model.plain.note = 1, 2  # no code reads these
+    model.buffer.mul_(2)
+    assert values.changed() is None
+    change(model)
+    changed = values.changed()
+    assert changed is not None
+    assert changed.endswith(place)
+
+
+def test_an_attribute_that_a_parameter_has_is_captured() -> None:
+    model, x = OfTensors(), torch.ones(4, 2)
+    _, module, _ = proven_capture(model, Arguments((x,), {}))
+    assert torch.equal(module(x)[0], model(x))

@@ -7,7 +7,7 @@ import re
 from collections import deque
 from collections.abc import Callable, Iterator
 from functools import partial
-from itertools import cycle
+from itertools import count, cycle
 from time import perf_counter
 from typing import Any
 
@@ -470,6 +470,64 @@ def test_state_outside_modules_that_the_forward_changes(
         proven_capture(Warming(is_late), CALL)
 
 
+class Counted(nn.Module):
+    """Goes by its counter, which no step that is compared shows."""
+
+    def __init__(self, counter: Any, read: Callable[[Any], float] = next) -> None:
+        super().__init__()
+        self.linear, self.counter, self.read = nn.Linear(WIDTH, WIDTH), counter, read
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) * (2.0 if self.read(self.counter) > 1000 else 1.0)
+
+
+def numbers() -> Iterator[int]:
+    number = 0
+    while True:
+        yield number
+        number += 1
+
+
+def used(counter: Iterator[int]) -> Iterator[int]:
+    next(counter)
+    return counter
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        count,
+        lambda: iter(range(9999)),
+        lambda: iter([1] * 99),
+        lambda: cycle([0, 1, 2]),
+        lambda: used(cycle([0, 1, 2])),
+        lambda: map(abs, count()),
+        numbers,
+        lambda: used(numbers()),
+    ],
+)
+def test_an_iterator_that_the_forward_advances(make: Callable[[], Any]) -> None:
+    with pytest.raises(CaptureError, match=r"^counter: the forward changes it"):
+        proven_capture(Counted(make()), CALL)
+
+
+def test_iterators_that_the_forward_does_not_advance() -> None:
+    for each in (count(), numbers(), iter([1])):
+        proven_capture(Counted(each, lambda counter: len(str(counter))), CALL)
+
+
+def counted_on_a_weight(weight: Any) -> float:
+    weight.calls = getattr(weight, "calls", 0) + 1
+    return float(weight.calls)
+
+
+def test_an_attribute_of_a_parameter_that_the_forward_changes() -> None:
+    model = Counted(None)
+    model.read = lambda _: counted_on_a_weight(model.linear.weight)
+    with pytest.raises(CaptureError, match=r"^linear.weight.calls: the forward changes it"):
+        proven_capture(model, CALL)
+
+
 class Turns:
     """Is True at every other call."""
 
@@ -500,7 +558,7 @@ class Alternating(nn.Module):
     ("make", "reason"),
     [
         (Turns, "^is_on.now: the forward changes it"),
-        (lambda: partial(next, cycle([True, False])), "such as a place in an iterator"),
+        (lambda: partial(next, cycle([True, False])), "^is_on.args: the forward changes it"),
         (lambda: iter_of_turns().__next__, "such as a place in an iterator"),
     ],
 )

@@ -15,9 +15,10 @@ from collections.abc import Iterator, Mapping
 from configparser import RawConfigParser
 from functools import cache, cached_property, partial, partialmethod, singledispatchmethod
 from types import FunctionType, MethodType
+from typing import Any
 from weakref import WeakKeyDictionary, WeakSet, WeakValueDictionary
 
-__all__ = ["MAKING", "PARTS", "REGISTRY", "operators"]
+__all__ = ["MAKING", "REGISTRY", "operators", "parts_of"]
 
 MAKING = frozenset({"__new__", "__init__", "__post_init__"})
 """What runs if code makes an object of a class that it names."""
@@ -57,3 +58,8 @@ def operators(kind: type) -> Iterator[str]:
         is_special = name.startswith("__") and name.endswith("__") and name not in NOT_READING
         if is_special and isinstance(method, FunctionType):
             yield name
+
+
+def parts_of(value: Any) -> tuple[str, ...]:
+    """Return the attributes by which an object leads to functions or to items."""
+    return tuple(part for kind, parts in PARTS.items() if isinstance(value, kind) for part in parts)

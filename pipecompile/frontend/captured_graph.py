@@ -17,6 +17,7 @@ from pipecompile.frontend.attribute_reads import ALL, is_own
 from pipecompile.frontend.batch_dims import output_dim
 from pipecompile.frontend.constant_answers import ConstantAnswer
 from pipecompile.frontend.data_probe import probe_data
+from pipecompile.frontend.found_names import FIRST_NAMES, FoundNames
 from pipecompile.frontend.guards import Guards, ValueRead
 from pipecompile.frontend.known_reads import KnownReads
 from pipecompile.frontend.outside_values import OutsideValues
@@ -90,6 +91,8 @@ class Capture:
     value_reads: tuple[ValueRead, ...] = ()
     constant_answers: tuple[ConstantAnswer, ...] = ()
     masks_nothing: tuple[bool, ...] = ()
+    # By what is known to be read: the names in the code that the forward may run.
+    _found_names: dict[Any, FoundNames] = field(default_factory=dict, repr=False, compare=False)
 
     @property
     def first_names(self) -> dict[str, str]:
@@ -139,7 +142,11 @@ class Capture:
         known = KnownReads(
             self.may_read, self.must_stay, self._has_read, self.runs_itself, self._has_noted
         )
-        return OutsideValues(self.model, known)
+        # The same search as after the proof finds the same names, which takes many passes.
+        names = self._found_names.get(self.read_attributes, FIRST_NAMES)
+        values = OutsideValues(self.model, known, names)
+        self._found_names[self.read_attributes] = values.found_names
+        return values
 
     def with_keys_in_order(self) -> Capture:
         """Return the capture for arguments with their keys in the order of these."""

@@ -22,6 +22,7 @@ __all__ = [
     "new_name",
     "newest_name",
     "own_names",
+    "slots_in",
 ]
 
 MOST_DEEP = 4
@@ -51,6 +52,12 @@ def data_names(attributes: Mapping[str, Any]) -> list[str]:
 def function_names(attributes: Mapping[str, Any]) -> list[str]:
     """Return those names whose attributes are functions."""
     return [name for name in own_names(attributes) if isinstance(attributes[name], FunctionType)]
+
+
+def slots_in(attributes: Mapping[str, Any]) -> dict[str, Any]:
+    """Return those attributes of a class that are slots of its objects."""
+    slots = (pair for pair in attributes.items() if isinstance(pair[1], MemberDescriptorType))
+    return dict(slots)
 
 
 def aliased_names(kind: type, names: Collection[str]) -> set[str]:

@@ -9,7 +9,7 @@ from typing import Any
 from pipecompile.frontend.attribute_reads import GETTER
 from pipecompile.frontend.code_names import ANY, OF_TENSORS, CodeNames, strings_in
 
-__all__ = ["FoundNames"]
+__all__ = ["FIRST_NAMES", "FoundNames"]
 
 # `object.__getattribute__(self, name)` and `inspect.getattr_static` ask no class of the user's, in
 # which reads are noted.
@@ -33,6 +33,13 @@ class FoundNames:
 
     def with_code(self, reads: CodeNames) -> FoundNames:
         """Return these names with those that code reads; what it computes with is not added."""
+        # Most code reads what other code has read, and copies of thousands of names take time.
+        if (
+            reads.names <= self.names
+            and reads.may_be_absent <= self.may_be_absent
+            and reads.qualified <= self.qualified
+        ):
+            return self
         return FoundNames(
             self.names | reads.names,
             self.may_be_absent | reads.may_be_absent,
@@ -72,3 +79,7 @@ class FoundNames:
         return name in self.names and (
             name not in OF_TENSORS or any((owner, name) in self.qualified for owner in owners)
         )
+
+
+FIRST_NAMES = FoundNames(frozenset({"forward"}))
+"""What a search begins with."""

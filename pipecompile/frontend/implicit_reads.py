@@ -22,7 +22,7 @@ from pipecompile.frontend.code_names import FORMATTING
 from pipecompile.frontend.packages import is_installed, package_of
 from pipecompile.frontend.source import is_user_file
 
-__all__ = ["MAKING", "PARTS", "REGISTRY", "operators"]
+__all__ = ["MAKING", "REGISTRY", "operators", "parts_of"]
 
 MAKING = frozenset({"__new__", "__init__", "__post_init__"})
 """What runs if code makes an object of a class that it names."""
@@ -90,3 +90,8 @@ def operators(kind: type, names: Collection[str]) -> Iterator[str]:
 def _is_written(method: Any) -> bool:
     """Return whether a method is code of the user's, and not made by a dataclass."""
     return isinstance(method, FunctionType) and is_user_file(method.__code__.co_filename)
+
+
+def parts_of(value: Any) -> tuple[str, ...]:
+    """Return the attributes by which an object leads to functions or to items."""
+    return tuple(part for kind, parts in PARTS.items() if isinstance(value, kind) for part in parts)

@@ -38,7 +38,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextvars import ContextVar
 from functools import partial
 from operator import attrgetter, methodcaller
-from types import FunctionType, MemberDescriptorType, ModuleType
+from types import FunctionType, ModuleType
 from typing import Any
 from weakref import ProxyTypes, ReferenceType
 
@@ -70,9 +70,10 @@ from pipecompile.frontend.found_attributes import (
     newest_name,
     own_names,
 )
-from pipecompile.frontend.found_names import FoundNames
-from pipecompile.frontend.implicit_reads import MAKING, PARTS, REGISTRY, operators
+from pipecompile.frontend.found_names import FIRST_NAMES, FoundNames
+from pipecompile.frontend.implicit_reads import MAKING, REGISTRY, operators
 from pipecompile.frontend.known_reads import NOTHING_KNOWN, KnownReads
+from pipecompile.frontend.object_shape import ObjectShape
 from pipecompile.frontend.packages import (
     NAMESPACES,
     has_own_attributes,
@@ -83,6 +84,7 @@ from pipecompile.frontend.packages import (
     package_of,
 )
 from pipecompile.graph.attributes import CONTAINERS, PLAIN, plain_container
+from pipecompile.graph.collector import collector_paused
 
 __all__ = ["NameSearch"]
 
@@ -92,6 +94,8 @@ ANY_GLOBAL = frozenset({"globals", "eval", "exec"})
 """What finds globals by names that code computes."""
 BY_VALUE = (getattr, hasattr, vars, attrgetter, methodcaller)
 """What reads attributes by names that code computes, also if code has another name for it."""
+LEADING_NOWHERE = (*PLAIN, *NUMBERS, type)
+HOLDING_ITEMS = (*CONTAINERS, *MAPPINGS, tuple)
 Place = str | Callable[[], str]
 """The name of a place; where there was nothing, what returns it once there is."""
 
@@ -100,38 +104,56 @@ class NameSearch:
     """Follows the names in functions to values and to other functions.
 
     A name of a function is looked up among its globals and what it encloses, and among the
-    attributes of all objects, classes and Python modules that are found.
+    attributes of all objects, classes and Python modules that are found. The search begins with
+    `names`, those of an earlier one of the same.
     """
 
-    def __init__(self, model: nn.Module, known: KnownReads = NOTHING_KNOWN) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        known: KnownReads = NOTHING_KNOWN,
+        names: FoundNames = FIRST_NAMES,
+    ) -> None:
         self._known = known
-        self._names = FoundNames(frozenset({"forward"}))
+        self._names = names
+        self._foreign: dict[str, bool] = {}
+        self._shapes: dict[int, ObjectShape] = {}
         named_modules = list(model.named_modules())
         before: FoundNames | None = None
         self._packages = {package_of(type(module).__module__) for _, module in named_modules}
         # What is found is followed later: objects may lead to others a thousand times over.
         self._found: deque[tuple[str, Any]] = deque()
-        # A function that is found may name attributes of what was found before it.
-        while before != self._names:
-            before = self._names
-            self.values: list[ComparedValue] = []
-            self.code: list[tuple[Place, Read, Any]] = []
-            self.modules: list[tuple[str, nn.Module]] = []
-            self.tensors: list[tuple[str, Tensor]] = []
-            self.iterators: list[tuple[str, Iterator[Any]]] = []
-            # What modules of the model hold is compared by itself.
-            self._seen = {id(module) for _, module in named_modules}
-            self._noted: set[int] = set()
-            self._nameless: set[int] = set()
-            self._made: set[Any] = set()
-            self._known_globals: dict[int, set[str]] = {}
-            for path, module in named_modules:
-                self._look_in_module(path, module)
-            while self._found:
-                self._look_up(*self._found.popleft())
-            self._note_absent_of_tensors()
-            by_value = (each.__name__ for each in BY_VALUE if self.has_found(each))
-            self._names = self._names.with_computing(by_value)
+        with collector_paused():
+            # A function that is found may name attributes of what was found before it.
+            while before != self._names:
+                before = self._names
+                self._search(named_modules)
+
+    def _search(self, named_modules: Iterable[tuple[str, nn.Module]]) -> None:
+        """Find all that the names lead to that are known now; there may be more names then."""
+        self.values: list[ComparedValue] = []
+        self.code: list[tuple[Place, Read, Any]] = []
+        self.modules: list[tuple[str, nn.Module]] = []
+        self.tensors: list[tuple[str, Tensor]] = []
+        self.iterators: list[tuple[str, Iterator[Any]]] = []
+        # What modules of the model hold is compared by itself.
+        self._seen = {id(module) for _, module in named_modules}
+        self._noted: set[int] = set()
+        self._nameless: set[int] = set()
+        self._made: set[Any] = set()
+        self._known_globals: dict[int, set[str]] = {}
+        for path, module in named_modules:
+            self._look_in_module(path, module)
+        while self._found:
+            self._look_up(*self._found.popleft())
+        self._note_absent_of_tensors()
+        by_value = (each.__name__ for each in BY_VALUE if self.has_found(each))
+        self._names = self._names.with_computing(by_value)
+
+    @property
+    def found_names(self) -> FoundNames:
+        """What a search that may find the same begins with, to be done in one pass."""
+        return self._names
 
     @property
     def names(self) -> frozenset[str]:
@@ -228,7 +250,7 @@ class NameSearch:
         if isinstance(value, type):
             self._look_in_class(value)
             self._look_at_making(value)
-        if id(value) in self._seen or isinstance(value, (*PLAIN, *NUMBERS, type)):
+        if id(value) in self._seen or isinstance(value, LEADING_NOWHERE):
             return
         self._seen.add(id(value))
         if isinstance(value, Tensor):
@@ -253,11 +275,9 @@ class NameSearch:
             self._look(f"{where}.get()", partial(value.get, GONE))
         if isinstance(value, ReferenceType):
             self._look(f"{where}()", value)
-        for kind, parts in PARTS.items():
-            if isinstance(value, kind):
-                for part in parts:
-                    self._look(f"{where}.{part}", partial(getattr, value, part))
-        if isinstance(value, (*CONTAINERS, *MAPPINGS, tuple)) and len(value) <= MOST_ITEMS:
+        for part in self._shape_of(value).parts:
+            self._look(f"{where}.{part}", partial(getattr, value, part))
+        if isinstance(value, HOLDING_ITEMS) and len(value) <= MOST_ITEMS:
             items = plain_container(value)
             for item in items.values() if isinstance(items, (dict, *MAPPINGS)) else items:
                 if isinstance(item, NUMBERS):
@@ -350,14 +370,20 @@ class NameSearch:
         self._look_in_slots(where, value)
 
     def _look_in_slots(self, where: str, value: Any) -> None:
-        for base in type(value).__mro__:
-            for name in {
-                *self._named_of(where, value, vars(base)),
-                *self._computed(value, vars(base)),
-            }:
-                if isinstance(vars(base)[name], MemberDescriptorType):
-                    read = partial(getattr, value, name, GONE)
-                    self._look(f"{where}.{name}".lstrip("."), read)
+        for slots in self._shape_of(value).slots:
+            named = self._named_of(where, value, slots)
+            for name in {*named, *self._computed(value, slots)}:
+                read = partial(getattr, value, name, GONE)
+                self._look(f"{where}.{name}".lstrip("."), read)
+
+    def _shape_of(self, value: Any) -> ObjectShape:
+        """Return the shape of a value, which is the same for all objects of most classes."""
+        kind = type(value)
+        if value.__class__ is not kind:  # a proxy says that it is what it stands for
+            return ObjectShape.of(value)
+        if id(kind) not in self._shapes:
+            self._shapes[id(kind)] = ObjectShape.of(value)
+        return self._shapes[id(kind)]
 
     def _look_in_class(self, kind: type) -> None:
         if type(kind) is not type:
@@ -459,4 +485,8 @@ class NameSearch:
         ]
 
     def _is_foreign(self, module: str | None) -> bool:
-        return is_of_others(module, self._packages)
+        # There are few packages, and many functions and classes in them.
+        package = package_of(module)
+        if package not in self._foreign:
+            self._foreign[package] = is_of_others(package, self._packages)
+        return self._foreign[package]

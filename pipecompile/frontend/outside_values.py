@@ -21,6 +21,7 @@ from pipecompile.frontend.compared_value import (
     ComparedValue,
     comparable,
 )
+from pipecompile.frontend.found_names import FIRST_NAMES, FoundNames
 from pipecompile.frontend.global_flags import asked_flags
 from pipecompile.frontend.iterators import position
 from pipecompile.frontend.known_reads import NOTHING_KNOWN, KnownReads
@@ -44,10 +45,17 @@ class OutsideValues:
     themselves.
 
     `looks_past_classes` is whether some code reads attributes so that no class can tell which.
+    `found_names` are those by which they were found, which may be `names` for the next time.
     """
 
-    def __init__(self, model: nn.Module, known: KnownReads = NOTHING_KNOWN) -> None:
-        search = NameSearch(model, known)
+    def __init__(
+        self,
+        model: nn.Module,
+        known: KnownReads = NOTHING_KNOWN,
+        names: FoundNames = FIRST_NAMES,
+    ) -> None:
+        search = NameSearch(model, known, names)
+        self.found_names = search.found_names
         self.looks_past_classes = search.looks_past_classes
         self._values = [*search.values, *_hooks_of_all_modules()]
         self._reads = [each.read for each in self._values]

@@ -1,0 +1,29 @@
+"""What the objects of a class have besides attributes, for the search for what a forward reads."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from pipecompile.frontend.found_attributes import slots_in
+from pipecompile.frontend.implicit_reads import parts_of
+
+__all__ = ["ObjectShape"]
+
+
+@dataclass(frozen=True)
+class ObjectShape:
+    """The parts by which an object leads to functions or items, and the slots of those classes that
+    it is of and that have some. It keeps the class, whose id may stand for it then.
+    """
+
+    kind: type
+    parts: tuple[str, ...]
+    slots: tuple[dict[str, Any], ...]
+
+    @staticmethod
+    def of(value: Any) -> ObjectShape:
+        """Return the shape of an object; most classes have one for all of theirs."""
+        kind = type(value)
+        slots = (slots_in(vars(base)) for base in kind.__mro__)
+        return ObjectShape(kind, parts_of(value), tuple(each for each in slots if each))

@@ -23,6 +23,7 @@ from typing import Any
 
 from torch import nn
 
+from pipecompile.frontend.library_reads import LibraryReads
 from pipecompile.frontend.packages import is_foreign, is_installed, package_of
 from pipecompile.frontend.source import HIDDEN
 
@@ -41,11 +42,12 @@ OF_ONE_NAME = (*HIDDEN, functools.__file__)
 @dataclass(frozen=True)
 class AttributeReads:
     """What is read in the blocks of `noted`, by the id of the module or object, and of it what
-    the block has not set before.
+    the block has not set before; and `of_libraries` what is read of objects of installed packages.
     """
 
     _read: set[tuple[int, str]] = field(default_factory=set)
     _read_first: set[tuple[int, str]] = field(default_factory=set)
+    of_libraries: LibraryReads = field(default_factory=LibraryReads)
 
     @contextlib.contextmanager
     def noted(self, model: nn.Module) -> Iterator[None]:
@@ -53,13 +55,15 @@ class AttributeReads:
         those of `model` hold.
         """
         done = set[tuple[int, str]]()
-        own = {type(value) for _, value in _held(model) if is_own(type(value))}
+        held = [value for _, value in _held(model)]
+        own = {type(value) for value in held if is_own(type(value))}
         with contextlib.ExitStack() as patches:
             self._note(nn.Module, _attribute_of_module, done, patches)
             for kind in own:
                 self._note(kind, getattr(kind, GETTER), done, patches)
-            with _assignments_noted(done):
-                yield
+            patches.enter_context(self.of_libraries.noted(held))
+            patches.enter_context(_assignments_noted(done))
+            yield
 
     def of(self, model: nn.Module) -> frozenset[tuple[str, str]]:
         """Return what was read of the modules of `model` and of what they hold, by path and name;

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import partial, reduce
 from typing import Any
 from weakref import ProxyTypes
 
@@ -40,6 +40,7 @@ from pipecompile.frontend.constant_answers import has_gradient_type
 from pipecompile.frontend.data_probe import ProbedAnswers, probe_data
 from pipecompile.frontend.export import export_capture
 from pipecompile.frontend.leaves import leaf_paths
+from pipecompile.frontend.library_reads import LibraryReads
 from pipecompile.frontend.plain_tensors import plain_tensors_kept
 from pipecompile.frontend.recorded_forward import RecordedForward, record_forward
 from pipecompile.frontend.recording_options import RecordingOptions
@@ -367,6 +368,7 @@ def _capture_by(
         left_hooks=left_hooks,
         # On a path of its own for fakes a forward may leave out what it reads outside of a capture.
         read_attributes=read if method.hides_fakes or read_outside is not None else None,
+        library_reads=reduce(LibraryReads.joined, (each.of_libraries for each in all_reads)),
         taken_apart=frozenset(forward.recorder.recording.taken_apart),
         data_dependent=frozenset(forward.recorder.data_dependent),
         training={path: module.training for path, module in model.named_modules()},

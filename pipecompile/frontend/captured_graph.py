@@ -20,6 +20,7 @@ from pipecompile.frontend.data_probe import probe_data
 from pipecompile.frontend.found_names import FIRST_NAMES, FoundNames
 from pipecompile.frontend.guards import Guards, ValueRead
 from pipecompile.frontend.known_reads import KnownReads
+from pipecompile.frontend.library_reads import LibraryReads
 from pipecompile.frontend.outside_values import OutsideValues
 from pipecompile.frontend.recording import SymbolicNumber
 from pipecompile.frontend.refusals import UnsupportedError
@@ -62,8 +63,9 @@ class Capture:
     with what they were before it and what it left, `left_hooks` the code
     of the hooks that it installs, by path and table, and `read_attributes`
     those that it reads, by path and name, and those of objects in attributes; None if that is not
-    known. `taken_apart` are the paths of the modules that it was recorded inside, `data_dependent`
-    those of the modules that are one node since they ask for values of tensors. `recapture`
+    known; `library_reads` are what it reads of objects of installed packages. `taken_apart` are the
+    paths of the modules that it was recorded inside, `data_dependent` those of the modules that are
+    one node since they ask for values of tensors. `recapture`
     captures the same model for another call. `asks_layout` is where the forward asks how a tensor
     lies in memory, "" if it does not: then inputs may lie in any way. `value_reads` are tensors
     whose values are numbers in the graph, and `constant_answers` what was read out of tensors that
@@ -86,6 +88,7 @@ class Capture:
     taken_apart: frozenset[str]
     data_dependent: frozenset[str]
     recapture: Callable[[Arguments], Capture]
+    library_reads: LibraryReads = field(default_factory=LibraryReads)
     asks_layout: str = ""
     left_hooks: Mapping[tuple[str, str], frozenset[Any]] = field(default_factory=dict)
     value_reads: tuple[ValueRead, ...] = ()
@@ -144,7 +147,7 @@ class Capture:
         )
         # The same search as after the proof finds the same names, which takes many passes.
         names = self._found_names.get(self.read_attributes, FIRST_NAMES)
-        values = OutsideValues(self.model, known, names)
+        values = OutsideValues(self.model, known, names, self.library_reads.values())
         self._found_names[self.read_attributes] = values.found_names
         return values
 

@@ -94,6 +94,8 @@ ANY_GLOBAL = frozenset({"globals", "eval", "exec"})
 """What finds globals by names that code computes."""
 BY_VALUE = (getattr, hasattr, vars, attrgetter, methodcaller)
 """What reads attributes by names that code computes, also if code has another name for it."""
+OF_CACHES = frozenset({"use_cache"})
+"""What configs of transformers say of caches, which pipelines leave out: a trainer sets it."""
 LEADING_NOWHERE = (*PLAIN, *NUMBERS, type)
 HOLDING_ITEMS = (*CONTAINERS, *MAPPINGS, tuple)
 Place = str | Callable[[], str]
@@ -360,6 +362,8 @@ class NameSearch:
         attributes = attributes_of(value)
         names = {*self._named_of(where, value, attributes), *self._computed(value, attributes)}
         names.update(attributes.keys() & aliased_names(type(value), self._names.names))
+        if is_installed(package_of(type(value).__module__)):
+            names -= OF_CACHES
         self._look_among(where, attributes, names)
         if isinstance(value, ModuleType):
             return

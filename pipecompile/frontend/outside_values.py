@@ -6,7 +6,7 @@ A graph has these in it as they were at the capture.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from operator import attrgetter, call, is_
 from typing import Any
@@ -42,7 +42,7 @@ GLOBAL_HOOKS = tuple(
 
 class OutsideValues:
     """The values that the forward of a model may read now, besides what its modules hold
-    themselves.
+    themselves. `read_again` are more of them, which are read in each step.
 
     `looks_past_classes` is whether some code reads attributes so that no class can tell which.
     `found_names` are those by which they were found, which may be `names` for the next time.
@@ -53,6 +53,7 @@ class OutsideValues:
         model: nn.Module,
         known: KnownReads = NOTHING_KNOWN,
         names: FoundNames = FIRST_NAMES,
+        read_again: Sequence[ComparedValue] = (),
     ) -> None:
         search = NameSearch(model, known, names)
         self.found_names = search.found_names
@@ -62,6 +63,7 @@ class OutsideValues:
         self._objects = [each.value for each in self._values]
         small = (each for each in self._objects if isinstance(each, (*CONTAINERS, tuple)))
         self._containers = ContainerItems(each for each in small if len(each) <= MOST_ITEMS)
+        self._read_again = read_again
         # These change in place while they stay the same object, and have no items that could be
         # compared as objects: their contents are compared in each step.
         self._read_each_time = [
@@ -108,6 +110,7 @@ class OutsideValues:
         suspects = self._values
         if are_the_same and self._containers.are_the_same():
             suspects = self._read_each_time
+        suspects = [*suspects, *self._read_again]
         return next((each.where for each in suspects if not each.is_the_same), None)
 
     def advanced(self) -> str | None:

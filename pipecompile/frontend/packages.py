@@ -12,6 +12,7 @@ from typing import Any
 from torch import nn
 
 __all__ = [
+    "INSTALLED",
     "NAMESPACES",
     "has_own_attributes",
     "is_foreign",

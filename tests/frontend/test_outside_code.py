@@ -961,3 +961,22 @@ def test_the_name_of_a_type_is_that_type() -> None:
     assert values.changed() is None
     model.settings.kind = "bfloat16"
     assert values.changed() == "settings.kind"
+
+
+class Cached(Typed):
+    """Reads whether it is to keep a cache, as decoders of transformers do."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """A value of any shape to the same shape."""
+        return x * self.config.scale if self.config.use_cache else x.clone() * self.config.scale
+
+
+def test_whether_a_model_of_transformers_keeps_a_cache_is_no_change() -> None:
+    """Pipelines leave caches out, and a trainer that is made for its callbacks sets this."""
+    model = Cached()
+    model.config.scale, model.config.use_cache = 2.0, True
+    values = OutsideValues(model)
+    model.config.use_cache = False
+    assert values.changed() is None
+    model.config.scale = 3.0
+    assert values.changed() == "config.scale"

@@ -18,16 +18,12 @@ Each is tried if those before it cannot express the forward or differ from the m
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
 from functools import partial, reduce
-from typing import Any
-from weakref import ProxyTypes
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
 
-from pipecompile.errors import CaptureError, InputError, PipecompileError
+from pipecompile.errors import CaptureError, PipecompileError
 from pipecompile.frontend.assigned_attributes import (
     Attribute,
     changed_attributes,
@@ -43,6 +39,12 @@ from pipecompile.frontend.leaves import leaf_paths
 from pipecompile.frontend.library_reads import LibraryReads
 from pipecompile.frontend.plain_tensors import plain_tensors_kept
 from pipecompile.frontend.recorded_forward import RecordedForward, record_forward
+from pipecompile.frontend.recording_methods import (
+    IN_SIGHT,
+    INPUTS_READ,
+    METHODS,
+    RecordingMethod,
+)
 from pipecompile.frontend.recording_options import RecordingOptions
 from pipecompile.frontend.refusals import (
     HigherOrderError,
@@ -51,79 +53,13 @@ from pipecompile.frontend.refusals import (
 )
 from pipecompile.frontend.signature import Arguments
 from pipecompile.frontend.source import error_line
+from pipecompile.frontend.unfit_models import refuse_unfit
 from pipecompile.graph.attributes import HOOKS, ModuleAttributes, hook_codes
 from pipecompile.graph.model_state import has_values, named_state
 from pipecompile.graph.pytrees import tensor_leaves
 from pipecompile.graph.torch_repairs import repair_torch
 
-__all__ = ["capture", "captures", "is_first_choice", "normalises_batches", "refuse_unfit"]
-
-WRAPPERS = {
-    "DataParallel": "module",
-    "DistributedDataParallel": "module",
-    "FullyShardedDataParallel": "module",
-    "OptimizedModule": "_orig_mod",
-}
-
-
-@dataclass(frozen=True)
-class _RecordingMethod:
-    """A way to record: its name in plans, and what it allows."""
-
-    name: str
-    exporting: bool
-    symbolic: bool
-    allows_data: bool
-    hides_fakes: bool = False
-    reads_inputs: bool = False
-
-    @property
-    def variants(self) -> tuple[_RecordingMethod, ...]:
-        """The method, and with it the one where fakes are in sight, if both are to be compared."""
-        if not (self.allows_data and self.hides_fakes):
-            return (self,)
-        name = self.name.replace("recorded", "recorded with fakes in sight")
-        return self, replace(self, name=name, hides_fakes=False)
-
-
-IN_SIGHT = _RecordingMethod(
-    "recorded with fakes in sight", exporting=False, symbolic=True, allows_data=False
-)
-INPUTS_READ = _RecordingMethod(
-    "recorded, inputs read",
-    exporting=False,
-    symbolic=True,
-    allows_data=False,
-    hides_fakes=True,
-    reads_inputs=True,
-)
-METHODS = (
-    _RecordingMethod(
-        "recorded", exporting=False, symbolic=True, allows_data=False, hides_fakes=True
-    ),
-    IN_SIGHT,
-    _RecordingMethod("recorded as for export", exporting=True, symbolic=True, allows_data=False),
-    _RecordingMethod(
-        "recorded, data probed", exporting=False, symbolic=True, allows_data=True, hides_fakes=True
-    ),
-    _RecordingMethod(
-        "recorded as for export, data probed", exporting=True, symbolic=True, allows_data=True
-    ),
-    INPUTS_READ,
-    _RecordingMethod(
-        "recorded for one batch size",
-        exporting=False,
-        symbolic=False,
-        allows_data=True,
-        hides_fakes=True,
-    ),
-    _RecordingMethod(
-        "recorded as for export, for one batch size",
-        exporting=True,
-        symbolic=False,
-        allows_data=True,
-    ),
-)
+__all__ = ["capture", "captures", "is_first_choice", "normalises_batches"]
 
 
 def capture(
@@ -268,8 +204,8 @@ def _is_uniform(tensor: Tensor) -> bool:
 
 
 def _recorded(
-    by: Callable[[_RecordingMethod], Capture],
-    method: _RecordingMethod,
+    by: Callable[[RecordingMethod], Capture],
+    method: RecordingMethod,
     failures: list[CaptureError],
 ) -> Iterator[Capture]:
     """Yield what can be recorded by a method, and add to `failures` what stands in the way.
@@ -288,7 +224,7 @@ def _recorded(
     yield from captures
 
 
-def _as_outside(by: Callable[[_RecordingMethod], Capture]) -> Iterator[Capture]:
+def _as_outside(by: Callable[[RecordingMethod], Capture]) -> Iterator[Capture]:
     """Yield the capture of the path that the model takes where it sees no fakes. It is only taken
     if it leaves out an input that it has read, such as a mask that masks nothing.
 
@@ -309,7 +245,7 @@ def _as_outside(by: Callable[[_RecordingMethod], Capture]) -> Iterator[Capture]:
 def _capture_by(
     model: nn.Module,
     call: Arguments,
-    method: _RecordingMethod,
+    method: RecordingMethod,
     *,
     leaves: frozenset[str],
     recapture: Callable[..., Capture],
@@ -419,13 +355,6 @@ def _notes(forward: RecordedForward, changed: Sequence[Attribute]) -> Iterator[C
         )
 
 
-def _is_gone(proxy: Any) -> bool:
-    try:
-        return proxy.__class__ is None
-    except ReferenceError:
-        return True
-
-
 def normalises_batches(model: nn.Module) -> bool:
     """Return whether a module of a model trains with the statistics of each microbatch."""
     return any(map(_normalises_a_batch, model.modules()))
@@ -438,40 +367,3 @@ def _normalises_a_batch(module: nn.Module) -> bool:
 def _first_of(names: Sequence[str]) -> str:
     first = names[0] or "the model"
     return first if len(names) == 1 else f"{first} and {len(names) - 1} more"
-
-
-def refuse_unfit(model: nn.Module) -> None:
-    """Raise InputError for a model that cannot be captured, whatever its forward does.
-
-    Such are modules without shapes, scripted modules, and wrappers that do more than call a module.
-    """
-    if torch.is_inference_mode_enabled():
-        raise InputError("a model is captured to be trained; leave torch.inference_mode first")
-    for path, module in model.named_modules():
-        name = path or "the model"
-        own_state = (*module.parameters(recurse=False), *module.buffers(recurse=False))
-        if any(is_lazy(value) for value in own_state):
-            raise InputError(f"{name} has parameters without a shape yet; run the model once first")
-        if isinstance(module, torch.jit.ScriptModule):
-            raise InputError(
-                f"{name} is a scripted module; give the Python module that it was made from"
-            )
-        for key, value in vars(module).items():
-            if type(value) in ProxyTypes and _is_gone(value):
-                raise InputError(
-                    f"{name} has an attribute {key!r}, a weak proxy of an object that is gone; "
-                    "delete it, or set it to None"
-                )
-        for key in (*module._modules, *module._parameters, *module._buffers):
-            # torch.fx writes names into code between double quotes, as they are.
-            if not key.isprintable() or '"' in key or "\\" in key:
-                raise InputError(
-                    f"{name} has a part called {key!r}, which code cannot name; use letters, "
-                    "digits and underscores"
-                )
-        inner = WRAPPERS.get(type(module).__name__)
-        if inner is not None and hasattr(module, inner):
-            raise InputError(
-                f"{name} is a {type(module).__name__}; give the module inside it (.{inner}): "
-                "pipecompile captures plain modules and cuts them itself"
-            )

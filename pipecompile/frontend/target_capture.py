@@ -13,7 +13,7 @@ from torch import fx, nn
 from pipecompile.errors import CaptureError, InputError
 from pipecompile.frontend.batch_counts import refuse_batch_counts
 from pipecompile.frontend.batch_dims import part_of
-from pipecompile.frontend.capture import capture, captures, is_first_choice, refuse_unfit
+from pipecompile.frontend.capture import capture, captures, is_first_choice
 from pipecompile.frontend.captured_graph import KEYS_IN_ORDER, Capture
 from pipecompile.frontend.digest import digest
 from pipecompile.frontend.plain_tensors import plain_tensors_kept
@@ -23,6 +23,7 @@ from pipecompile.frontend.row_independence import refuse_dependent_rows
 from pipecompile.frontend.self_check import check_capture
 from pipecompile.frontend.signature import Arguments
 from pipecompile.frontend.target import Target
+from pipecompile.frontend.unfit_models import refuse_unfit
 from pipecompile.graph.loss_module import hold_loss
 from pipecompile.graph.model_state import named_state
 from pipecompile.graph.modules import is_within

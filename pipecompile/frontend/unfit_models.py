@@ -1,0 +1,65 @@
+"""Models that cannot be captured, whatever their forward does."""
+
+from __future__ import annotations
+
+from typing import Any
+from weakref import ProxyTypes
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from pipecompile.errors import InputError
+
+__all__ = ["refuse_unfit"]
+
+WRAPPERS = {
+    "DataParallel": "module",
+    "DistributedDataParallel": "module",
+    "FullyShardedDataParallel": "module",
+    "OptimizedModule": "_orig_mod",
+}
+
+
+def refuse_unfit(model: nn.Module) -> None:
+    """Raise InputError for a model that cannot be captured, whatever its forward does.
+
+    Such are modules without shapes, scripted modules, and wrappers that do more than call a module.
+    """
+    if torch.is_inference_mode_enabled():
+        raise InputError("a model is captured to be trained; leave torch.inference_mode first")
+    for path, module in model.named_modules():
+        name = path or "the model"
+        own_state = (*module.parameters(recurse=False), *module.buffers(recurse=False))
+        if any(is_lazy(value) for value in own_state):
+            raise InputError(f"{name} has parameters without a shape yet; run the model once first")
+        if isinstance(module, torch.jit.ScriptModule):
+            raise InputError(
+                f"{name} is a scripted module; give the Python module that it was made from"
+            )
+        for key, value in vars(module).items():
+            if type(value) in ProxyTypes and _is_gone(value):
+                raise InputError(
+                    f"{name} has an attribute {key!r}, a weak proxy of an object that is gone; "
+                    "delete it, or set it to None"
+                )
+        for key in (*module._modules, *module._parameters, *module._buffers):
+            # torch.fx writes names into code between double quotes, as they are.
+            if not key.isprintable() or '"' in key or "\\" in key:
+                raise InputError(
+                    f"{name} has a part called {key!r}, which code cannot name; use letters, "
+                    "digits and underscores"
+                )
+        inner = WRAPPERS.get(type(module).__name__)
+        if inner is not None and hasattr(module, inner):
+            raise InputError(
+                f"{name} is a {type(module).__name__}; give the module inside it (.{inner}): "
+                "pipecompile captures plain modules and cuts them itself"
+            )
+
+
+def _is_gone(proxy: Any) -> bool:
+    try:
+        return proxy.__class__ is None
+    except ReferenceError:
+        return True

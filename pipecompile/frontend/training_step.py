@@ -60,10 +60,7 @@ def training_step(
     """Return what one seeded step leaves, of which `run` is the forward; `model` is restored. It
     may begin with other values of parameters that are zero.
     """
-    with restored_state(model):
-        if fills_zeros:
-            fill_zeros(model)
-        (step,) = training_steps(model, run, 1)
+    (step,) = training_steps(model, run, 1, fills_zeros=fills_zeros)
     return step
 
 
@@ -74,15 +71,17 @@ def training_steps(
     count: int,
     *,
     in_flight: bool = False,
+    fills_zeros: bool = False,
 ) -> list[TrainingStep]:
     """Return what `count` seeded steps leave, as `training_step` does; the last one has buffers,
-    and says whether any wrote to something.
+    and says what any wrote to.
 
     With `in_flight` all forwards come before the backwards.
     """
     steps: list[TrainingStep] = []
     trainable = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-    with restored_state(model) as before:
+    with restored_state(model) as state_before:
+        before = {**state_before, **(fill_zeros(model) if fills_zeros else {})}
         waiting: list[Sequence[Tensor]] = []
         for index in range(count):
             # Graph and model draw in the same order, so one global seed gives both the same.
@@ -168,15 +167,17 @@ def _weighted_sum(value: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def fill_zeros(model: nn.Module) -> None:
-    """Give parameters that are zero other values: behind a last layer that begins with zeros no
-    output depends on anything, and no gradient comes through it.
+def fill_zeros(model: nn.Module) -> dict[Tensor, Tensor]:
+    """Give parameters that are zero other values, and return these: behind a last layer that begins
+    with zeros no output depends on anything, and no gradient comes through it.
     """
-    generator = torch.Generator()
+    generator, filled = torch.Generator(), dict[Tensor, Tensor]()
     for parameter in model.parameters():
         if parameter.is_floating_point() and not parameter.any():
             values = torch.empty(parameter.shape).normal_(std=0.02, generator=generator)
             parameter.copy_(values)
+            filled[parameter] = parameter.detach().clone()
+    return filled
 
 
 @contextmanager

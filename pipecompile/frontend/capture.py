@@ -268,11 +268,7 @@ def _capture_by(
         forward = record()
         after = ModuleAttributes.of(model)
         changed = changed_attributes(before, after)
-        left_hooks = {
-            (forward.recorder.path_of(module), name): hook_codes(vars(module)[name].values())
-            for module, name in before.changed(after)
-            if name in HOOKS
-        }
+        left_hooks = _left_hooks(forward, before, after)
         if changed:
             refuse_lasting_state(model, before, changed, forward, record)
     finally:
@@ -281,7 +277,6 @@ def _capture_by(
     if read_outside is not None:
         read |= read_outside.of(model)
     all_reads = [reads] if read_outside is None else [reads, read_outside]
-    known = before.ids() if changed else frozenset()
     return Capture(
         model=model,
         graph=forward.recorder.recording.graph,
@@ -292,15 +287,7 @@ def _capture_by(
         guards=forward.guards,
         method=method.name,
         notes=tuple(_notes(forward, changed)),
-        assigned_attributes={
-            (forward.recorder.path_of(module), name): AssignedValue.of(
-                before.comparable(module, name),
-                after.comparable(module, name),
-                known,
-                is_read_first=any(each.has_read_first(module, name) for each in all_reads),
-            )
-            for module, name in changed
-        },
+        assigned_attributes=_assigned(forward, before, after, changed, all_reads),
         left_hooks=left_hooks,
         # On a path of its own for fakes a forward may leave out what it reads outside of a capture.
         read_attributes=read if method.hides_fakes or read_outside is not None else None,
@@ -315,6 +302,39 @@ def _capture_by(
         constant_answers=tuple(forward.recorder.values.constants.values()),
         masks_nothing=_masks_nothing(call),
     )
+
+
+def _left_hooks(
+    forward: RecordedForward, before: ModuleAttributes, after: ModuleAttributes
+) -> dict[tuple[str, str], frozenset[Any]]:
+    """Return the code of the hooks that a forward has left, by path and table."""
+    return {
+        (forward.recorder.path_of(module), name): hook_codes(vars(module)[name].values())
+        for module, name in before.changed(after)
+        if name in HOOKS
+    }
+
+
+def _assigned(
+    forward: RecordedForward,
+    before: ModuleAttributes,
+    after: ModuleAttributes,
+    changed: Sequence[Attribute],
+    reads: Sequence[AttributeReads],
+) -> dict[tuple[str, str], AssignedValue]:
+    """Return what the `changed` attributes were before a forward and after it, by path and name,
+    and whether a forward has read them before it set them.
+    """
+    known = before.ids() if changed else frozenset()
+    return {
+        (forward.recorder.path_of(module), name): AssignedValue.of(
+            before.comparable(module, name),
+            after.comparable(module, name),
+            known,
+            is_read_first=any(each.has_read_first(module, name) for each in reads),
+        )
+        for module, name in changed
+    }
 
 
 def _notes(forward: RecordedForward, changed: Sequence[Attribute]) -> Iterator[CaptureNote]:

@@ -26,8 +26,9 @@ def position(value: Iterator[Any]) -> Any:
 
 
 def _position(value: Any, depth: int) -> Any:
-    if isinstance(value, PLAIN) or depth == 0:
-        return repr(value) if isinstance(value, PLAIN) else None
+    # From Python 3.12 on what is left of a range is another range.
+    if isinstance(value, (*PLAIN, range)) or depth == 0:
+        return repr(value) if isinstance(value, (*PLAIN, range)) else None
     if isinstance(value, GeneratorType):
         frame = value.gi_frame
         own = {} if frame is None else frame.f_locals

@@ -258,8 +258,9 @@ class _SettingSearch:
             best = min(self.finished, key=lambda each: each.plan.prediction.step_ns).setting
             # The answer for one setting must be as good as a plan with its options. With very many
             # actions one more plan takes longer than all quick ones together.
-            if len(settings) == 1 or effort_of(best) == 1:
-                self._plan(best, ONE_OF_SEVERAL, self.space.base.objective)
+            given = self.space.base.objective
+            if (len(settings) == 1 or effort_of(best) == 1) and not self._is_finished(best, given):
+                self._plan(best, ONE_OF_SEVERAL, given)
 
     def _plan_thoroughly(self, setting: Setting) -> None:
         """Plan a setting by a thorough search, whose answer `check` can make again."""
@@ -275,10 +276,11 @@ class _SettingSearch:
         failed.sort(key=self.order.emptiness)
         cap, least = self.space.base.memory_bytes, self._least_memory
         is_near = least is None or not isinstance(cap, int) or least.bytes <= next(larger_caps(cap))
-        tries, effort = (LONGER_SEARCHES, ONE_OF_SEVERAL) if is_near else (1, EXPLAINED)
-        for setting in failed[:tries]:
-            if self._has_time:
-                self._plan(setting, effort, self.space.base.objective)
+        for setting in failed[: LONGER_SEARCHES if is_near else 1]:
+            if self._has_time and is_near:
+                self._plan_thoroughly(setting)
+            elif self._has_time:
+                self._plan(setting, EXPLAINED, self.space.base.objective)
 
     def _finalists(self) -> Iterator[Setting]:
         """Yield the settings whose plans are close to the best finished one, the shortest first."""
@@ -289,8 +291,11 @@ class _SettingSearch:
             if self._is_close(steps[setting]):
                 yield setting
 
-    def _is_finished(self, setting: Setting) -> bool:
-        return any(each.setting == setting for each in self.finished)
+    def _is_finished(self, setting: Setting, objective: str = "") -> bool:
+        return any(
+            each.setting == setting and objective in ("", each.plan.options.objective)
+            for each in self.finished
+        )
 
     def _is_close(self, step_ns: int) -> bool:
         finished = (each.plan.prediction.step_ns for each in self.finished)

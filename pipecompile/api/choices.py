@@ -320,15 +320,14 @@ def _stages(given: Mapping[str, Any]) -> int:
         return DEFAULT_STAGES if k is None else int(k)
     # ranks=4 is k=4 under 1f1b, and k=8 under zb-v or interleaved-1f1b, which put two on a rank.
     each = _stages_per_rank(given["schedule"], given["stages_per_rank"])
-    if k is not None and k % ranks:
-        raise InputError(
-            f"k={k} and ranks={ranks} disagree: each rank has equally many stages, so k is a "
-            "multiple of ranks; give only one of them"
-        )
     if k is not None and k != ranks * each:
+        reason = (
+            f"schedule {given['schedule']!r} has {each} on each rank, which is k={ranks * each}"
+        )
+        if k % ranks:
+            reason = "each rank has equally many stages, so k is a multiple of ranks"
         raise InputError(
-            f"k={k} and ranks={ranks} disagree: schedule {given['schedule']!r} has {each} on each "
-            f"rank, which is k={ranks * each}; give only one of k and ranks"
+            f"k={k} and ranks={ranks} disagree: {reason}; give only one of k and ranks"
         )
     return int(ranks) * each
 

@@ -20,13 +20,14 @@ says so, writes nothing and exits with 0. The parts:
 Costs are `roofline:DEVICE` of the device's name if devices.json has it, else of a calibration made
 here. Memory is what PyTorch's allocator says (`CudaMeter` in bench.py). What fails, or has no time
 left, is a row that says so. Prints all rows and a table for docs/results.md; writes
-results/gpu.json. Parts that are not named keep their figures there.
+results/gpu_DEVICE.json. Parts that are not named keep their figures there.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -37,11 +38,11 @@ import torch
 
 from benchmarks.command_line import checked_names, parser_of
 
-RESULT = Path(__file__).parents[1] / "results" / "gpu.json"
+RESULTS = Path(__file__).parents[1] / "results"
 NOTHING = "no GPU here: nothing is measured"
 
 
-def main(names: list[str], result: Path = RESULT) -> None:
+def main(names: list[str], folder: Path = RESULTS) -> None:
     """Run these parts, or all; print and write their rows."""
     if not torch.cuda.is_available():
         print(NOTHING)
@@ -53,14 +54,20 @@ def main(names: list[str], result: Path = RESULT) -> None:
 
     head = _head()
     print(", ".join(f"{key} {value}" for key, value in head.items()), flush=True)
-    with tempfile.TemporaryDirectory() as folder:
-        for _, rows in run_parts(names or list(PARTS), Path(folder), in_process):
+    result = folder / result_name(head["device"])
+    with tempfile.TemporaryDirectory() as scratch:
+        for _, rows in run_parts(names or list(PARTS), Path(scratch), in_process):
             print("\n".join(map(described, rows)), flush=True)
             # Written after each part, so that what was measured stays if a later one is cut off.
             content = merged(result, head, rows)
             result.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n")
     everything = [Row(**row) for row in content["rows"]]
     print(f"\n{markdown(everything)}")
+
+
+def result_name(device: str) -> str:
+    """Return the name of a device's file: gpu_nvidia_h200.json for "NVIDIA H200"."""
+    return f"gpu_{'_'.join(re.findall('[a-z0-9]+', device.lower()))}.json"
 
 
 def _head() -> dict[str, str]:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from pipecompile.api.compilation import pipecompile
 from pipecompile.errors import InputError
+from pipecompile.frontend.deterministic_kernels import deterministic_kernels
 from pipecompile.frontend.loss_reduction import (
     LossReduction,
     check_total_weight,
@@ -373,11 +374,12 @@ def compared(target: Target, **options: Any) -> tuple[Plan, Comparison]:
         return pipeline.plan, compare_outputs(pipeline, target)
     reference = reference_for(target, pipeline.plan)
     plan, replicas = pipeline.plan, _running_replicas(pipeline.plan)
-    wanted = reference.step(target, plan.microbatches, seed=pipeline.seed, replicas=replicas)
-    # The step adds to gradients that are there, such as those of the user's last step.
-    for parameter in target.model_with_loss.parameters():
-        parameter.grad = None
-    loss, _ = _loss_and_extra(pipeline.step(target.call, target.targets))
+    with deterministic_kernels():
+        wanted = reference.step(target, plan.microbatches, seed=pipeline.seed, replicas=replicas)
+        # The step adds to gradients that are there, such as those of the user's last step.
+        for parameter in target.model_with_loss.parameters():
+            parameter.grad = None
+        loss, _ = _loss_and_extra(pipeline.step(target.call, target.targets))
     gradients = {name: parameter.grad for name, parameter in reference.model.named_parameters()}
     buffers = dict(reference.model.named_buffers())
     comparison = compare(pipeline, (wanted.item(), loss), gradients, buffers, reference.description)

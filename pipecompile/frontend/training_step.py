@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from pipecompile.frontend.data_probe import cuda_devices
+from pipecompile.frontend.deterministic_kernels import deterministic_kernels
 from pipecompile.frontend.foreign_leaves import foreign_leaves
 from pipecompile.graph.attributes import attributes_restored
 from pipecompile.graph.pytrees import tensor_leaves
@@ -80,7 +81,7 @@ def training_steps(
     """
     steps: list[TrainingStep] = []
     trainable = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-    with restored_state(model) as state_before:
+    with restored_state(model) as state_before, deterministic_kernels():
         before = {**state_before, **(fill_zeros(model) if fills_zeros else {})}
         waiting: list[Sequence[Tensor]] = []
         for index in range(count):

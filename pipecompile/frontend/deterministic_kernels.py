@@ -1,0 +1,37 @@
+"""Kernels whose sums have the same order in every run, for steps that are compared bit for bit.
+
+On a GPU some kernels add with atomic operations: two steps of one model then differ in their last
+bits. cuDNN's gradients of convolutions do (seen on a H200 with PyTorch 2.11), and scatters. PyTorch
+has others for most of them; for attention only where a missing one is an error
+(`torch.use_deterministic_algorithms(True)`), which here it is not.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+__all__ = ["deterministic_kernels"]
+
+WARNING = ".*(deterministic|Deterministic)"
+
+
+@contextmanager
+def deterministic_kernels() -> Iterator[None]:
+    """Ask for such kernels where there is a GPU; what the user has asked for stays."""
+    if not torch.cuda.is_available() or torch.are_deterministic_algorithms_enabled():
+        yield
+        return
+    fills = torch.utils.deterministic.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = False
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", WARNING, UserWarning)
+            yield
+    finally:
+        torch.utils.deterministic.fill_uninitialized_memory = fills
+        torch.use_deterministic_algorithms(False)

@@ -6,15 +6,15 @@ Needs one CUDA device and no network, and takes less than nine minutes. On a mac
 says so, writes nothing and exits with 0. The parts:
 
     operators  each operator of a calibration against the device's roofline, and the device fitted
-    memory     peaks of the ten models at GPU sizes against `expected` and `bound`, rank by rank
     rank       GPT-2 medium on four ranks, each alone with recorded receives: peaks and times
     times      whole stages against the sum of their nodes, by the roofline and as measured
     step       a step of four stages in one process, beside a loop over microbatches
-    ranks      ranks that share the device over NCCL: gradients, streams, waits of hosts
     attention  what attention keeps for its backward, and which kernel ran
     offload    saved tensors moved to the host on copy streams: bytes kept, and extra time
     graphs     a stage as CUDA graphs
     messages   NCCL to itself: time of messages, and memory outside of PyTorch's allocator
+    memory     peaks of the ten models at GPU sizes against `expected` and `bound`, rank by rank
+    ranks      ranks that share the device over NCCL: gradients, streams, waits of hosts
     capture    the ten models captured on the device, proven, and compared with a CPU's graph
 
 Costs are `roofline:DEVICE` of the device's name if devices.json has it, else of a calibration made

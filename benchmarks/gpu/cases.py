@@ -23,10 +23,15 @@ class Case(NamedTuple):
 
 
 class Part(NamedTuple):
-    """A part of the benchmark: its cases on a bench, and the seconds that it may take."""
+    """A part of the benchmark: its cases on a bench, and the seconds that it may take.
+
+    One that is not timed may run beside others, and its cases in as many processes as `shares`.
+    """
 
     cases: Callable[[Bench], Iterable[Case]]
     seconds: int
+    is_timed: bool = True
+    shares: int = 1
 
 
 def rows_of(name: str, part: Part, bench: Bench) -> Iterator[Row]:

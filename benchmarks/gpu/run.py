@@ -3,7 +3,12 @@
 After some errors of CUDA a process can do nothing more on the device, and a part may hang. So a
 part is a process that sends its rows, and that is ended when its time is over:
 
-    here    start ─▶ operators    rows, None ─▶ here    start ─▶ memory    rows, None ─▶ here …
+    here    start ─▶ operators    rows, None ─▶ here    start ─▶ rank    rows, None ─▶ here …
+
+Parts that time something run alone. Those that do not share the device afterwards, the longest of
+them in several processes:
+
+    here    start ─▶ memory, memory, memory, ranks, capture    rows of all ─▶ here
 """
 
 from __future__ import annotations
@@ -13,8 +18,11 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from itertools import chain, islice
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -25,13 +33,25 @@ from benchmarks.gpu.operators import CALIBRATED, calibrated_device
 from benchmarks.gpu.parts import PARTS
 from benchmarks.gpu.rows import Row, error_row
 
-__all__ = ["TOTAL_SECONDS", "Launch", "in_process", "run_parts"]
+__all__ = ["TOTAL_SECONDS", "WHOLE", "Launch", "Share", "in_process", "run_parts", "share_of"]
 
 TOTAL_SECONDS = 510  # below the nine minutes that the command may take, with its start and its end
 LEAST_SECONDS = 10  # A part that has less left is not begun.
 
-Launch = Callable[[str, Path, float], Iterator[Row]]
-"""From a part's name, the folder of this run and the seconds that the part may take to its rows."""
+
+class Share(NamedTuple):
+    """Which cases of a part a process has: every `count`-th one from `index` on."""
+
+    index: int
+    count: int
+
+
+WHOLE = Share(0, 1)
+
+Launch = Callable[[str, Share, Path, float], Iterator[Row]]
+"""From a part's name, a share of it, the folder of this run and the seconds that it may take to its
+rows.
+"""
 
 
 def run_parts(
@@ -45,20 +65,40 @@ def run_parts(
 ) -> Iterator[tuple[str, list[Row]]]:
     """Yield the name and rows of each part as it is done; skip those with no time left."""
     end = clock() + total_seconds
-    for name in names:
+    note = f"skipped: the {total_seconds:.0f} s of the run are over"
+    skipped = Row("all of it", None, None, "", note=note)
+    alone = [name for name in names if parts[name].is_timed]
+    for name in alone:
         left = end - clock()
         if left < LEAST_SECONDS:
-            note = f"skipped: the {total_seconds:.0f} s of the run are over"
-            yield name, [Row("all of it", None, None, "", note=note, part=name)]
+            yield name, [skipped._replace(part=name)]
             continue
-        yield name, list(launch(name, folder, min(left, parts[name].seconds)))
+        yield name, list(launch(name, WHOLE, folder, min(left, parts[name].seconds)))
+    together, left = [name for name in names if name not in alone], end - clock()
+    if left < LEAST_SECONDS:
+        yield from ((name, [skipped._replace(part=name)]) for name in together)
+        return
+
+    def rows(name: str, share: Share) -> list[Row]:
+        return list(launch(name, share, folder, min(left, parts[name].seconds)))
+
+    with ThreadPoolExecutor(max_workers=sum(part.shares for part in parts.values())) as pool:
+        running = {
+            name: [
+                pool.submit(rows, name, Share(index, parts[name].shares))
+                for index in range(parts[name].shares)
+            ]
+            for name in together
+        }
+        for name, shares in running.items():
+            yield name, list(chain.from_iterable(share.result() for share in shares))
 
 
-def in_process(name: str, folder: Path, seconds: float) -> Iterator[Row]:
+def in_process(name: str, share: Share, folder: Path, seconds: float) -> Iterator[Row]:
     """Yield the rows of a part that runs in a process of its own, which has so many seconds."""
     context = multiprocessing.get_context("spawn")  # A forked process could not use CUDA.
     receiver, sender = context.Pipe(duplex=False)
-    process = context.Process(target=_send_rows, args=(name, folder, sender), daemon=True)
+    process = context.Process(target=_send_rows, args=(name, share, folder, sender), daemon=True)
     process.start()
     sender.close()  # So that the end of the process is the end of the pipe.
     try:
@@ -86,16 +126,23 @@ def _received(receiver: Connection, name: str, end: float, seconds: float) -> It
     yield Row("the rest", None, None, "", note=note, part=name)
 
 
-def _send_rows(name: str, folder: Path, sender: Connection) -> None:
+def _send_rows(name: str, share: Share, folder: Path, sender: Connection) -> None:
     """In the process of a part: send its rows, and None at the end."""
     warnings.simplefilter("ignore")  # of models and of PyTorch, about what is meant to be as it is
     try:
-        for row in rows_of(name, PARTS[name], _gpu_bench(folder)):
+        for row in rows_of(name, share_of(PARTS[name], share), _gpu_bench(folder)):
             sender.send(row)
     except Exception as error:
         traceback.print_exc()
         sender.send(error_row("the device", error)._replace(part=name))
     sender.send(None)
+
+
+def share_of(part: Part, share: Share) -> Part:
+    """Return a part with the cases of this share."""
+    return part._replace(
+        cases=lambda bench: islice(part.cases(bench), share.index, None, share.count)
+    )
 
 
 def _gpu_bench(folder: Path) -> Bench:

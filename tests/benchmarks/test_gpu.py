@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 import json
 import multiprocessing
+import threading
 import time
 from collections.abc import Callable, Iterator
 from itertools import accumulate
@@ -393,20 +394,43 @@ def test_a_case_that_fails_does_not_stop_the_others(bench: Bench) -> None:
 
 
 def test_parts_get_what_is_left_of_the_time_or_are_skipped(tmp_path: Path) -> None:
-    clock, given = iter([0.0, 0.0, 70.0, 95.0]), dict[str, float]()
+    clock, given = iter([0.0, 0.0, 70.0, 95.0, 95.0]), dict[str, float]()
 
-    def launch(name: str, folder: Path, seconds: float) -> Iterator[Row]:
+    def launch(name: str, share: run.Share, folder: Path, seconds: float) -> Iterator[Row]:
         given[name] = seconds
         yield row(name, 1, 1, name)
 
-    parts = {name: Part(lambda bench: [], 60) for name in "abc"}
+    parts = {name: Part(lambda bench: [], 60, is_timed=name != "a") for name in "abcd"}
     results = dict(
         run.run_parts(
             list(parts), tmp_path, launch, parts=parts, total_seconds=100, clock=clock.__next__
         )
     )
-    assert given == {"a": 60, "b": 30}
-    assert results["c"][0].note.startswith("skipped")
+    assert given == {"b": 60, "c": 30}
+    assert list(results) == ["b", "c", "d", "a"]
+    assert results["d"][0].note == results["a"][0].note == "skipped: the 100 s of the run are over"
+
+
+def test_parts_that_time_nothing_run_together_in_shares(tmp_path: Path) -> None:
+    meeting = threading.Barrier(3, timeout=20)
+
+    def launch(name: str, share: run.Share, folder: Path, seconds: float) -> Iterator[Row]:
+        meeting.wait()  # which all of them reach, or none
+        yield row(f"{share.index} of {share.count}", 1, 1, name)
+
+    parts = {
+        "a": Part(lambda bench: [], 60, is_timed=False, shares=2),
+        "b": Part(lambda bench: [], 60, is_timed=False),
+    }
+    results = dict(run.run_parts(["a", "b"], tmp_path, launch, parts=parts))
+    assert [entry.what for entry in results["a"]] == ["0 of 2", "1 of 2"]
+    assert [entry.what for entry in results["b"]] == ["0 of 1"]
+
+
+def test_shares_have_all_cases_between_them(bench: Bench) -> None:
+    part = Part(lambda bench: [Case(str(number), list) for number in range(5)], 1)
+    shares = [run.share_of(part, run.Share(index, 2)).cases(bench) for index in range(2)]
+    assert [[case.what for case in share] for share in shares] == [["0", "2", "4"], ["1", "3"]]
 
 
 def test_a_part_that_hangs_or_dies_leaves_its_rows() -> None:
@@ -448,9 +472,11 @@ def test_what_was_measured_is_written_and_printed(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H100 80GB HBM3")
-    monkeypatch.setattr(run, "in_process", lambda name, folder, s: iter([row("a", 90, 100, name)]))
+    monkeypatch.setattr(
+        run, "in_process", lambda name, share, folder, s: iter([row("a", 90, 100, name)])
+    )
     command.main(["memory", "rank"], tmp_path)
     written = json.loads((tmp_path / "gpu_nvidia_h100_80gb_hbm3.json").read_text())
     assert written["device"] == "NVIDIA H100 80GB HBM3"
-    assert [entry["part"] for entry in written["rows"]] == ["memory", "rank"]
+    assert [entry["part"] for entry in written["rows"]] == ["rank", "memory", "memory", "memory"]
     assert "| rank | bound | memory | 1 | 10.0% | -10.0% (a) | 1 |" in capsys.readouterr().out

@@ -280,8 +280,9 @@ def partly_sharded() -> tuple[float, ...]:
 def of_two_shapes() -> float:
     """How far gradients are from those of the unsplit model, in a step of a second shape."""
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)).double()
-    long, short = (torch.randn(16, size, 8, dtype=torch.float64) for size in (5, 3))
+    with DEVICE:
+        model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)).double()
+        long, short = (torch.randn(16, size, 8, dtype=torch.float64) for size in (5, 3))
     unsplit = copy.deepcopy(model)
     part = dist.get_rank() // 2
     pipeline = pipecompile(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
 
@@ -16,16 +16,19 @@ __all__ = ["alternative_cuts", "fastest_alternative"]
 
 
 def fastest_alternative(
-    problem: PartitionProblem, objectives: Iterable[str], *, seconds: float
+    problem: PartitionProblem,
+    objectives: Iterable[str],
+    step_ns: Callable[[Mapping[str, int]], int],
+    *,
+    seconds: float,
 ) -> Faster | None:
-    """Return the objective whose cut has the shortest simulated step; None without a cut.
+    """Return the objective whose cut has the shortest step, and that step; None without a cut.
 
-    The step comes with it. Each objective is searched for about `seconds`. That a short search
-    finds no cut does not mean that there is none.
+    `step_ns` is that of an assignment. Each objective is searched for about `seconds`. That a short
+    search finds no cut does not mean that there is none.
     """
-    assert problem.step_ns is not None
     alternatives = [
-        Faster(objective=cut.search.objective, step_ns=problem.step_ns(cut.assignment))
+        Faster(objective=cut.search.objective, step_ns=step_ns(cut.assignment))
         for cut in alternative_cuts(problem, objectives, seconds=seconds)
     ]
     return min(alternatives, key=lambda other: other.step_ns, default=None)

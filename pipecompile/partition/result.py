@@ -53,6 +53,8 @@ class Partition:
             value = problem.step_ns(assignment)
         else:
             value = objective_value(problem.objective, loads)
+        # One stage can be cut in one way only.
+        bound = value if problem.k == 1 and not extra else bound
         # A bound above the value of a cut would be a false proof.
         assert bound <= value, f"the bound {bound} is above the value {value} that was found"
         search = Search(

@@ -78,17 +78,26 @@ def cut(
     search = msgspec.structs.replace(
         partition.search,
         values={**partition.search.values, "step_ns": step_ns},
-        faster=_faster_objective(options, problem, step_ns) if effort.is_explained else None,
+        faster=_faster_objective(planner, problem, links, step_ns) if effort.is_explained else None,
     )
     if options.is_inference:
         search = _for_inference(search, options.objective, problem, whole, partition.assignment)
     return replace(partition, search=search)
 
 
-def _faster_objective(options: Options, problem: PartitionProblem, step_ns: int) -> Faster | None:
+def _faster_objective(
+    planner: RecomputePlanner, problem: PartitionProblem, links: Links, step_ns: int
+) -> Faster | None:
     """Return an objective whose cut has a shorter step, if there is one."""
+
+    def step_of(assignment: Mapping[str, int]) -> int:
+        whole, cut = with_its_copies(planner, problem, links, assignment)
+        assert whole.step_ns is not None
+        return whole.step_ns(cut)
+
     # A hint for the user only, so it gets little work.
-    fastest = fastest_alternative(problem, other_objectives(options), seconds=SHORT_SECONDS)
+    objectives = other_objectives(planner.options)
+    fastest = fastest_alternative(problem, objectives, step_of, seconds=SHORT_SECONDS)
     return fastest if fastest is not None and fastest.step_ns < step_ns else None
 
 
@@ -103,7 +112,7 @@ def search_of(
     """
     options, step_ns = planner.options, plan.prediction.step_ns
     problem = problem_of(planner.graph, options, links, planner.view.placement)
-    faster = _faster_objective(options, problem, step_ns) if explained else None
+    faster = _faster_objective(planner, problem, links, step_ns) if explained else None
     if own is plan.search:
         return msgspec.structs.replace(own, faster=faster)
     whole, cut = with_its_copies(planner, problem, links, plan.assignment)

@@ -18,6 +18,7 @@ from pipecompile.ir.plan import Options, Plan
 from pipecompile.ir.plurals import counted
 from pipecompile.ir.rank_memory import RankMemory
 from pipecompile.ir.serialization import Value
+from pipecompile.ir.setting import JointSearch
 from pipecompile.ir.stage import Stage
 from pipecompile.report.recompute import encoding_texts, recompute_text, region_texts
 from pipecompile.report.stage_moves import StageMove, move_text, moved_modules, moved_nodes
@@ -34,6 +35,7 @@ ChangeKind = Literal[
     "recompute",
     "schedule",
     "search",
+    "choice",
     "option",
     "links",
     "model",
@@ -117,6 +119,7 @@ def compare_plans(old: Plan, new: Plan) -> PlanDiff:
         *_recompute(old, new),
         *schedule,
         *_fields("search", old.search, new.search, ["gap", "proven"]),
+        *_choice(old.joint, new.joint),
         *_options(old.options, new.options, schedule),
         *_changed("links", "links", old.links, new.links),
         *_model(old, new),
@@ -297,6 +300,21 @@ def _order(rank: int, old: Sequence[str], new: Sequence[str]) -> Iterator[PlanCh
     first = next((at for at, (one, other) in pairs if one != other), min(len(old), len(new)))
     before, after = (tuple(row[first : first + _SHOWN_ACTIONS]) for row in (old, new))
     yield from _changed("schedule", f"order of rank {rank}, action {first}", before, after)
+
+
+def _choice(old: JointSearch | None, new: JointSearch | None) -> Iterator[PlanChange]:
+    """Yield what differs of a choice among settings; of one setting after the other how many."""
+    if old is None or new is None:
+        counts = (None if each is None else each.settings for each in (old, new))
+        yield from _changed("choice", "settings", *counts)
+        return
+    yield from _fields("choice", old, new, ["devices", "settings"])
+    yield from _changed("choice", "no step below", old.bound_ns, new.bound_ns)
+    yield from _fields("choice", old, new, ["gap"])
+    for status in sorted({*old.counts, *new.counts}):
+        counts = (each.counts.get(status, 0) for each in (old, new))
+        yield from _changed("choice", f"settings with status {status}", *counts)
+    yield from _changed("choice", "settings listed as best", len(old.best), len(new.best))
 
 
 def _options(old: Options, new: Options, schedule: Sequence[PlanChange]) -> Iterator[PlanChange]:

@@ -30,6 +30,7 @@ _HEADINGS: dict[ChangeKind, str] = {
     "recompute": "recompute",
     "schedule": "schedule",
     "search": "search",
+    "choice": "choice among settings",
     "option": "options",
     "links": "links",
     "model": "model",
@@ -185,7 +186,7 @@ def _text_of(change: PlanChange) -> Callable[[Any], str]:
             return _links_text
         case _, "fingerprint":
             return _digest_text
-        case "search", "gap":
+        case "search" | "choice", "gap":
             return gap_text
         case "option", "memory":
             return _caps_text
@@ -193,7 +194,7 @@ def _text_of(change: PlanChange) -> Callable[[Any], str]:
 
 
 def _is_time(change: PlanChange) -> bool:
-    return change.kind in ("step", "load") or change.where.endswith("extra time")
+    return change.kind in ("step", "load") or change.where.endswith(("extra time", "no step below"))
 
 
 def _change_text(change: PlanChange, diff: PlanDiff) -> str:

@@ -105,3 +105,17 @@ def test_a_bound_holds_for_stages_that_have_other_regions_with_their_copies(
     plan = planned(layers([1000 * each for each in times]), options(1, 1, recompute, CAP))
     assert plan is not None
     assert plan.search.bound <= plan.search.value
+
+
+@settings(max_examples=examples(20), deadline=None)
+@given(st.lists(st.integers(500, 6000), min_size=16, max_size=16), st.sampled_from([2, 4, 8]))
+def test_a_faster_objective_gives_the_step_that_the_plan_says(
+    times: list[int], microbatches: int
+) -> None:
+    graph, asked = layers(times), options(1, microbatches, "none", CAP)
+    plan = planned(graph, asked)
+    assert plan is not None
+    if plan.search.faster is not None:
+        other = planned(graph, replace(asked, objective=plan.search.faster.objective))
+        assert other is not None
+        assert other.prediction.step_ns <= plan.search.faster.step_ns < plan.prediction.step_ns

@@ -12,6 +12,7 @@ from pipecompile.ir.amount import ZERO, Amount
 from pipecompile.ir.links import Link, Links
 from pipecompile.ir.plan import Fingerprint, Plan
 from pipecompile.ir.rank_memory import RankMemory
+from pipecompile.ir.setting import JointSearch, Setting, SettingResult
 from pipecompile.ir.stage import EncodedNodes, Stage
 from pipecompile.report.plan_diff import ChangeKind, compare_plans
 from pipecompile.report.plan_diff_text import diff_headline, diff_markdown, diff_text
@@ -337,6 +338,25 @@ def test_how_good_the_cut_is(plan: Plan) -> None:
     assert diff_text(compare_plans(plan, other)) == (
         "search\n  gap: 0.00% → 12.50%\n  proven: yes → no"
     )
+
+
+def test_another_choice_among_settings(plan: Plan) -> None:
+    sizes = {"ranks": 4, "stages_per_rank": 1, "replicas": 1, "microbatches": 4}
+    setting = Setting(**sizes, schedule="1f1b", recompute="none")
+    best = SettingResult(setting=setting, status="planned", bound_ns=5, step_ns=6)
+    joint = JointSearch(
+        devices="4xh100", settings=3, bound_ns=5, gap=0.125, counts={"planned": 2, "bound": 1}
+    )
+    fewer = replace(joint, best=(best,), counts={"planned": 1, "bound": 2}, bound_ns=4)
+    plans = [replace(plan, joint=each) for each in (joint, fewer)]
+    assert changes(plan, plans[0]) == [("choice", "settings", None, 3)]
+    assert diff_text(compare_plans(*plans)).splitlines() == [
+        "choice among settings",
+        "  no step below: 5 ns → 4 ns (-20.0%)",
+        "  settings with status bound: 1 → 2 (+100.0%)",
+        "  settings with status planned: 2 → 1 (-50.0%)",
+        "  settings listed as best: 0 → 1",
+    ]
 
 
 def test_an_edited_plan_never_passes_as_the_same(plan: Plan) -> None:

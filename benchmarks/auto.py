@@ -145,7 +145,7 @@ CASES = {
     "gpt2-xl": Case(_gpt2_xl, "8xh100", master_weights=False),
     "llama3-8b": Case(lambda: _llama(32, 4096, 14336, 32, 64), "8xh100"),
     "llama3-70b": Case(lambda: _llama(80, 8192, 28672, 64, 256), "8x8xh100"),
-    "mixtral-8x7b": Case(_mixtral, "4x8xh100"),
+    "mixtral-8x7b": Case(_mixtral, "2x8xh100"),
     "vit-huge": Case(_vit, "8xh100", master_weights=False),
     "unet": Case(_unet, "8xh100", master_weights=False),
 }

@@ -56,7 +56,7 @@ class CostedStage:
 
         In such a backward gradients are already there and are summed into.
         """
-        return recompute_problem_of(self.live_ranges, self.before, self.nodes, summed=True)
+        return recompute_problem_of(self.live_ranges, self.before, self.nodes, has_gradients=True)
 
     @cached_property
     def blocks(self) -> list[str]:

@@ -25,6 +25,11 @@ class RankMemory(Value, frozen=True, kw_only=True):
     kv_cache: Amount = ZERO
 
     @property
+    def persistent(self) -> Amount:
+        """What stays from the first step on. Gradients do not: optimizers set them to None."""
+        return self.parameters + self.optimizer + self.kv_cache
+
+    @property
     def total(self) -> Amount:
         """All kinds together."""
         # Kinds that peak at other moments cannot be added up, so all of them are of one moment.

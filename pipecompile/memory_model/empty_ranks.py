@@ -17,16 +17,18 @@ def empty_rank_bytes(
 ) -> tuple[int, ...]:
     """Return what the allocator and the communication library take on each rank, for any model."""
     return tuple(
-        ALLOCATORS[allocator].padded(0, peers) for peers in _least_peers(tuple(placement), ranks)
+        ALLOCATORS[allocator].padded(0, 0, peers) for peers in _least_peers(tuple(placement), ranks)
     )
 
 
 def room_of_ranks(
     caps: Sequence[int], placement: Sequence[int], allocator: AllocatorName
 ) -> tuple[int, ...]:
-    """Return what the storages of each rank may take; below 0 if not even an empty rank fits."""
+    """Return what the storages of each rank may take if all of them stay, the most of any; below 0
+    if not even an empty rank fits.
+    """
     peers = _least_peers(tuple(placement), len(caps))
-    return tuple(map(ALLOCATORS[allocator].unpadded, caps, peers))
+    return tuple(map(ALLOCATORS[allocator].most_persistent, caps, peers))
 
 
 @lru_cache(maxsize=256)

@@ -47,12 +47,14 @@ def _tokens_within(plan: Plan, rank: int, cap: int, token_bytes: tuple[int, ...]
     """
     memory, allocator = plan.prediction.memory[rank], ALLOCATORS[plan.allocator]
     peers = neighbour_ranks(plan.footprints(rank))
-    held = allocator.unpadded(memory.total.bound, peers) - memory.kv_cache.bound
-    room = allocator.unpadded(cap, peers) - held
+    persistent = memory.persistent.bound
+    # What comes and goes has a bound within that of the plan.
+    transient = allocator.most_transient(memory.total.bound, peers, persistent)
 
     def taken(tokens: int) -> int:
-        return sum(allocator.rounded(tokens * size) for size in token_bytes)
+        cache = sum(allocator.rounded(tokens * size) for size in token_bytes)
+        return allocator.padded(persistent - memory.kv_cache.bound + cache, transient, peers)
 
     # Ascending with the number of tokens, of which at most this many fit.
-    candidates = range(max(0, room) // sum(token_bytes) + 1)
-    return max(0, bisect_right(candidates, room, key=taken) - 1)
+    candidates = range(cap // sum(token_bytes) + 1)
+    return max(0, bisect_right(candidates, cap, key=taken) - 1)

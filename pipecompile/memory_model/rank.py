@@ -104,10 +104,11 @@ def rank_memory(
     candidates = [holdings.at(snapshot) for snapshot in snapshots]
     # The two may be peaks of different moments. Each has its own kinds, which add up to it.
     expected = max(candidates, key=lambda memory: memory.total.expected)
-    bound = max(candidates, key=lambda memory: memory.total.bound)
-    size = bound.total.bound
+    padded = [_padded(memory, allocator, neighbour_ranks(stages)) for memory in candidates]
+    most = max(padded)
+    bound = candidates[padded.index(most)]
     # What the allocator takes beyond storages is part of the workspace's bound.
-    margin = allocator.padded(size, neighbour_ranks(stages)) - size
+    margin = most - bound.total.bound
     kinds = {
         kind: Amount(expected=getattr(expected, kind).expected, bound=getattr(bound, kind).bound)
         for kind in RankMemory.__struct_fields__
@@ -173,7 +174,7 @@ def memory_of_actions(plan: Plan, rank: int) -> Iterator[tuple[Snapshot, RankMem
 
 def fixed_bytes(plan: Plan, rank: int) -> int:
     """Return what the allocator and the communication library take on a rank, for any model."""
-    return ALLOCATORS[plan.allocator].padded(0, neighbour_ranks(plan.footprints(rank)))
+    return ALLOCATORS[plan.allocator].padded(0, 0, neighbour_ranks(plan.footprints(rank)))
 
 
 def activation_curve(
@@ -225,16 +226,17 @@ def backward_allowances(
     # What regions do not change is looked at when the rank is: sums, and gathers before an action.
     changed = ("activations", *BACKWARD_PEAKS, "gathered", "backward_sum_peak")
     others = {**stages, index: msgspec.structs.replace(stage, **dict.fromkeys(changed, ZERO))}
-    free = allocator.unpadded(memory_bytes, neighbour_ranks(stages)) - stage.gathered.bound
+    peers = neighbour_ranks(stages)
     holdings = RankHoldings(others, microbatches, allocator)
     for snapshot in snapshots:
         if snapshot.kind is Kind.BACKWARD and snapshot.stage == index:
             # For a cap of 100, of which the allocator takes 10 and all else on the rank 40, 50 are
             # left for, say, two microbatches in flight of 15 and a backward that needs 20.
-            state = snapshot.states[index]
-            held = holdings.at(snapshot).total.bound
+            state, held = snapshot.states[index], holdings.at(snapshot)
+            free = allocator.most_transient(memory_bytes, peers, held.persistent.bound)
+            left = free - (held.total - held.persistent).bound - stage.gathered.bound
             has_gradients = 0 if stage.sums_in_backwards else state.has_gradients
-            yield BackwardAllowance(state.with_activations, free - held, has_gradients)
+            yield BackwardAllowance(state.with_activations, left, has_gradients)
 
 
 def available_for_activations(
@@ -251,7 +253,8 @@ def available_for_activations(
     has been received or waits for its end, and the largest workspace is in use. `recomputed` stages
     keep only outputs of a forward, and copies of buffers. The result is negative if no order fits.
     """
-    always = _always(stages, microbatches, "parameters", "gradients", "optimizer")
+    persistent = _persistent(stages)
+    always = counted_once(stages.values(), "gradients") + minibatch_of(stages, microbatches)
     step = always + optimizer_workspace(stages, allocator)
     if any(stage.is_validated_later for stage in stages.values()):
         copies = summed(counted_once(stages.values(), kind) for kind in ("gradients", "optimizer"))
@@ -274,7 +277,7 @@ def available_for_activations(
             behind = stages[index + 1]
             goes_on = index + 2 in stages
             always += most_handed_over(stage, behind, goes_on=goes_on) * microbatches
-    free = allocator.unpadded(memory_bytes, neighbour_ranks(stages))
+    free = allocator.most_transient(memory_bytes, neighbour_ranks(stages), persistent.bound)
     workspace = max(most_in_actions(stages, index, index in recomputed) for index in stages)
     left = free - always.bound - workspace
     # The optimizer's step comes after all backwards: nothing is in flight, but its workspace is.
@@ -286,9 +289,9 @@ def most_for_activations(
 ) -> int:
     """Return what activations can take at most in any order that fits a cap; at least 0."""
     # No gradients: before the first backward there are none, and activations can have their room.
-    always = _always(stages, microbatches, "parameters", "optimizer")
-    free = allocator.unpadded(memory_bytes, neighbour_ranks(stages))
-    return max(0, free - always.bound)
+    persistent = _persistent(stages).bound
+    free = allocator.most_transient(memory_bytes, neighbour_ranks(stages), persistent)
+    return max(0, free - minibatch_of(stages, microbatches).bound)
 
 
 # -- parts
@@ -301,12 +304,17 @@ def _added_by(stages: Mapping[int, Footprint], index: int, kind: str) -> Amount:
     return counted_once(up_to, kind) - counted_once(before, kind)
 
 
-def _always(stages: Mapping[int, Footprint], microbatches: int, *kinds: str) -> Amount:
-    """Return what a rank holds all the time of these kinds, with what it reads of the minibatch and
-    its KV cache.
-    """
+def _padded(memory: RankMemory, allocator: Allocator, peers: int) -> int:
+    """Return the bound of a rank that holds this, with what its allocator adds."""
+    persistent = memory.persistent.bound
+    return allocator.padded(persistent, memory.total.bound - persistent, peers)
+
+
+def _persistent(stages: Mapping[int, Footprint]) -> Amount:
+    """Return what stays on a rank from the first step on."""
+    kinds = ("parameters", "optimizer")
     held = summed(counted_once(stages.values(), kind) for kind in kinds)
-    return held + minibatch_of(stages, microbatches) + kv_cache_of(stages)
+    return held + kv_cache_of(stages)
 
 
 def neighbour_ranks(stages: Mapping[int, Footprint]) -> int:

@@ -212,7 +212,7 @@ def test_the_fixed_part_of_a_bound_is_named(make_plan: MakePlan) -> None:
     plan = make_plan()
     text = summary(plan)
     assert re.search(
-        r"^ +1 .* 43\.0 MiB 151\.0 MiB 203\.2 MiB 1\.0 GiB 820\.8 MiB$", text, re.MULTILINE
+        r"^ +1 .* 43\.0 MiB 151\.0 MiB 203\.1 MiB 1\.0 GiB 820\.9 MiB$", text, re.MULTILINE
     )
     assert "fixed: of the bound, what the allocator and the communication library take" in text
 

@@ -135,11 +135,12 @@ def test_the_cap_of_activations_is_what_all_else_leaves() -> None:
     cpu = ALLOCATORS["cpu"]
     needed = 4 * 100 + 3 * 4 * 100
     assert (
-        activation_caps(_stages(), range(3), 3, [cpu.padded(needed + 100, 0)] * 3, "cpu")
+        activation_caps(_stages(), range(3), 3, [cpu.padded(0, needed + 100, 0)] * 3, "cpu")
         == (100,) * 3
     )
     assert (
-        activation_caps(_stages(), range(3), 3, [cpu.padded(needed - 1, 0)] * 3, "cpu") == (0,) * 3
+        activation_caps(_stages(), range(3), 3, [cpu.padded(0, needed - 1, 0)] * 3, "cpu")
+        == (0,) * 3
     )
     assert activation_caps(_stages(), range(3), 3, None, "cpu") is None
 

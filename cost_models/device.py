@@ -61,7 +61,8 @@ class Device(Value, frozen=True, kw_only=True):
     """One device, as an entry of devices.json or a file of `pipecompile calibrate`.
 
     `peak_flop_per_s` has by data type the peak of dense matrix products; "tf32" is for float32 that
-    is rounded to TF32, and a type that is not listed computes like float32. `compute_permille` and
+    is rounded to TF32, "float16 convolution" for convolutions if these have a peak of their own,
+    and a type that is not listed computes like float32. `compute_permille` and
     `bandwidth_permille` are the shares of peak and bandwidth that are reached. No kernel takes less
     than `launch_ns`. Kernels of a class that has an entry in `efficiency` reach what that says of
     their size instead; a device that was not calibrated has one share for all sizes. `allocator` is

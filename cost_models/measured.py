@@ -22,7 +22,8 @@ from pipecompile.ir.graph import FUSED_ATTENTION, FusedType, TimeUnit
 
 __all__ = ["VERSION", "CachedCosts", "Measured"]
 
-VERSION = 4  # of the method: the cache does not reuse costs that an older method measured
+VERSION = 5  # of the method: the cache does not reuse costs that an older method measured
+FLUSHES = 16  # before each run on a GPU: half a millisecond, in which Python queues the run
 T = TypeVar("T")
 
 
@@ -32,8 +33,9 @@ class Measured:
 
     On a CPU this is wall time, with tensors that the run before has left in the caches: in a step
     the node before leaves them there. On a GPU it is the time between CUDA events around each run,
-    with the L2 cache flushed before, or the time to queue the run if that is longer. The time to
-    enter the autograd engine is deducted from each backward, because a stage enters it only once.
+    which is queued while the L2 cache is flushed, or the time to queue it if that is longer. The
+    time that the host takes to enter the autograd engine is deducted from each backward, because a
+    stage enters it only once.
     Calls with equal signatures are measured once.
 
     A model on another device is moved to `device` node by node: the parameters and inputs of one
@@ -108,14 +110,20 @@ class Measured:
     def _backward_ns(self, run: DifferentiableRun, sources: Sequence[GradientEdge]) -> int:
         if not sources:
             return 0
-        # Noise can make a tiny backward faster than an empty one.
-        return max(0, self._time_ns(lambda: sources, run.backward) - self.engine_entry_ns[0])
+        return self._time_ns(lambda: sources, run.backward, self.engine_entry_ns[0])
 
-    def _time_ns(self, prepare: Callable[[], T], action: Callable[[T], object]) -> int:
-        """Return the median time of `action` on what `prepare` returns; only `action` is timed."""
-        sample = steady_sample(lambda count: _timed(self.device, count, prepare, action))
+    def _time_ns(
+        self, prepare: Callable[[], T], action: Callable[[T], object], entry_ns: int = 0
+    ) -> int:
+        """Return the median time of `action` on what `prepare` returns, without what the host takes
+        to enter it; only `action` is timed.
+        """
+        sample = steady_sample(lambda count: _timed(self.device, count, prepare, action, entry_ns))
         self.samples.append(sample)
-        return sample.median_ns
+        if self.device.type == "cuda":
+            return sample.median_ns
+        # Noise can make a tiny backward faster than an empty one.
+        return max(0, sample.median_ns - entry_ns)
 
     def _workspace_bytes(
         self, call: NodeCall, run: DifferentiableRun, sources: Sequence[GradientEdge]
@@ -151,9 +159,15 @@ class CachedCosts:
 
 
 def _timed(
-    device: torch.device, count: int, prepare: Callable[[], T], action: Callable[[T], object]
+    device: torch.device,
+    count: int,
+    prepare: Callable[[], T],
+    action: Callable[[T], object],
+    entry_ns: int,
 ) -> list[int]:
-    """Return the times in ns of `count` runs, which are queued without waiting in between."""
+    """Return the times in ns of `count` runs, which are queued without waiting in between; on a GPU
+    without the time that the host takes to enter `action`, in which kernels may run.
+    """
     clock, flush = Clock(device), _flusher(device)
     marks, queueing_ns = [], []
     clock.wait()
@@ -167,19 +181,24 @@ def _timed(
         marks.append((start, clock.mark()))
     clock.wait()
     times = [clock.between_ns(start, end) for start, end in marks]
-    # A GPU cannot start a kernel before Python has queued it.
     if device.type != "cuda":
         return times
-    return [max(pair) for pair in zip(times, queueing_ns, strict=True)]
+    # While it is flushed the GPU is busy, so that its kernels run without a pause. In a step it may
+    # have to wait: it cannot start a kernel before Python has queued it.
+    pairs = zip(times, queueing_ns, strict=True)
+    return [max(kernels_ns, queued_ns - entry_ns) for kernels_ns, queued_ns in pairs]
 
 
 def _flusher(device: torch.device) -> Callable[[], object]:
-    """Return a function that overwrites the L2 cache of a GPU; on a CPU it does nothing."""
+    """Return a function that overwrites the L2 cache of a GPU several times; on a CPU it does
+    nothing.
+    """
     if device.type != "cuda":
         return lambda: None
     # Twice the cache, so that nothing of what was there before stays.
     size = 2 * torch.cuda.get_device_properties(device).L2_cache_size
-    return torch.empty(size, dtype=torch.uint8, device=device).zero_
+    cache = torch.empty(size, dtype=torch.uint8, device=device)
+    return lambda: [cache.zero_() for _ in range(FLUSHES)]
 
 
 def _temporary_bytes(device: torch.device, run: Callable[[], object]) -> int:

@@ -129,10 +129,14 @@ def memory_ns(kernel: Kernel, device: Device) -> int:
 
 
 def peak_name(kernel: Kernel, device: Device) -> str:
-    """Return which peak of the device limits `kernel`: that of its type, of TF32 or of float32."""
+    """Return which peak of the device limits `kernel`: that of its type, of TF32 or of float32, or
+    that of convolutions in its type.
+    """
     peaks = device.peak_flop_per_s
-    if kernel.is_convolution and kernel.dtype == "float32" and "tf32" in peaks:
-        return "tf32"
+    if kernel.is_convolution:
+        of_type = "tf32" if kernel.dtype == "float32" else f"{kernel.dtype} convolution"
+        if of_type in peaks:
+            return of_type
     return kernel.dtype if kernel.dtype in peaks else "float32"
 
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
+import time
 from collections import Counter
 
 import pytest
 import torch
 from torch import Tensor, fx, nn
 
+from pipecompile.cost_models import measured as model
 from pipecompile.cost_models.clock import TimeSample, steady_sample
 from pipecompile.cost_models.device_transfer import moved_to
 from pipecompile.cost_models.measured import Measured, _DeviceRedirection
@@ -204,6 +207,34 @@ def runs_of(times: list[int]) -> tuple[list[int], TimeSample]:
         return [times.pop(0) if len(times) > 1 else times[0] for _ in range(count)]
 
     return counts, steady_sample(run)
+
+
+class _QueueClock:
+    """A GPU's clock, of which runs take 100 ns there."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def mark(self) -> None:
+        pass
+
+    def wait(self) -> None:
+        pass
+
+    def between_ns(self, start: None, end: None) -> int:
+        return 100
+
+
+@pytest.mark.parametrize(("queued", "entry", "wanted"), [(50, 0, 100), (300, 120, 180)])
+def test_on_a_gpu_the_longer_one_of_kernels_and_their_queueing_counts(
+    monkeypatch: pytest.MonkeyPatch, queued: int, entry: int, wanted: int
+) -> None:
+    ticks = itertools.count(step=queued)
+    monkeypatch.setattr(model, "Clock", _QueueClock)
+    monkeypatch.setattr(model, "_flusher", lambda device: lambda: None)
+    monkeypatch.setattr(time, "perf_counter_ns", lambda: next(ticks))
+    times = model._timed(torch.device("cuda"), 3, lambda: None, lambda _: None, entry)
+    assert times == [wanted] * 3
 
 
 def test_it_runs_until_the_median_stays() -> None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 from torch import Tensor, fx, nn
 from torch.nn import functional
 
@@ -174,6 +175,17 @@ def test_float32_convolutions_use_tf32_and_products_do_not() -> None:
     assert kernel_ns(convolution, H100) == ceil(Fraction(10**12 * 10**10 * 4, 4947 * 10**12 * 3))
     assert kernel_ns(product, H100) == ceil(Fraction(10**12 * 10**9 * 4, 67 * 10**12 * 3))
     assert kernel_ns(convolution, P100) == kernel_ns(product, P100)
+
+
+def test_convolutions_may_have_a_peak_of_their_own() -> None:
+    device = load_device("h100")
+    peaks = {**device.peak_flop_per_s, "bfloat16 convolution": 10**14}
+    slower = replace(device, peak_flop_per_s=peaks)
+    kernels = [Kernel(name, 10**12, 1, "bfloat16") for name in ("convolution_backward", "mm")]
+    before, after = ([kernel_ns(each, of) for each in kernels] for of in (device, slower))
+    assert after[0] == ceil(Fraction(10**12 * 10**9 * 1000, 10**14 * device.compute_permille))
+    assert after[0] > before[0]
+    assert after[1] == before[1]
 
 
 def test_a_type_without_a_peak_computes_like_float32() -> None:

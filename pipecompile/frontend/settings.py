@@ -75,12 +75,15 @@ def describe(value: object, unknown: DescribeUnknown, *, code: bool) -> str:
 
 
 class _Describer:
-    """Describes each function once, since functions may call each other."""
+    """Describes each function once, since functions may call each other, and each module: what a
+    module holds may lead back to it.
+    """
 
     def __init__(self, unknown: DescribeUnknown, code: bool) -> None:
         self.unknown = unknown
         self.code = code
         self.seen: set[int] = set()
+        self.modules: dict[int, int] = {}  # which one in the order in which they were described
 
     def text(self, value: object) -> str:
         """Return what a setting is, as text that is equal on all machines for equal settings."""
@@ -128,6 +131,9 @@ class _Describer:
 
     def _layer(self, module: nn.Module) -> str:
         """Describe a module without its submodules."""
+        if id(module) in self.modules:
+            return f"module {self.modules[id(module)]}"
+        self.modules[id(module)] = len(self.modules)
         # Two versions of a class may have the same name and settings, but other code.
         methods = list(map(self.text, _methods(type(module)))) if self.code else []
         state = [

@@ -25,13 +25,13 @@ def deterministic_kernels() -> Iterator[None]:
     if not torch.cuda.is_available() or torch.are_deterministic_algorithms_enabled():
         yield
         return
-    fills = torch.utils.deterministic.fill_uninitialized_memory
+    fills = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
     torch.use_deterministic_algorithms(True, warn_only=True)
-    torch.utils.deterministic.fill_uninitialized_memory = False
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", WARNING, UserWarning)
             yield
     finally:
-        torch.utils.deterministic.fill_uninitialized_memory = fills
+        torch.utils.deterministic.fill_uninitialized_memory = fills  # type: ignore[attr-defined]
         torch.use_deterministic_algorithms(False)

@@ -117,6 +117,11 @@ class Capture:
         """Return whether the graph may have an attribute in it that no forward changes."""
         return (path, name) not in self.assigned_attributes and self.may_read(path, name)
 
+    def set_names(self) -> Iterator[tuple[str, str]]:
+        """Yield the attributes that the forward sets, by the paths of their modules and names."""
+        # Tables, such as those of hooks, are no values of the user's.
+        yield from (place for place in self.assigned_attributes if place[1] not in INTERNAL)
+
     def assigned_values(self) -> Iterator[PlacedValue]:
         """Yield the attributes that the forward may read before it sets them."""
         for (path, name), value in self.assigned_attributes.items():

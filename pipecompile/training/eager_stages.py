@@ -79,4 +79,4 @@ def _stage(
 
 def _loss(program: Program, target: Target) -> UserLoss:
     written = frozenset(name for stage in program.stages for name in stage.written)
-    return UserLoss(program.outputs, target, written)
+    return UserLoss(program.outputs, target, written, tuple(program.captured.set_names()))

@@ -5,6 +5,7 @@ only, and there until a forward writes to it: on another rank's stage the model 
 
     loss_fn(outputs, target)                     right
     … + model.head.weight.detach().norm()        refused: the weight of which rank, at which step?
+    … * model.mask                               refused if the forward sets it: in which one?
 """
 
 from __future__ import annotations
@@ -16,12 +17,13 @@ from itertools import chain
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from pipecompile.errors import InputError, PipecompileError
+from pipecompile.frontend.attribute_reads import GETTER
 from pipecompile.frontend.batch_counts import OUTPUT, refuse_counts
 from pipecompile.frontend.signature import OutputStructure
 from pipecompile.frontend.target import LossFunction, Target
@@ -35,13 +37,15 @@ __all__ = ["UserLoss", "loss_of"]
 class UserLoss:
     """Calls the loss function of `target` with output tensors as the model returns them.
 
-    `written` are the names of the model's buffers that its forward writes to. Others are constants,
-    which a loss may read.
+    `written` are the names of the model's buffers that its forward writes to, and `assigned` the
+    attributes that it sets, by the path of their module and name. Others are constants, which a
+    loss may read.
     """
 
     structure: OutputStructure
     target: Target
     written: Collection[str]
+    assigned: Collection[tuple[str, str]] = ()
     _calls: int = field(default=0, init=False)
 
     def __call__(self, outputs: Sequence[Tensor], wanted: Any) -> Any:
@@ -80,10 +84,16 @@ class UserLoss:
         # Also those that are None so far, which no operator reads.
         gradients = {id(value): f"{name}.grad" for name, value in parameters}
         state = self._state(outputs)
+        modules = dict(self.target.model.named_modules()) if self.assigned else {}
+        attributes = {
+            (id(modules[path]), name): f"{path}.{name}".lstrip(".")
+            for path, name in self.assigned
+            if path in modules
+        }
         # Two modes: to read `.grad` is no operator, so the dispatcher does not see it; and what
         # operators read is compared by storage, since a loss may hold a view of a weight from
         # before.
-        with _RefuseGradients(gradients), _RefuseReads(state):
+        with _RefuseGradients(gradients), _RefuseReads(state), _refused_attributes(attributes):
             yield
 
     def _state(self, outputs: Sequence[Tensor]) -> dict[int, str]:
@@ -100,6 +110,35 @@ class UserLoss:
         for output in outputs:
             state.pop(storage_key(output), None)
         return state
+
+
+@contextmanager
+def _refused_attributes(names: Mapping[tuple[int, str], str]) -> Iterator[None]:
+    """Raise InputError in the block when one of the attributes `names` is read, which are by the id
+    of their module and name.
+    """
+    if not names:
+        yield
+        return
+    before = vars(nn.Module).get(GETTER)
+
+    def get_attribute(module: nn.Module, name: str) -> Any:
+        if (id(module), name) in names:
+            raise InputError(
+                f"loss_fn reads {names[id(module), name]}, which the model's forward sets: stages "
+                "do not keep that, and may have begun other microbatches; return it from the "
+                "forward, beside the output"
+            )
+        return object.__getattribute__(module, name)
+
+    setattr(nn.Module, GETTER, get_attribute)
+    try:
+        yield
+    finally:
+        if before is None:
+            delattr(nn.Module, GETTER)
+        else:
+            setattr(nn.Module, GETTER, before)
 
 
 class _RefuseReads(TorchDispatchMode):

@@ -58,7 +58,7 @@ RESCUES = 8  # settings that are tried beyond the effort while nothing fits
 RESCUES_EACH = 2  # of them with each number of replicas
 LONGER_SEARCHES = 2  # for settings without a cut, if no setting has a plan
 EXPLAINED = QUICK._replace(is_explained=True, is_advised=False)
-FINAL_SHARE = 1.05  # of the best step: up to this a setting is planned again thoroughly
+FINAL_SHARE = 1.02  # of the best step: up to this a setting is planned again thoroughly
 
 
 @dataclass(frozen=True)

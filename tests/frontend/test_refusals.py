@@ -19,6 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from zoo import captured
 
 from pipecompile.errors import CaptureError, InputError
+from pipecompile.frontend.failing_model import ModelFailsError
 from pipecompile.frontend.proof import proven_capture
 from pipecompile.frontend.signature import Arguments
 
@@ -82,7 +83,45 @@ def test_a_failure_of_the_model_itself_is_reported_with_its_line() -> None:
     message = refusal(Fails())
     assert message.startswith("blocks.1 (")
     assert f"test_refusals.py:{line(Fails.act, 'torch.zeros(5, 5)')})" in message
-    assert "cannot run on fake tensors" in message
+    assert "the model itself fails on the sample input: RuntimeError: mat1 and mat2" in message
+
+
+def test_a_model_that_fails_is_restored() -> None:
+    class Counts(Inner):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("calls", torch.zeros(()))
+
+        def act(self, x: Tensor) -> Tensor:
+            self.calls += torch.rand(())
+            raise ValueError("labels missing\n(of all samples)")
+
+    model, sample = Outer(Counts()), torch.randn(4, 4)
+    before = torch.get_rng_state()
+    with pytest.raises(ModelFailsError, match="ValueError: labels missing; give a sample"):
+        captured(model, sample)
+    assert not model.get_buffer("blocks.1.calls")
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_what_fails_on_fakes_alone_is_no_failure_of_the_model() -> None:
+    class Plain(Inner):
+        def act(self, x: Tensor) -> Tensor:
+            if type(x) is not Tensor:
+                raise TypeError("plain tensors alone")
+            return x.sin()
+
+    assert "cannot run on fake tensors: TypeError: plain tensors alone" in refusal(Plain())
+
+
+def test_a_model_without_values_fails_on_fakes() -> None:
+    class Fails(Inner):
+        def act(self, x: Tensor) -> Tensor:
+            raise ValueError("labels missing")
+
+    model = Outer(Fails()).to("meta")
+    with pytest.raises(CaptureError, match="cannot run on fake tensors: ValueError: labels"):
+        captured(model, torch.randn(4, 4, device="meta"))
 
 
 def test_so_is_one_behind_a_branch_on_data() -> None:

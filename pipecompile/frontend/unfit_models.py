@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 from weakref import ProxyTypes
 
 import torch
-from torch import nn
+from torch import fx, nn
 from torch.nn.parameter import is_lazy
 
-from pipecompile.errors import InputError
+from pipecompile.errors import CaptureError, InputError
 
-__all__ = ["refuse_unfit"]
+__all__ = ["refuse_names_of_graphs", "refuse_unfit"]
+
+NAMES_OF_GRAPHS = set(dir(fx.GraphModule({}, fx.Graph()))) - set(dir(nn.Module()))
 
 WRAPPERS = {
     "DataParallel": "module",
@@ -55,6 +58,19 @@ def refuse_unfit(model: nn.Module) -> None:
             raise InputError(
                 f"{name} is a {type(module).__name__}; give the module inside it (.{inner}): "
                 "pipecompile captures plain modules and cuts them itself"
+            )
+
+
+def refuse_names_of_graphs(paths: Iterable[str]) -> None:
+    """Raise CaptureError if modules of graphs have an attribute themselves where one of `paths`,
+    which a graph names, begins.
+    """
+    for name in (path.partition(".")[0] for path in paths):
+        if name in NAMES_OF_GRAPHS:
+            raise CaptureError(
+                f"the model has a module, parameter or buffer called {name!r}, a name that "
+                "torch.fx.GraphModule has for something of its own, so no graph can hold it; "
+                "rename it, or put it into a submodule"
             )
 
 

@@ -152,6 +152,40 @@ def test_a_failure_inside_a_torch_module_is_reported_with_its_path() -> None:
         captured(Wrong(), torch.randn(4, 4))
 
 
+@pytest.mark.parametrize("name", ["graph", "code", "meta", "recompile", "_code", "shape_env"])
+@pytest.mark.parametrize("kind", [nn.Module, nn.Parameter, Tensor])
+def test_a_name_that_modules_of_graphs_have_themselves(name: str, kind: type) -> None:
+    class Named(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+            if kind is nn.Module:
+                self.add_module(name, nn.Sequential(nn.Linear(4, 4)))
+            elif kind is nn.Parameter:
+                self.register_parameter(name, nn.Parameter(torch.ones(4)))
+            else:
+                self.register_buffer(name, torch.ones(4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            own = getattr(self, name)
+            return own(x) if kind is nn.Module else self.linear(x) * own
+
+    with pytest.raises(CaptureError, match=f"called '{name}', a name that .*; rename it"):
+        captured(Named(), torch.randn(4, 4))
+
+
+def test_a_name_of_modules_of_graphs_within_a_submodule() -> None:
+    class Inside(Inner):
+        def __init__(self) -> None:
+            super().__init__()
+            self.graph, self.meta = nn.Linear(4, 4), nn.Parameter(torch.ones(4))
+
+        def act(self, x: Tensor) -> Tensor:
+            return self.graph(x) * self.meta
+
+    captured(Outer(Inside()), torch.randn(4, 4))
+
+
 def test_a_cache_is_left_out_of_the_output() -> None:
     config = transformers.GPT2Config(
         vocab_size=16, n_positions=8, n_embd=8, n_layer=1, n_head=2, use_cache=True

@@ -212,9 +212,11 @@ def _original_step(model: nn.Module, call: Arguments, *, fills_zeros: bool = Fal
     except CaptureError:
         raise
     except Exception as error:
+        reason = str(error).strip().split("\n")[0]
         raise ModelFailsError(
-            f"a training step of the model itself fails on the sample input: {error}; if it is "
-            "only to be evaluated, leave the self-check out (self_check=False)"
+            "a training step of the model itself fails on the sample input: "
+            f"{type(error).__name__}: {reason}; if it is only to be evaluated, leave the "
+            "self-check out (self_check=False)"
         ) from error
     if any(isinstance(value, FakeTensor) for value in step.outputs.values()):
         raise CaptureError(

@@ -306,6 +306,57 @@ def test_a_scripted_module() -> None:
         captured(nn.Sequential(nn.Linear(4, 4), scripted), torch.randn(4, 4))
 
 
+def last_ones(module: nn.Module, prefix: str = "", **which: Any) -> Any:
+    named = nn.Module.named_parameters(module, prefix, **which)
+    return (each for each in named if each[0].startswith("blocks"))
+
+
+def test_methods_that_give_other_parameters_than_modules_hold() -> None:
+    class Chosen(Outer):
+        named_parameters = last_ones
+
+    class Listed(Outer):
+        def parameters(self, recurse: bool = True) -> Any:
+            return self.linear.parameters()
+
+    class Plain(Outer):
+        def named_parameters(self, prefix: str = "") -> Any:  # type: ignore[override]
+            return super().named_parameters(prefix)
+
+    for kind, method in ((Chosen, "named_p"), (Listed, "p"), (Plain, "named_p")):
+        with pytest.raises(InputError, match=f"^the model has a method {method}arameters of its"):
+            captured(kind(nn.Linear(4, 4)), torch.randn(4, 4))
+    with pytest.raises(InputError, match=r"^blocks\.1 has a method named_parameters of its"):
+        captured(Outer(Chosen(nn.Linear(4, 4))), torch.randn(4, 4))
+
+
+def test_methods_that_give_the_parameters_that_modules_hold() -> None:
+    class Counting(Outer):
+        def parameters(self, recurse: bool = True) -> Any:
+            self.asked = True
+            return super().parameters(recurse)
+
+    model = Counting(nn.Linear(4, 4))
+    captured(model, torch.randn(4, 4))
+
+
+def test_a_failure_with_lines_of_values_is_one_line() -> None:
+    class Differentiates(torch.autograd.Function):
+        @staticmethod
+        def forward(context: Any, x: Tensor) -> Tensor:
+            return x * 2
+
+        @staticmethod
+        def backward(context: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+            raise KeyError(torch.eye(3))
+
+    class Fails(Inner):
+        def act(self, x: Tensor) -> Tensor:
+            return Differentiates.apply(x)
+
+    assert "of the model itself fails on the sample input: KeyError: " in refusal(Fails())
+
+
 def test_a_sparse_gradient() -> None:
     model = nn.Sequential(nn.Embedding(8, 4, sparse=True), nn.Linear(4, 4))
     with pytest.raises(CaptureError, match=r"the gradient of 0.weight is sparse"):

@@ -36,6 +36,7 @@ from pipecompile.frontend.captured_graph import Capture, CaptureNote, aliases_of
 from pipecompile.frontend.constant_answers import has_gradient_type
 from pipecompile.frontend.data_probe import ProbedAnswers, probe_data
 from pipecompile.frontend.export import export_capture
+from pipecompile.frontend.failing_model import ModelFailsError, refuse_failing
 from pipecompile.frontend.leaves import leaf_paths
 from pipecompile.frontend.library_reads import LibraryReads
 from pipecompile.frontend.plain_tensors import plain_tensors_kept
@@ -92,7 +93,7 @@ def captures(
     try:
         yield from _captures(model, call, leaf, failures, as_outside=as_outside)
     finally:
-        if any(isinstance(failure, HigherOrderError) for failure in failures):
+        if _is_of_functions(failures):
             # torch keeps what it compiled of branches on fakes, by which the model would fail.
             torch._dynamo.reset()
 
@@ -123,6 +124,8 @@ def _captures(
             with read_outside.noted(model):
                 try:
                     answers = _probe_data(model, call, failures)
+                except ModelFailsError:
+                    raise
                 except CaptureError:
                     if method.allows_data:
                         raise
@@ -162,17 +165,16 @@ def _probe_data(
     try:
         return probe_data(model, call)
     except Exception as error:
-        # What we refuse in the probe is no failure of the model.
-        if failures and isinstance(error, PipecompileError):
-            raise failures[0] from error
-        # A recording that failed likewise knows in which module; others failed of something else.
-        for failure in failures:
-            if type(failure.__cause__) is type(error):
-                raise failure from error
-        raise CaptureError(
-            f"the model fails on the sample input ({error_line(error)}): {type(error).__name__}: "
-            f"{error}"
-        ) from error
+        # After torch.cond on fakes a model fails until what torch compiled of it is dropped.
+        if not isinstance(error, PipecompileError) and not _is_of_functions(failures):
+            refuse_failing(model, call)
+        # What is refused in the probe, or fails only there, is no failure of the model.
+        reason = f"the probe of data fails ({error_line(error)}): {type(error).__name__}: {error}"
+        raise failures[0] if failures else CaptureError(reason) from error
+
+
+def _is_of_functions(failures: Sequence[CaptureError]) -> bool:
+    return any(isinstance(failure, HigherOrderError) for failure in failures)
 
 
 def _is_of_data(failure: CaptureError) -> bool:

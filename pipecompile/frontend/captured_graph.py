@@ -25,6 +25,7 @@ from pipecompile.frontend.outside_values import OutsideValues
 from pipecompile.frontend.recording import SymbolicNumber
 from pipecompile.frontend.refusals import UnsupportedError
 from pipecompile.frontend.signature import Arguments, InputStructure, OutputStructure
+from pipecompile.frontend.unfit_models import refuse_names_of_graphs
 from pipecompile.graph.attributes import INTERNAL
 from pipecompile.graph.data_answers import OtherPathError
 from pipecompile.graph.model_state import named_state
@@ -291,7 +292,10 @@ class Capture:
                 )
 
     def _attributes(self) -> dict[str, Any]:
-        """Return all that the graph names: modules, parameters, buffers and constants."""
+        """Return all that the graph names: modules, parameters, buffers and constants.
+
+        CaptureError if modules of graphs have an attribute of such a name themselves.
+        """
         attributes: dict[str, Any] = {}
         for node in self.graph.nodes:
             if node.op in ("call_module", "get_attr"):
@@ -300,6 +304,7 @@ class Capture:
                 attributes[name] = (
                     self.constants[name] if is_constant else operator.attrgetter(name)(self.model)
                 )
+        refuse_names_of_graphs(attributes)
         return attributes
 
 

@@ -18,10 +18,10 @@ from pipecompile.errors import CaptureError, InputError
 from pipecompile.frontend.capture import captures
 from pipecompile.frontend.captured_graph import Capture
 from pipecompile.frontend.digest import digest
+from pipecompile.frontend.failing_model import ModelFailsError
 from pipecompile.frontend.refusals import UnsupportedError
 from pipecompile.frontend.self_check import (
     DifferenceError,
-    ModelFailsError,
     check_capture,
     check_in_flight,
     may_disturb,

@@ -21,6 +21,7 @@ from pipecompile.frontend.assigned_attributes import changed_attributes
 from pipecompile.frontend.captured_graph import Capture
 from pipecompile.frontend.data_probe import cuda_devices
 from pipecompile.frontend.deviation import difference_text, first_deviating_call, first_reader
+from pipecompile.frontend.failing_model import ModelFailsError
 from pipecompile.frontend.foreign_leaves import refuse_foreign_leaves
 from pipecompile.frontend.kernel_noise import is_within_noise
 from pipecompile.frontend.outside_values import OutsideValues
@@ -40,7 +41,6 @@ from pipecompile.passes.contract import Pass, apply_passes
 
 __all__ = [
     "DifferenceError",
-    "ModelFailsError",
     "check_capture",
     "check_in_flight",
     "may_disturb",
@@ -59,10 +59,6 @@ logger = logging.getLogger("pipecompile.frontend")
 
 class DifferenceError(CaptureError):
     """A graph differs from its model; another way to capture it may give one that does not."""
-
-
-class ModelFailsError(CaptureError):
-    """The model itself, and not its graph, cannot take a training step."""
 
 
 def check_capture(
@@ -216,9 +212,11 @@ def _original_step(model: nn.Module, call: Arguments, *, fills_zeros: bool = Fal
     except CaptureError:
         raise
     except Exception as error:
+        reason = str(error).strip().split("\n")[0]
         raise ModelFailsError(
-            f"a training step of the model itself fails on the sample input: {error}; if it is "
-            "only to be evaluated, leave the self-check out (self_check=False)"
+            "a training step of the model itself fails on the sample input: "
+            f"{type(error).__name__}: {reason}; if it is only to be evaluated, leave the "
+            "self-check out (self_check=False)"
         ) from error
     if any(isinstance(value, FakeTensor) for value in step.outputs.values()):
         raise CaptureError(

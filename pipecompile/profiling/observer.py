@@ -37,6 +37,7 @@ from pipecompile.graph.pytrees import tensor_leaves
 from pipecompile.graph.storages import size_bytes
 from pipecompile.ir.encodings import ELEMENT_BYTES, Use
 from pipecompile.ir.graph import Content, GradientStorage, SavesAt
+from pipecompile.profiling.backward_hooks import backward_advice
 from pipecompile.profiling.gradient_destinations import GradientDestinations, Sources
 from pipecompile.profiling.kernel_workspace import Workspace
 from pipecompile.profiling.node_caller import NodeCaller
@@ -248,8 +249,7 @@ class _Observer(NodeCaller):
             tick = max(self.tracker.tick, len(self.nodes))
             raise CaptureError(
                 f"the backward of {self._name_at(tick)} does not run on fake tensors: "
-                f"{type(error).__name__}: {error}; a custom autograd.Function must not read "
-                "values in its backward"
+                f"{type(error).__name__}: {error}{backward_advice(error)}"
             ) from error
 
     def _shared_shapes(self) -> set[torch.Size]:

@@ -22,6 +22,7 @@ from pipecompile.graph.model_state import (
     tensor_attributes,
     without_values,
 )
+from pipecompile.profiling.backward_hooks import stop_at_reads
 
 __all__ = ["Loss", "Workload"]
 
@@ -76,6 +77,7 @@ class Workload:
         memo |= {id(each): each for each in unused} | {id(self.module.graph): graph}
         with _CopiesWithoutValues():
             module = copy.deepcopy(self.module, memo)
+        stop_at_reads(module)
         hold_loss(module, loss)
         with nullcontext() if loss is None else swapped_state(loss, fakes):
             yield replace(

@@ -36,10 +36,11 @@ def changed_setting(before: Mapping[str, Any], after: Mapping[str, Any]) -> str 
         return None
 
     # A switch says most: it may come with hooks. What a module has that is new or gone says less
-    # than the table of modules that it is new in.
-    def order(name: str) -> tuple[bool, bool, str]:
+    # than the outermost table of modules that it is new in, and so do the tables of another module.
+    def order(name: str) -> tuple[bool, bool, bool, int, str]:
         pair = pairs[name]
-        return not _is_plain(*pair), any(value is ABSENT for value in pair), name
+        is_absent, is_table = any(value is ABSENT for value in pair), name.endswith("_modules")
+        return not _is_plain(*pair), is_absent, not is_table, name.count("."), name
 
     name = min(different, key=order)
     return _text(name, *pairs[name])
@@ -115,7 +116,7 @@ def _text_of_table(
 
 def _changed_names(before: Mapping[str, Any], after: Mapping[str, Any]) -> Iterator[str]:
     """Yield the names of what is another object; all names, if only their order is another."""
-    names = dict.fromkeys((*after, *before))
+    names = dict.fromkeys((*before, *after))
     # Where a list of modules is put into another order, each object is there under its name, and
     # only the names' order tells: then any of them will do.
     yield from (name for name in names if before.get(name) is not after.get(name))

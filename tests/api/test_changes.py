@@ -64,6 +64,11 @@ def replaced(model: Scaled) -> None:
     model.last = nn.Linear(8, 8)
 
 
+def scripted(model: Scaled) -> None:
+    """Its tables are no dicts, and know no names of others."""
+    model.last = torch.jit.script(model.last)
+
+
 def untied(model: Scaled) -> None:
     model.last.weight = nn.Parameter(torch.zeros(8, 8))
 
@@ -144,6 +149,7 @@ def hooked_before_backwards(model: Scaled) -> None:
     [
         (hooked, "the model has other forward hooks than when the model was compiled"),
         (replaced, "last is another module than"),
+        (scripted, "last is another module than"),
         (untied, r"last.weight is another tensor than .* write to it in place \(copy_\)"),
         (scaled, "scale is 3.0, but was 2.0 when the model was compiled"),
         (dropped, "drop.p is 0.5, but was 0.1 when"),

@@ -19,6 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from zoo import captured
 
 from pipecompile.errors import CaptureError, InputError
+from pipecompile.frontend.failing_model import ModelFailsError
 from pipecompile.frontend.proof import proven_capture
 from pipecompile.frontend.signature import Arguments
 
@@ -82,7 +83,45 @@ def test_a_failure_of_the_model_itself_is_reported_with_its_line() -> None:
     message = refusal(Fails())
     assert message.startswith("blocks.1 (")
     assert f"test_refusals.py:{line(Fails.act, 'torch.zeros(5, 5)')})" in message
-    assert "cannot run on fake tensors" in message
+    assert "the model itself fails on the sample input: RuntimeError: mat1 and mat2" in message
+
+
+def test_a_model_that_fails_is_restored() -> None:
+    class Counts(Inner):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("calls", torch.zeros(()))
+
+        def act(self, x: Tensor) -> Tensor:
+            self.calls += torch.rand(())
+            raise ValueError("labels missing\n(of all samples)")
+
+    model, sample = Outer(Counts()), torch.randn(4, 4)
+    before = torch.get_rng_state()
+    with pytest.raises(ModelFailsError, match="ValueError: labels missing; give a sample"):
+        captured(model, sample)
+    assert not model.get_buffer("blocks.1.calls")
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_what_fails_on_fakes_alone_is_no_failure_of_the_model() -> None:
+    class Plain(Inner):
+        def act(self, x: Tensor) -> Tensor:
+            if type(x) is not Tensor:
+                raise TypeError("plain tensors alone")
+            return x.sin()
+
+    assert "cannot run on fake tensors: TypeError: plain tensors alone" in refusal(Plain())
+
+
+def test_a_model_without_values_fails_on_fakes() -> None:
+    class Fails(Inner):
+        def act(self, x: Tensor) -> Tensor:
+            raise ValueError("labels missing")
+
+    model = Outer(Fails()).to("meta")
+    with pytest.raises(CaptureError, match="cannot run on fake tensors: ValueError: labels"):
+        captured(model, torch.randn(4, 4, device="meta"))
 
 
 def test_so_is_one_behind_a_branch_on_data() -> None:
@@ -111,6 +150,40 @@ def test_a_failure_inside_a_torch_module_is_reported_with_its_path() -> None:
 
     with pytest.raises(CaptureError, match=r"^body\.1 \("):
         captured(Wrong(), torch.randn(4, 4))
+
+
+@pytest.mark.parametrize("name", ["graph", "code", "meta", "recompile", "_code", "shape_env"])
+@pytest.mark.parametrize("kind", [nn.Module, nn.Parameter, Tensor])
+def test_a_name_that_modules_of_graphs_have_themselves(name: str, kind: type) -> None:
+    class Named(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+            if kind is nn.Module:
+                self.add_module(name, nn.Sequential(nn.Linear(4, 4)))
+            elif kind is nn.Parameter:
+                self.register_parameter(name, nn.Parameter(torch.ones(4)))
+            else:
+                self.register_buffer(name, torch.ones(4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            own = getattr(self, name)
+            return own(x) if kind is nn.Module else self.linear(x) * own
+
+    with pytest.raises(CaptureError, match=f"called '{name}', a name that .*; rename it"):
+        captured(Named(), torch.randn(4, 4))
+
+
+def test_a_name_of_modules_of_graphs_within_a_submodule() -> None:
+    class Inside(Inner):
+        def __init__(self) -> None:
+            super().__init__()
+            self.graph, self.meta = nn.Linear(4, 4), nn.Parameter(torch.ones(4))
+
+        def act(self, x: Tensor) -> Tensor:
+            return self.graph(x) * self.meta
+
+    captured(Outer(Inside()), torch.randn(4, 4))
 
 
 def test_a_cache_is_left_out_of_the_output() -> None:
@@ -231,6 +304,57 @@ def test_a_scripted_module() -> None:
     scripted = torch.jit.script(nn.ReLU())
     with pytest.raises(InputError, match=r"^1 is a scripted module; give the Python module"):
         captured(nn.Sequential(nn.Linear(4, 4), scripted), torch.randn(4, 4))
+
+
+def last_ones(module: nn.Module, prefix: str = "", **which: Any) -> Any:
+    named = nn.Module.named_parameters(module, prefix, **which)
+    return (each for each in named if each[0].startswith("blocks"))
+
+
+def test_methods_that_give_other_parameters_than_modules_hold() -> None:
+    class Chosen(Outer):
+        named_parameters = last_ones
+
+    class Listed(Outer):
+        def parameters(self, recurse: bool = True) -> Any:
+            return self.linear.parameters()
+
+    class Plain(Outer):
+        def named_parameters(self, prefix: str = "") -> Any:  # type: ignore[override]
+            return super().named_parameters(prefix)
+
+    for kind, method in ((Chosen, "named_p"), (Listed, "p"), (Plain, "named_p")):
+        with pytest.raises(InputError, match=f"^the model has a method {method}arameters of its"):
+            captured(kind(nn.Linear(4, 4)), torch.randn(4, 4))
+    with pytest.raises(InputError, match=r"^blocks\.1 has a method named_parameters of its"):
+        captured(Outer(Chosen(nn.Linear(4, 4))), torch.randn(4, 4))
+
+
+def test_methods_that_give_the_parameters_that_modules_hold() -> None:
+    class Counting(Outer):
+        def parameters(self, recurse: bool = True) -> Any:
+            self.asked = True
+            return super().parameters(recurse)
+
+    model = Counting(nn.Linear(4, 4))
+    captured(model, torch.randn(4, 4))
+
+
+def test_a_failure_with_lines_of_values_is_one_line() -> None:
+    class Differentiates(torch.autograd.Function):
+        @staticmethod
+        def forward(context: Any, x: Tensor) -> Tensor:
+            return x * 2
+
+        @staticmethod
+        def backward(context: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+            raise KeyError(torch.eye(3))
+
+    class Fails(Inner):
+        def act(self, x: Tensor) -> Tensor:
+            return Differentiates.apply(x)
+
+    assert "of the model itself fails on the sample input: KeyError: " in refusal(Fails())
 
 
 def test_a_sparse_gradient() -> None:

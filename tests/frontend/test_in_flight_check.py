@@ -242,7 +242,7 @@ def test_a_batch_norm_hides_nothing() -> None:
     """It writes to its statistics, which no other node touches."""
     model = hooks_of_two_layers()
     model[1] = nn.BatchNorm1d(WIDTH)
-    with pytest.raises(CaptureError, match="with two microbatches in flight .*at 0, 4;"):
+    with pytest.raises(CaptureError, match="with two microbatches in flight"):
         pipecompile(model, BATCHES[0], k=2, costs="flops", microbatches=2)
 
 

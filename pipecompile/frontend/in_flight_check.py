@@ -44,20 +44,20 @@ def check_in_flight(capture: Capture, module: fx.GraphModule, call: Arguments) -
     # The second has other data, so that what one keeps of the other shows.
     tensors = capture.inputs.flatten(call)
     others = _other_data(tensors, capture.inputs.batch_dims)
-    apart = _Pair(capture, module, (tensors, others))
+    apart = _TwoMicrobatches(capture, module, (tensors, others))
     with suppress(ModelFailsError):
         if apart.difference_in_flight is None:
             return
         if apart.difference_in_turn is None:
             raise apart.error()
     # Only the model itself knows which data it can take, and its graph may be for some only.
-    alike = _Pair(capture, module, (tensors, tensors))
+    alike = _TwoMicrobatches(capture, module, (tensors, tensors))
     if alike.difference_in_flight is not None:
         raise alike.error()
 
 
 @dataclass(frozen=True)
-class _Pair:
+class _TwoMicrobatches:
     """Two microbatches of a model and of its graph `module`."""
 
     capture: Capture
@@ -74,7 +74,7 @@ class _Pair:
                 "the forward of the second writes to what the backward of the first needs, in "
                 f"{', '.join(writers)}; compute with a copy of what is written to (clone)"
             )
-        elif self.steps[0].writes_in_backward:
+        elif self.steps[0].writes_in_backward or not places:
             reasons.append(
                 "the backward of the first writes to a buffer that the forward of the second "
                 "reads; write to it between steps"
@@ -101,7 +101,10 @@ class _Pair:
         try:
             return self._taken([partial(model, *call.args, **call.kwargs) for call in calls])
         except Exception as error:
-            raise ModelFailsError(f"a second step of the model fails: {error}") from error
+            raise ModelFailsError(
+                f"a second training step of the model itself fails: {error}; let a step leave "
+                "nothing that stands in the way of the next one"
+            ) from error
 
     @cached_property
     def difference_in_flight(self) -> str | None:
@@ -151,7 +154,10 @@ class _Pair:
         """Return whether steps of the model itself differ as much on this GPU."""
         if not cuda_devices(self.capture.model):
             return False
-        repeats = [self, *(_Pair(self.capture, self.module, self.batches) for _ in range(2))]
+        repeats = [
+            self,
+            *(_TwoMicrobatches(self.capture, self.module, self.batches) for _ in range(2)),
+        ]
         tensors = [getattr(each.steps[index], kind) for each in repeats]
         return is_within_noise(tensors, getattr(found, kind))
 

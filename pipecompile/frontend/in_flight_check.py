@@ -101,9 +101,10 @@ class _TwoMicrobatches:
         try:
             return self._taken([partial(model, *call.args, **call.kwargs) for call in calls])
         except Exception as error:
+            reason = str(error).strip().split("\n")[0]
             raise ModelFailsError(
-                f"a second training step of the model itself fails: {error}; let a step leave "
-                "nothing that stands in the way of the next one"
+                f"a second training step of the model itself fails: {type(error).__name__}: "
+                f"{reason}; let a step leave nothing that stands in the way of the next one"
             ) from error
 
     @cached_property

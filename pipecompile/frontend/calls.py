@@ -16,6 +16,7 @@ from torch.fx.node import map_aggregate
 
 from pipecompile.errors import CaptureError
 from pipecompile.frontend.nested_values import tensors_in
+from pipecompile.frontend.packages import is_foreign
 from pipecompile.frontend.recording import SYMBOLS, Recording, SymbolicNumber
 from pipecompile.frontend.refusals import UnsupportedError
 from pipecompile.graph.model_state import named_state
@@ -27,6 +28,7 @@ __all__ = [
     "call_target",
     "has_recorded_values",
     "hook_target",
+    "runs_code_of_user",
     "with_objects",
 ]
 
@@ -132,6 +134,14 @@ def apply_target(function: Any) -> Callable[..., Any]:
 
     apply.__qualname__ = f"{function.__module__}.{function.__qualname__}.apply"
     return apply
+
+
+def runs_code_of_user(target: Any) -> bool:
+    """Return whether a target of a node was made by `hook_target` or `apply_target` of something
+    that is not torch's.
+    """
+    name = str(getattr(target, "__qualname__", ""))
+    return name.endswith((".apply", ".register_hook")) and not is_foreign(name)
 
 
 @dataclass(frozen=True)

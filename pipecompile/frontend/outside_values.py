@@ -31,7 +31,7 @@ from pipecompile.frontend.unregistered_modules import UnregisteredModules
 from pipecompile.graph.attributes import CONTAINERS, ContainerItems
 from pipecompile.graph.storages import is_irregular
 
-__all__ = ["OutsideValues"]
+__all__ = ["GLOBAL_HOOKS", "OutsideValues"]
 
 GLOBAL_HOOKS = tuple(
     f"_global_{direction}{kind}hooks"

@@ -19,12 +19,12 @@ from pipecompile.frontend.capture import captures
 from pipecompile.frontend.captured_graph import Capture
 from pipecompile.frontend.digest import digest
 from pipecompile.frontend.failing_model import ModelFailsError
+from pipecompile.frontend.in_flight_check import check_in_flight, may_disturb
+from pipecompile.frontend.kept_state import places_of_kept_state
 from pipecompile.frontend.refusals import UnsupportedError
 from pipecompile.frontend.self_check import (
     DifferenceError,
     check_capture,
-    check_in_flight,
-    may_disturb,
     rewritten_copy,
 )
 from pipecompile.frontend.signature import Arguments, has_loose_keys, with_keys_reversed
@@ -67,9 +67,7 @@ def proven_capture(
             step = check_capture(candidate, module, call, outside)
             _refuse_unseen_writes(candidate, module, call, step)
             batches = (_batch_of(candidate, call), *_check_another_batch(candidate, call))
-            if step.writes_in_backward or any(
-                may_disturb(module, each) for each in module.graph.nodes
-            ):
+            if step.writes_in_backward or _may_mix_microbatches(module):
                 check_in_flight(candidate, module, call)
             _check_other_data(candidate, module, call)
             candidate = _for_other_orders(candidate, module, call)
@@ -86,6 +84,12 @@ def proven_capture(
             raise
 
 
+def _may_mix_microbatches(module: fx.GraphModule) -> bool:
+    """Return whether something of one microbatch may come to another one that is in flight."""
+    writes = any(may_disturb(module, node) for node in module.graph.nodes)
+    return writes or any(places_of_kept_state(module))
+
+
 def _refuse_unseen_writes(
     capture: Capture, module: fx.GraphModule, call: Arguments, step: TrainingStep
 ) -> None:
@@ -96,7 +100,7 @@ def _refuse_unseen_writes(
     if not step.written or is_seen or step.writes_in_backward:
         return
     inputs = capture.inputs.flatten(call)
-    *_, twice = training_steps(capture.model, lambda: module(*inputs), 2)
+    *_, twice = training_steps(capture.model, [lambda: module(*inputs)] * 2)
     for name in step.written:
         if not is_same_tensor(step.buffers[name], twice.buffers[name]):
             raise CaptureError(

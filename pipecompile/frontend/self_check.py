@@ -9,7 +9,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
 
 import torch
@@ -32,7 +32,6 @@ from pipecompile.frontend.training_step import (
     TrainingStep,
     restored_state,
     training_step,
-    training_steps,
 )
 from pipecompile.graph.attributes import ModuleAttributes
 from pipecompile.graph.restored_state import is_same_tensor
@@ -40,10 +39,10 @@ from pipecompile.passes.autograd_context import EnterContexts
 from pipecompile.passes.contract import Pass, apply_passes
 
 __all__ = [
+    "KINDS",
     "DifferenceError",
     "check_capture",
-    "check_in_flight",
-    "may_disturb",
+    "first_difference",
     "rewritten_copy",
     "with_autograd_contexts",
 ]
@@ -89,7 +88,7 @@ def check_capture(
     again = partial(_original_step, model, call, fills_zeros=fills_zeros)
     for kind in KINDS:
         wanted, found = getattr(original, kind), getattr(captured, kind)
-        name = _first_difference(wanted, found)
+        name = first_difference(wanted, found)
         if name is None:
             continue
         # Two more: of what takes turns, one of them is like the first.
@@ -114,68 +113,6 @@ def _refuse_changes(outside: OutsideValues) -> None:
             "sets anew, set back at its end (to None, for example) or make an attribute of a "
             f"module; what the forward computes with, {COMPUTED_WITH}; {LOOKED_AT}"
         )
-
-
-def check_in_flight(capture: Capture, module: fx.GraphModule, call: Arguments) -> None:
-    """Raise CaptureError if the graph differs from the model with two microbatches in flight.
-
-        the model     F0 B0 F1 B1
-        the graph     F0 F1 B0 B1
-
-    Only a model that writes to something can: a write of F1 comes before B0, one of B0 after F1.
-    """
-    model, runnable = capture.model, with_autograd_contexts(module)
-    inputs = capture.inputs.flatten(call)
-    original = training_steps(model, lambda: model(*call.args, **call.kwargs), 2)
-    try:
-        captured = training_steps(model, lambda: runnable(*inputs), 2, in_flight=True)
-        pairs = zip(original, captured, strict=True)
-        names = (
-            _first_difference(getattr(one, kind), getattr(other, kind))
-            for one, other in pairs
-            for kind in KINDS
-        )
-        difference = next((f"{name} differs" for name in names if name is not None), None)
-    except RuntimeError as error:
-        # Autograd notices some of these writes.
-        difference = str(error).split("\n")[0]
-    if difference is not None:
-        reason = (
-            "the backward of the first writes to a buffer that the forward of the second reads; "
-            "write to it between steps"
-        )
-        if writers := ", ".join(_writers(module)):
-            reason = (
-                "the forward of the second writes to what the backward of the first needs, in "
-                f"{writers}; compute with a copy of what is written to (clone)"
-            )
-        raise CaptureError(
-            f"with two microbatches in flight the model would train otherwise ({difference}): "
-            f"{reason}"
-        )
-
-
-def may_disturb(module: fx.GraphModule, node: fx.Node) -> bool:
-    """Return whether a node writes to something that an earlier backward may need."""
-    if node.op == "call_module" and isinstance(
-        module.get_submodule(str(node.target)), nn.modules.batchnorm._BatchNorm
-    ):
-        # There are many of them, and a backward reads the statistics of its own microbatch.
-        return False
-    return bool(node.meta["mutates"])
-
-
-def _writers(module: fx.GraphModule) -> Iterator[str]:
-    """Yield the modules and lines that write to something, each once."""
-    seen: set[str] = set()
-    for node in module.graph.nodes:
-        # Each module once, with its first line: a layer that writes in ten places is one thing to
-        # mend.
-        path = node.meta["module"] or "the forward"
-        line = f" ({node.meta['source']})" if node.meta["source"] else ""
-        if node.meta["mutates"] and path not in seen:
-            seen.add(path)
-            yield f"{path}{line}"
 
 
 def _where(
@@ -236,7 +173,7 @@ def _likely_cause(steps: Sequence[TrainingStep]) -> str:
     """Return what may have made a graph differ from the model, of which these are steps."""
     first, *repeats = steps
     for repeated in repeats:
-        if any(_first_difference(getattr(first, kind), getattr(repeated, kind)) for kind in KINDS):
+        if any(first_difference(getattr(first, kind), getattr(repeated, kind)) for kind in KINDS):
             return (
                 "two steps of the model itself differ for the same seed, so it draws from what "
                 "torch does not seed (secrets, os.urandom, the time), or keeps state outside its "
@@ -315,7 +252,7 @@ def _refuse_sparse(gradients: dict[str, Tensor]) -> None:
             )
 
 
-def _first_difference(original: dict[str, Tensor], captured: dict[str, Tensor]) -> str | None:
+def first_difference(original: dict[str, Tensor], captured: dict[str, Tensor]) -> str | None:
     """Return the first name under which there is another tensor, or one only, None if none is."""
     for name in [*original, *(captured.keys() - original.keys())]:
         if name not in original or name not in captured:

@@ -61,21 +61,20 @@ def training_step(
     """Return what one seeded step leaves, of which `run` is the forward; `model` is restored. It
     may begin with other values of parameters that are zero.
     """
-    (step,) = training_steps(model, run, 1, fills_zeros=fills_zeros)
+    (step,) = training_steps(model, [run], fills_zeros=fills_zeros)
     return step
 
 
 @torch.enable_grad()
 def training_steps(
     model: nn.Module,
-    run: Callable[[], Any],
-    count: int,
+    forwards: Sequence[Callable[[], Any]],
     *,
     in_flight: bool = False,
     fills_zeros: bool = False,
 ) -> list[TrainingStep]:
-    """Return what `count` seeded steps leave, as `training_step` does; the last one has buffers,
-    and says what any wrote to.
+    """Return what seeded steps with these `forwards` leave, as `training_step` does; the last one
+    has buffers, and says what any wrote to.
 
     With `in_flight` all forwards come before the backwards.
     """
@@ -84,11 +83,11 @@ def training_steps(
     with restored_state(model) as state_before, deterministic_kernels():
         before = {**state_before, **(fill_zeros(model) if fills_zeros else {})}
         waiting: list[Sequence[Tensor]] = []
-        for index in range(count):
+        for index, run in enumerate(forwards):
             # Graph and model draw in the same order, so one global seed gives both the same.
             torch.manual_seed(SEED + index)
             waiting.append(tensor_leaves(run()))
-            while waiting and (not in_flight or index == count - 1):
+            while waiting and (not in_flight or index == len(forwards) - 1):
                 outputs = waiting.pop(0)
                 before_backward = _random_state(model)
                 buffers = [buffer.clone() for buffer in model.buffers()]

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from pipecompile import CaptureError
-from pipecompile.frontend import self_check
+from pipecompile.frontend import in_flight_check, self_check
 from pipecompile.frontend.deterministic_kernels import deterministic_kernels
 from pipecompile.frontend.kernel_noise import is_within_noise
 from pipecompile.frontend.proof import proven_capture
@@ -49,7 +49,8 @@ class Noisy(nn.Module):
 
 @pytest.fixture
 def on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(self_check, "cuda_devices", lambda model: [0])
+    for check in (self_check, in_flight_check):
+        monkeypatch.setattr(check, "cuda_devices", lambda model: [0])
 
 
 @pytest.mark.usefixtures("on_gpu")

@@ -1,0 +1,212 @@
+"""The self-check with two microbatches in flight, as a pipeline has them.
+
+    the model     F0 B0 F1 B1
+    the graph     F0 F1 B0 B1
+
+What differs has come from one of them to the other: by a tensor that is written to, or by
+something that code of the user keeps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from pipecompile.errors import CaptureError
+from pipecompile.frontend.captured_graph import Capture
+from pipecompile.frontend.data_probe import cuda_devices
+from pipecompile.frontend.failing_model import ModelFailsError
+from pipecompile.frontend.kept_state import places_of_kept_state
+from pipecompile.frontend.kernel_noise import is_within_noise
+from pipecompile.frontend.lockstep import can_run_in_lockstep, forwards_in_lockstep
+from pipecompile.frontend.self_check import (
+    KINDS,
+    first_difference,
+    with_autograd_contexts,
+)
+from pipecompile.frontend.signature import Arguments
+from pipecompile.frontend.training_step import SEED, TrainingStep, training_steps
+from pipecompile.graph.restored_state import is_same_tensor
+
+__all__ = ["check_in_flight", "may_disturb"]
+
+SHOWN = 3  # places in a message
+
+
+def check_in_flight(capture: Capture, module: fx.GraphModule, call: Arguments) -> None:
+    """Raise CaptureError if the graph differs from the model with two microbatches in flight."""
+    # The second has other data, so that what one keeps of the other shows.
+    tensors = capture.inputs.flatten(call)
+    others = _other_data(tensors, capture.inputs.batch_dims)
+    apart = _TwoMicrobatches(capture, module, (tensors, others))
+    with suppress(ModelFailsError):
+        if apart.difference_in_flight is None:
+            return
+        if apart.difference_in_turn is None:
+            raise apart.error()
+    # Only the model itself knows which data it can take, and its graph may be for some only.
+    alike = _TwoMicrobatches(capture, module, (tensors, tensors))
+    if alike.difference_in_flight is not None:
+        raise alike.error()
+
+
+@dataclass(frozen=True)
+class _TwoMicrobatches:
+    """Two microbatches of a model and of its graph `module`."""
+
+    capture: Capture
+    module: fx.GraphModule
+    batches: tuple[Sequence[Tensor], Sequence[Tensor]]
+
+    def error(self) -> CaptureError:
+        """Return what to say of the difference in flight."""
+        writers = list(_writers(self.module))
+        places = list(dict.fromkeys(places_of_kept_state(self.module)))
+        reasons: list[str] = []
+        if writers:
+            reasons.append(
+                "the forward of the second writes to what the backward of the first needs, in "
+                f"{', '.join(writers)}; compute with a copy of what is written to (clone)"
+            )
+        elif self.steps[0].writes_in_backward or not places:
+            reasons.append(
+                "the backward of the first writes to a buffer that the forward of the second "
+                "reads; write to it between steps"
+            )
+        if places:
+            more = ["…"] if len(places) > SHOWN else []
+            shown = ", ".join([*places[:SHOWN], *more])
+            reasons.append(
+                "what a hook, a Function or a module keeps of one microbatch (on a module, in a "
+                f"class or a container) is used by another one, at {shown}; let it go with the "
+                "tensors: save it in the ctx of a Function, let a hook on the tensor itself "
+                "enclose it, or return it and give it to what needs it as an argument"
+            )
+        return CaptureError(
+            "with two microbatches in flight the model would train otherwise "
+            f"({self.difference_in_flight}): {'; or '.join(reasons)}"
+        )
+
+    @cached_property
+    def steps(self) -> list[TrainingStep]:
+        """The steps of the model itself, one after the other; ModelFailsError if they fail."""
+        calls = map(self.capture.inputs.unflatten, self.batches)
+        model = self.capture.model
+        try:
+            return self._taken([partial(model, *call.args, **call.kwargs) for call in calls])
+        except Exception as error:
+            reason = str(error).strip().split("\n")[0]
+            raise ModelFailsError(
+                f"a second training step of the model itself fails: {type(error).__name__}: "
+                f"{reason}; let a step leave nothing that stands in the way of the next one"
+            ) from error
+
+    @cached_property
+    def difference_in_flight(self) -> str | None:
+        """What differs if both forwards of the graph come before the backwards."""
+        if not can_run_in_lockstep(self.module.graph):
+            return self._difference(self._forwards, in_flight=True)
+        outputs = forwards_in_lockstep(self._runnable, self.batches, SEED)
+        return self._difference([partial(next, outputs)] * 2, in_flight=True)
+
+    @cached_property
+    def difference_in_turn(self) -> str | None:
+        """What differs if the graph takes one step after the other, as the model does."""
+        return self._difference(self._forwards)
+
+    @cached_property
+    def _runnable(self) -> fx.GraphModule:
+        return with_autograd_contexts(self.module)
+
+    @property
+    def _forwards(self) -> list[Callable[[], Any]]:
+        return [partial(self._runnable, *tensors) for tensors in self.batches]
+
+    def _taken(
+        self, forwards: Sequence[Callable[[], Any]], *, in_flight: bool = False
+    ) -> list[TrainingStep]:
+        fills_zeros = not self.capture.value_reads
+        model = self.capture.model
+        return training_steps(model, forwards, in_flight=in_flight, fills_zeros=fills_zeros)
+
+    def _difference(
+        self, forwards: Sequence[Callable[[], Any]], *, in_flight: bool = False
+    ) -> str | None:
+        wanted = self.steps
+        try:
+            found = self._taken(forwards, in_flight=in_flight)
+        except Exception as error:
+            # Autograd notices some writes, and code of the user what it did not keep.
+            return str(error).split("\n")[0] or type(error).__name__
+        for kind in KINDS:
+            for index, (one, other) in enumerate(zip(wanted, found, strict=True)):
+                name = first_difference(getattr(one, kind), getattr(other, kind))
+                if name is not None and not self._is_noise(index, kind, other):
+                    return f"{name} differs"
+        return None
+
+    def _is_noise(self, index: int, kind: str, found: TrainingStep) -> bool:
+        """Return whether steps of the model itself differ as much on this GPU."""
+        if not cuda_devices(self.capture.model):
+            return False
+        repeats = [
+            self,
+            *(_TwoMicrobatches(self.capture, self.module, self.batches) for _ in range(2)),
+        ]
+        tensors = [getattr(each.steps[index], kind) for each in repeats]
+        return is_within_noise(tensors, getattr(found, kind))
+
+
+def may_disturb(module: fx.GraphModule, node: fx.Node) -> bool:
+    """Return whether a node writes to something that an earlier backward may need."""
+    if node.op == "call_module" and isinstance(
+        module.get_submodule(str(node.target)), nn.modules.batchnorm._BatchNorm
+    ):
+        # There are many of them, and a backward reads the statistics of its own microbatch.
+        return False
+    return bool(node.meta["mutates"])
+
+
+def _writers(module: fx.GraphModule) -> Iterator[str]:
+    """Yield the modules and lines that write to something, each once."""
+    seen: set[str] = set()
+    for node in module.graph.nodes:
+        # Each module once, with its first line: a layer that writes in ten places is one thing to
+        # mend.
+        path = node.meta["module"] or "the forward"
+        line = f" ({node.meta['source']})" if node.meta["source"] else ""
+        if may_disturb(module, node) and path not in seen:
+            seen.add(path)
+            yield f"{path}{line}"
+
+
+def _other_data(tensors: Sequence[Tensor], dims: Sequence[int | None]) -> list[Tensor]:
+    """Return other samples of the same kinds: some of these twice, or other numbers where all
+    samples are the same.
+    """
+    others = [
+        tensor if dim is None else _halved(tensor, dim)
+        for tensor, dim in zip(tensors, dims, strict=True)
+    ]
+    if all(map(is_same_tensor, tensors, others)):
+        return list(map(_changed, tensors))
+    return others
+
+
+def _halved(tensor: Tensor, dim: int) -> Tensor:
+    """Return each sample of one half twice, in the opposite order: another mean, and other rows."""
+    size = tensor.shape[dim]
+    index = torch.arange(size, device=tensor.device).flip(0) // 2
+    return tensor.index_select(dim, index)
+
+
+def _changed(tensor: Tensor) -> Tensor:
+    """Return other numbers; whole ones may be indices, and change places only."""
+    is_whole = not (tensor.is_floating_point() or tensor.is_complex())
+    return tensor.flip(tuple(range(tensor.dim()))) if is_whole else tensor * -0.5

@@ -1,0 +1,55 @@
+"""Code of the user that runs in nodes and in backwards, and may keep something of a microbatch.
+
+    a hook of a module that is one node      activations["first"] = output
+    a hook on a tensor or a parameter        gradient * module.scale
+    a Function of the user                   Rounded.last = value
+    a module of a class of the user          self.last = output
+
+The graph shows only what it gives as a tensor. Where several microbatches are in flight, what it
+keeps in another place is that of the latest one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from itertools import chain
+from typing import Any
+
+from torch import fx, nn
+
+from pipecompile.frontend.calls import runs_code_of_user
+from pipecompile.frontend.outside_values import GLOBAL_HOOKS
+from pipecompile.frontend.packages import is_foreign
+from pipecompile.graph.gradient_hooks import has_hook
+
+__all__ = ["places_of_kept_state"]
+
+HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+
+
+def places_of_kept_state(module: fx.GraphModule) -> Iterator[str]:
+    """Yield the modules, lines and parameters at which such code runs."""
+    if any(getattr(nn.modules.module, table) for table in GLOBAL_HOOKS):
+        yield "the hooks of all modules"
+    for node in module.graph.nodes:
+        if node.op == "call_module":
+            leaf = module.get_submodule(str(node.target))
+            if any(map(_is_of_user, leaf.modules())):
+                yield str(node.target)
+        elif node.op == "call_function" and runs_code_of_user(node.target):
+            yield f"{node.meta['module'] or 'the forward'} ({node.meta['source']})"
+    yield from (name for name, parameter in module.named_parameters() if has_hook(parameter))
+
+
+def _is_of_user(module: nn.Module) -> bool:
+    """Return whether code that is not torch's runs when a module is called, or its backward."""
+    hooks = chain.from_iterable(vars(module)[table].values() for table in HOOKS)
+    is_replaced = "forward" in vars(module)
+    return is_replaced or not is_foreign(type(module).__module__) or not all(map(_is_torch, hooks))
+
+
+def _is_torch(hook: Any) -> bool:
+    """Return whether a hook is one of torch, such as that of `weight_norm`."""
+    function = hook.func if isinstance(hook, partial) else hook
+    return str(getattr(function, "__module__", None)).startswith("torch.")

@@ -20,7 +20,7 @@ from torch import fx, nn
 
 from pipecompile.frontend.calls import runs_code_of_user
 from pipecompile.frontend.outside_values import GLOBAL_HOOKS
-from pipecompile.frontend.packages import is_foreign
+from pipecompile.frontend.packages import is_of_others
 from pipecompile.graph.gradient_hooks import has_hook
 
 __all__ = ["places_of_kept_state"]
@@ -43,10 +43,14 @@ def places_of_kept_state(module: fx.GraphModule) -> Iterator[str]:
 
 
 def _is_of_user(module: nn.Module) -> bool:
-    """Return whether code that is not torch's runs when a module is called, or its backward."""
+    """Return whether code of the user runs when a module is called, or its backward; modules of
+    installed packages are taken to keep nothing.
+    """
     hooks = chain.from_iterable(vars(module)[table].values() for table in HOOKS)
     is_replaced = "forward" in vars(module)
-    return is_replaced or not is_foreign(type(module).__module__) or not all(map(_is_torch, hooks))
+    return (
+        is_replaced or not is_of_others(type(module).__module__) or not all(map(_is_torch, hooks))
+    )
 
 
 def _is_torch(hook: Any) -> bool:

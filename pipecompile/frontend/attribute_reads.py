@@ -27,7 +27,7 @@ from pipecompile.frontend.library_reads import LibraryReads
 from pipecompile.frontend.packages import is_foreign, is_installed, package_of
 from pipecompile.frontend.source import HIDDEN
 
-__all__ = ["ALL", "GETTER", "AttributeReads", "is_own"]
+__all__ = ["ALL", "GETTER", "AttributeReads", "getter_patched", "is_own"]
 
 GETTER = "__getattribute__"
 Getter = Callable[[Any, str], Any]
@@ -108,13 +108,24 @@ class AttributeReads:
                     self._read_first.add(read)
             return getter(owner, name)
 
-        before = vars(kind).get(GETTER)
         with contextlib.suppress(TypeError, AttributeError):  # classes that nobody may change
-            setattr(kind, GETTER, get_attribute)
-            # A class that had none of its own must have none again, or later changes of its base
-            # would not be seen.
-            undo = (delattr, kind, GETTER) if before is None else (setattr, kind, GETTER, before)
-            patches.callback(*undo)
+            patches.enter_context(getter_patched(kind, get_attribute))
+
+
+@contextlib.contextmanager
+def getter_patched(kind: type, getter: Getter) -> Iterator[None]:
+    """Let `getter` look up the attributes of objects of a class in the block."""
+    before = vars(kind).get(GETTER)
+    setattr(kind, GETTER, getter)
+    try:
+        yield
+    finally:
+        # A class that had none of its own must have none again, or later changes of its base would
+        # not be seen.
+        if before is None:
+            delattr(kind, GETTER)
+        else:
+            setattr(kind, GETTER, before)
 
 
 @contextlib.contextmanager

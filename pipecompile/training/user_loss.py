@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from pipecompile.errors import InputError, PipecompileError
-from pipecompile.frontend.attribute_reads import GETTER
+from pipecompile.frontend.attribute_reads import getter_patched
 from pipecompile.frontend.batch_counts import OUTPUT, refuse_counts
 from pipecompile.frontend.signature import OutputStructure
 from pipecompile.frontend.target import LossFunction, Target
@@ -45,7 +45,7 @@ class UserLoss:
     structure: OutputStructure
     target: Target
     written: Collection[str]
-    assigned: Collection[tuple[str, str]] = ()
+    assigned: Collection[tuple[str, str]]
     _calls: int = field(default=0, init=False)
 
     def __call__(self, outputs: Sequence[Tensor], wanted: Any) -> Any:
@@ -120,7 +120,6 @@ def _refused_attributes(names: Mapping[tuple[int, str], str]) -> Iterator[None]:
     if not names:
         yield
         return
-    before = vars(nn.Module).get(GETTER)
 
     def get_attribute(module: nn.Module, name: str) -> Any:
         if (id(module), name) in names:
@@ -131,14 +130,8 @@ def _refused_attributes(names: Mapping[tuple[int, str], str]) -> Iterator[None]:
             )
         return object.__getattribute__(module, name)
 
-    setattr(nn.Module, GETTER, get_attribute)
-    try:
+    with getter_patched(nn.Module, get_attribute):
         yield
-    finally:
-        if before is None:
-            delattr(nn.Module, GETTER)
-        else:
-            setattr(nn.Module, GETTER, before)
 
 
 class _RefuseReads(TorchDispatchMode):

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import prod
+from operator import ge
 from typing import Any
 
 import torch
@@ -27,10 +28,8 @@ Workspace = Callable[[Any, Sequence[Any], Any], int]
 """From an operator, its arguments and its result to the bytes of its workspace."""
 
 BLOCK = 16  # oneDNN pads channels to whole blocks of this size
-HALF_BLOCK = BLOCK // 2  # of channels, for which it has kernels too
-VOLUMES = 5  # dimensions, with images and channels
+IMAGES = 4  # dimensions, with those of images and channels
 FLOAT_BYTES = 4
-UNFOLDED = 20480  # elements of one image, up to which PyTorch multiplies a matrix of its patches
 PAGE = 4096
 PARTS = 64  # rows, and fewer are summed at once
 PARTIAL_SUMS = 140 << 20  # of one sum on the 132 multiprocessors of an H200
@@ -88,20 +87,15 @@ def _on_cpu(operator: Any, arguments: Sequence[Any], result: Any) -> int:
 
 @dataclass(frozen=True)
 class _Convolution:
-    """A convolution on a CPU: the workspace of either direction, by what runs it.
+    """A convolution on a CPU, and its margin in either direction.
 
-        oneDNN, channels first     copies of the images, padded to whole blocks of channels; with a
-                                   stride half of the input more, or twice the input, or twice the
-                                   output of a transposed one; or the input and the padded weights
-        oneDNN, channels last      the weights padded, and two copies of them
-        oneDNN, by patches         the patches of one group of one image, and the weights padded and
-                                   three copies of them, if that is more
-        PyTorch, by patches        those of all images, if that is more
+        usual, channels first    a copy of the input, and one of the output or of the weight,
+                                 whichever is more; with a stride at least two of the input
+        usual, channels last     three copies of the weight
+        any other                all of these, and the patches of one group of all images
 
-    Patches are a matrix in which each element of an image is as often as the kernel reads it. The
-    padded weights are those of each group, so a depthwise convolution has 16 × 16 copies of them.
-    Of three copies of the weights autograd makes one itself if they are not channels last too; a
-    run on fake tensors shows it.
+    oneDNN fills whole blocks of 16 channels: of a depthwise weight, each channel has 16 × 16.
+    Patches are a matrix that has each element of an image as often as the kernel reads it.
     """
 
     output: Tensor  # or its gradient, which has the same layout
@@ -114,105 +108,48 @@ class _Convolution:
 
     def workspace_bytes(self) -> int:
         """Return the workspace of a forward or a backward."""
-        copied = self._weights_bytes() if self._is_channels_last else self._images_bytes()
-        if self.weight.element_size() < FLOAT_BYTES:
-            copied *= 2  # half precision, with sums in float32
-        return max(copied, self._multiplied_bytes(), self._unfolded_bytes())
-
-    def _images_bytes(self) -> int:
-        """Return what channels first take: copies of images, with the weights if that is more."""
-        value, output = (_padded_bytes(images) for images in (self.value, self.output))
-        weights = self._padded_weight_bytes() if self.groups == 1 else self._weight_bytes
-        images = value + output
-        copies = [images, size_bytes([self.value]) + weights]
-        if prod(self.stride) > 1:
-            copies += [2 * output if self.is_transposed else 2 * value, images + value // 2]
-        return max(copies)
-
-    def _weights_bytes(self) -> int:
-        """Return what channels last take: the weights in blocks, and copies of them."""
-        copies = 2 if _is_channels_last(self.weight) else 1
-        return self._padded_weight_bytes() + copies * self._weight_bytes
-
-    def _multiplied_bytes(self) -> int:
-        """Return what oneDNN takes where it multiplies patches, 0 where it has better kernels.
-
-        Groups and channels last are multiplied with copies of one image.
-        """
-        if not self._is_rare:
-            return 0
-        copied = 0
-        if self.groups > 1 or self._is_channels_last:
-            padded = (_padded_bytes(each, self.groups) for each in (self.value, self.output))
-            copied = sum(padded) // self.value.shape[0]
-        weights = self._padded_weight_bytes() + 3 * self._weight_bytes
-        return self._group_patches() + copied + weights
-
-    def _unfolded_bytes(self) -> int:
-        """Return what PyTorch takes where it multiplies patches by itself; 0 where oneDNN works.
-
-        Groups take turns, with copies of their channels, other than those of a volume. A processor
-        with kernels for half precision needs less.
-        """
-        images, is_grouped = self.value.shape[0], self.groups > 1
-        is_small = images == 1 and not is_grouped and prod(self.value.shape[:4]) <= UNFOLDED
-        is_point = prod(self.weight.shape[2:]) == 1 and (self.is_transposed or is_grouped)
-        if self.value.dtype == torch.float32 and not is_small and not is_point:
-            return 0
-        at_once = self.groups if self.value.dim() == VOLUMES else 1
-        slices = size_bytes([self.value, self.output, self.weight]) if is_grouped else 0
-        return images * at_once * self._group_patches() + slices
-
-    def _group_patches(self) -> int:
-        """Return the bytes of the patches of one group of one image."""
-        positions = prod((self.value if self.is_transposed else self.output).shape[2:])
-        return positions * size_bytes([self.weight]) // self.weight.shape[0]
+        value, output = _padded_bytes(self.value), _padded_bytes(self.output)
+        weight, padded = size_bytes([self.weight]), self._padded_weight_bytes()
+        if not self._is_usual:
+            # In half precision there are copies in float32 too, of twice the size.
+            copies = 1 if self.weight.element_size() >= FLOAT_BYTES else 4
+            return copies * (value + output + padded + 3 * weight) + self._patches_bytes()
+        if self._is_channels_last:
+            return padded + 2 * weight
+        least = value if prod(self.stride) == 1 else 2 * value
+        return max(least, value + output, value + (padded if self.groups == 1 else weight))
 
     @property
-    def _is_rare(self) -> bool:
-        """Whether oneDNN may have no kernel of its own for it."""
+    def _is_usual(self) -> bool:
+        """Whether it is one of the usual networks, for which oneDNN has kernels of its own."""
+        kernel = self.weight.shape[2:]
+        if self._is_channels_last and (prod(self.stride) > 1 or prod(kernel) == 1 < self.groups):
+            return False
         return (
-            self.value.dtype != torch.float32
-            or self.value.dim() == VOLUMES
-            or prod(self.dilation) > 1
-            or (self._is_channels_last and (self.is_transposed or prod(self.stride) > 1))
-            or (not self._is_depthwise and (self._is_low or self._has_odd_groups))
+            (self.value.dtype, self.value.dim()) == (torch.float32, IMAGES)
+            and self.value.shape[0] > 1
+            and prod(self.dilation) == 1
+            and not self.is_transposed
+            and self.groups in (1, self.value.shape[1])
+            and all(map(ge, self.value.shape[2:], kernel))
         )
-
-    @property
-    def _is_low(self) -> bool:
-        """Whether its images are smaller than its kernel in some dimension."""
-        sizes = zip(self.value.shape[2:], self.weight.shape[2:], strict=True)
-        return any(size < kernel for size, kernel in sizes)
-
-    @property
-    def _has_odd_groups(self) -> bool:
-        return self.groups > 1 and any(width % HALF_BLOCK for width in self._widths)
-
-    @property
-    def _is_depthwise(self) -> bool:
-        return self.groups == self.value.shape[1] and not self.is_transposed
 
     @property
     def _is_channels_last(self) -> bool:
         is_one_position = prod(self.value.shape[2:]) == 1  # which may lie in either order
         return is_one_position or _is_channels_last(self.value) or _is_channels_last(self.weight)
 
-    @property
-    def _widths(self) -> list[int]:
-        """How many channels of the input and of the output a group has."""
-        return [images.shape[1] // self.groups for images in (self.value, self.output)]
-
-    @property
-    def _weight_bytes(self) -> int:
-        """The bytes of a copy of the weights: in half precision there are two in float32 too."""
-        size = self.weight.element_size()
-        return self.weight.numel() * (size if size >= FLOAT_BYTES else size + 2 * FLOAT_BYTES)
+    def _patches_bytes(self) -> int:
+        """Return the bytes of the patches of one group of all images."""
+        positions = prod((self.value if self.is_transposed else self.output).shape[2:])
+        group = size_bytes([self.weight]) // self.weight.shape[0]
+        return self.value.shape[0] * positions * group
 
     def _padded_weight_bytes(self) -> int:
-        """Return the bytes of a copy of the weights in whole blocks of the channels of groups."""
-        blocks = prod(_rounded_up(width, BLOCK) for width in self._widths)
-        return self._weight_bytes // prod(self._widths) * blocks
+        """Return the bytes of a copy of the weight in whole blocks of the channels of groups."""
+        widths = [images.shape[1] // self.groups for images in (self.value, self.output)]
+        blocks = prod(_rounded_up(width, BLOCK) for width in widths)
+        return size_bytes([self.weight]) // prod(widths) * blocks
 
 
 def _workspace_of_convolution(
@@ -232,9 +169,9 @@ def _workspace_of_convolution(
     ).workspace_bytes()
 
 
-def _padded_bytes(images: Tensor, groups: int = 1) -> int:
-    """Return the bytes of a copy in which the channels of each group fill whole blocks."""
-    width = images.shape[1] // groups
+def _padded_bytes(images: Tensor) -> int:
+    """Return the bytes of a copy in which the channels fill whole blocks."""
+    width = images.shape[1]
     return size_bytes([images]) // width * _rounded_up(width, BLOCK)
 
 

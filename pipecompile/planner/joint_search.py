@@ -48,6 +48,7 @@ from pipecompile.planner.setting_costs import SettingCosts
 from pipecompile.planner.setting_results import in_order, joint_search_of, planned, why_none
 from pipecompile.planner.setting_space import SettingSpace, effort_of
 from pipecompile.planner.target_costs import TargetCosts
+from pipecompile.planner.what_would_fit import has_fitting_cut
 from pipecompile.profiling.progress import progress
 
 __all__ = ["JointLimits", "joint_plan"]
@@ -377,13 +378,19 @@ class _SettingSearch:
         if not possible or not isinstance(cap, int) or self.space.unequal or not self._has_time:
             return None
 
+        def options(setting: Setting, larger: int) -> Options:
+            return replace(self.space.options(setting), memory_bytes=larger, noise=None)
+
         def planned(setting: Setting, larger: int) -> Plan:
-            options = replace(self.space.options(setting), memory_bytes=larger, noise=None)
-            return self._drafted(setting, options, QUICK)
+            return self._drafted(setting, options(setting, larger), QUICK)
+
+        def fits(setting: Setting, larger: int) -> bool:
+            links = self.space.links(self.links, setting)
+            return has_fitting_cut(self.costs.graph(setting), options(setting, larger), links)
 
         emptiest = min(possible, key=self.order.emptiness)
         auto = (each for each in possible if each == replace(emptiest, recompute="auto"))
-        return least_memory(list(dict.fromkeys((emptiest, *auto))), cap, planned)
+        return least_memory(list(dict.fromkeys((emptiest, *auto))), cap, planned, fits)
 
     def _judge_rest(self, settings: Iterable[Setting]) -> None:
         """Note of each setting without a plan whether its bound or a guess rules it out."""

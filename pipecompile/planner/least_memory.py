@@ -41,13 +41,22 @@ def larger_caps(cap: int) -> Iterator[int]:
 
 
 def least_memory(
-    settings: Sequence[Setting], cap: int, planned: Callable[[Setting, int], Plan]
+    settings: Sequence[Setting],
+    cap: int,
+    planned: Callable[[Setting, int], Plan],
+    has_fitting_cut: Callable[[Setting, int], bool],
 ) -> LeastMemory | None:
     """Return what the first plan needs that `planned` makes of a setting under a cap above `cap`;
     None if even the largest one gives none.
+
+    The first cap is tried by a plan in any case, since what does with so little more is searched
+    for longer. Under larger ones a setting is planned only if it `has_fitting_cut`, which takes
+    little time.
     """
-    for larger in larger_caps(cap):
+    for index, larger in enumerate(larger_caps(cap)):
         for setting in settings:
+            if index and not has_fitting_cut(setting, larger):
+                continue
             with suppress(InfeasibleError):
                 plan = planned(setting, larger)
                 return LeastMemory(max(r.total.bound for r in plan.prediction.memory), setting)

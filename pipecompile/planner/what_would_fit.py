@@ -23,7 +23,7 @@ from pipecompile.planner.partition_problem import problem_of
 from pipecompile.planner.setting_bounds import state_bytes
 from pipecompile.schedule.selection import placements
 
-__all__ = ["what_would_fit"]
+__all__ = ["has_fitting_cut", "what_would_fit"]
 
 SUGGESTIONS = 2
 CUTS_PRICED = 3  # for something to suggest
@@ -47,7 +47,7 @@ def what_would_fit(graph: CostGraph, options: Options, links: Links) -> str:
     priced, fitting = list[str](), list[str]()
     for text in islice(possible, CUTS_PRICED):
         priced.append(text)
-        if _is_feasible(graph, single[text], links):
+        if has_fitting_cut(graph, single[text], links):
             fitting.append(text)
         if len(fitting) == SUGGESTIONS:
             break
@@ -91,7 +91,7 @@ def _may_fit(graph: CostGraph, options: Options, links: Links) -> bool:
     return False
 
 
-def _is_feasible(graph: CostGraph, options: Options, links: Links) -> bool:
+def has_fitting_cut(graph: CostGraph, options: Options, links: Links) -> bool:
     """Return whether the cut with the most room fits.
 
     It goes by lower bounds of what stages hold, and only it is priced: a search takes as long as

@@ -6,6 +6,7 @@ Needs no PyTorch.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import lru_cache
 from typing import NamedTuple
@@ -14,9 +15,9 @@ import msgspec
 
 from pipecompile.ir.plan import Options
 from pipecompile.planner.setting_bounds import Work
-from pipecompile.schedule.named_orders import MAY_SPLIT, generate
+from pipecompile.schedule.named_orders import SPLIT, fitting_names, generate
 from pipecompile.schedule.problem import PlacedProblem, StageCosts
-from pipecompile.schedule.selection import placements, representative_schedule
+from pipecompile.schedule.selection import placements
 from pipecompile.schedule.simulator import simulate
 
 __all__ = ["LikelyStep", "likely_step"]
@@ -38,7 +39,26 @@ class LikelyStep(NamedTuple):
 def likely_step(work: Work, options: Options, state_bytes: int, fixed_bytes: int = 0) -> LikelyStep:
     """Return a guess for plans with these options; all ranks together hold `state_bytes` whatever
     is in flight, and each takes `fixed_bytes` before it holds anything.
+
+    A search is no longer than a named order: it has the guess of the shortest one that may fit.
     """
+    guesses = (_of_order(work, each, state_bytes, fixed_bytes) for each in _orders(work, options))
+    return min(guesses, key=lambda guess: (guess.filled > 1, guess.step_ns, guess.filled))
+
+
+def _orders(work: Work, options: Options) -> Iterator[Options]:
+    """Yield the options with each named order in place of a search, or as they are."""
+    if options.schedule != "search":
+        yield options
+        return
+    for name in fitting_names(placements(options)[0], options.microbatches):
+        # Whether an order may split is known with how long the halves of backwards take.
+        if name not in SPLIT or work.input_ns is not None:
+            yield msgspec.structs.replace(options, schedule=name)
+
+
+def _of_order(work: Work, options: Options, state_bytes: int, fixed_bytes: int) -> LikelyStep:
+    """Return the guess for plans with a named order."""
     ranks, stages = _ranks(options), options.k
     work = _balanced(work, ranks)
     total = work.forward_ns + work.backward_ns
@@ -46,8 +66,7 @@ def likely_step(work: Work, options: Options, state_bytes: int, fixed_bytes: int
     fewer, m = _ranks(alike), alike.microbatches
     simulated = min(m, SIMULATED_ROUNDS * fewer)
     placement = placements(alike)[0]
-    name = representative_schedule(alike, placement)
-    times, kept, between = _equal_stages(name, placement, simulated, *_shares(work))
+    times, kept, between = _equal_stages(options.schedule, placement, simulated, *_shares(work))
     step = times * total // (PARTS * alike.k) + (m - simulated) * total // fewer
     if kept == simulated * alike.k // fewer:  # all microbatches, as gpipe does
         kept = kept * m // simulated
@@ -142,6 +161,6 @@ def _recompute(work: Work, options: Options, held: int, room: int, one: int) -> 
     """
     if options.recompute == "none" or (options.recompute == "auto" and held <= room):
         return 0, held
-    if options.recompute != "auto" or options.schedule in MAY_SPLIT:
+    if options.recompute != "auto" or options.schedule in SPLIT:
         return work.forward_ns, one
     return work.forward_ns * min(held, held - room) // max(1, held), max(one, min(held, room))

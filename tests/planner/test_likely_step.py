@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from pipecompile.api.choices import requested_options
 from pipecompile.ir.plan import Options
-from pipecompile.planner.likely_step import likely_step
+from pipecompile.planner.likely_step import LikelyStep, likely_step
 from pipecompile.planner.setting_bounds import Work
 from tests.chains_of_nodes import chain
 
@@ -77,3 +77,31 @@ def test_what_crosses_a_narrow_boundary_goes_forward_and_back() -> None:
     assert Work.of(chain([(1, 2)] * 40, sizes)).boundary_bytes == 2 * narrow
     assert Work.of(chain([(1, 2)] * 40, [wide] * 39)).of_part(4).boundary_bytes == 2 * wide // 4
     assert Work.of(chain([(1, 2)], [])).boundary_bytes == 0
+
+
+@pytest.mark.parametrize("recompute", ["none", "stage", "auto"])
+@pytest.mark.parametrize("memory", ["80GB", "40MB"])
+@given(st.integers(1, 12))
+def test_a_search_is_likely_to_be_no_longer_than_a_named_order_that_may_fit(
+    recompute: str, memory: str, microbatches: int
+) -> None:
+    def guess(schedule: str, work: Work = WORK) -> LikelyStep:
+        options = requested_options(
+            k=4,
+            microbatches=microbatches,
+            costs="flops",
+            schedule=schedule,
+            recompute=recompute,
+            memory=memory,
+        )
+        return likely_step(work, options, state_bytes=0)
+
+    searched = guess("search")
+    for named in (guess("1f1b"), guess("zb-h1"), guess("gpipe")):
+        if named.filled <= 1:
+            assert searched.filled <= 1
+            assert searched.step_ns <= named.step_ns
+    # Without the times of their halves, backwards are not split.
+    whole = replace(WORK, input_ns=None)
+    if memory == "80GB":
+        assert guess("search", whole).step_ns == guess("1f1b", whole).step_ns

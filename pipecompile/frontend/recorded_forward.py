@@ -16,6 +16,7 @@ from pipecompile.errors import CaptureError
 from pipecompile.frontend.caches import CacheUse
 from pipecompile.frontend.call_refusals import refuse_split_gradients
 from pipecompile.frontend.captured_graph import eliminate_dead_code
+from pipecompile.frontend.foreign_leaves import refuse_recorded_leaves
 from pipecompile.frontend.guards import Guards, batch_symbol, fake_input
 from pipecompile.frontend.recorder import ForwardRecorder
 from pipecompile.frontend.recording_options import RecordingOptions
@@ -115,6 +116,7 @@ def _run_model(
         with silence_torch(), recorder.run():
             result = model(*call.args, **call.kwargs)
             outputs, tensors = OutputStructure.of(result, inputs.batch_dims)
+            refuse_recorded_leaves(model, tensors)
             recording.write_back()
             refuse_split_gradients(recording, model)
             recording.output(tensors)

@@ -46,6 +46,7 @@ from pipecompile.frontend.call_refusals import (
     refuse_lasting_write,
     refuse_lost_gradients,
     refuse_made_gradients,
+    refuse_made_history,
     refuse_mode,
     refuse_new_hooks,
     refuse_place,
@@ -161,6 +162,7 @@ class ForwardRecorder(TorchFunctionMode):
         ):
             yield
         refuse_replaced_state(lost)
+        refuse_made_history(self.recording, leaves)
         refuse_made_gradients(leaves)
 
     @property

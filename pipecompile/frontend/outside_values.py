@@ -81,6 +81,7 @@ class OutsideValues:
             if not (isinstance(each, nn.Parameter) or is_irregular(each))
         ]
         self._found_tensors = search.tensors
+        self._all_tensors = [tensor for _, tensor in search.tensors]
         self._trained = self._currently_trained()
         self._tensor_places = [where for where, _ in laid_out]
         self._tensors = [each for _, each in laid_out]
@@ -127,7 +128,7 @@ class OutsideValues:
         )
 
     def _currently_trained(self) -> list[bool]:
-        return [tensor.requires_grad for _, tensor in self._found_tensors]
+        return list(map(_requires_gradient, self._all_tensors))
 
     def _current_layouts(self) -> list[Any]:
         return list(zip(map(_kind, self._tensors), map(Tensor.stride, self._tensors), strict=True))
@@ -141,6 +142,7 @@ class OutsideValues:
 
 
 # In C, since each step asks all tensors.
+_requires_gradient = attrgetter("requires_grad")
 _kind = attrgetter("dtype", "shape")
 
 

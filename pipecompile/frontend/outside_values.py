@@ -105,8 +105,8 @@ class OutsideValues:
             return place
         trained = self._currently_trained()
         if trained != self._trained:
-            pairs = zip(self._found_tensors, trained, self._trained, strict=True)
-            where = next(where for (where, _), now, before in pairs if now != before)
+            found = zip(self._found_tensors, trained, self._trained, strict=True)
+            where = next(where for (where, _), now, before in found if now != before)
             return f"whether {where} requires a gradient"
         layouts = self._current_layouts()
         if layouts != self._layouts:

@@ -80,8 +80,10 @@ class OutsideValues:
             for where, each in search.tensors
             if not (isinstance(each, nn.Parameter) or is_irregular(each))
         ]
-        self._found_tensors = search.tensors
-        self._all_tensors = [tensor for _, tensor in search.tensors]
+        # The model's parameters are asked by their owner.
+        own = set(map(id, model.parameters()))
+        self._found_tensors = [each for each in search.tensors if id(each[1]) not in own]
+        self._all_tensors = [tensor for _, tensor in self._found_tensors]
         self._trained = self._currently_trained()
         self._tensor_places = [where for where, _ in laid_out]
         self._tensors = [each for _, each in laid_out]

@@ -45,6 +45,7 @@ __all__ = [
     "refuse_lasting_write",
     "refuse_lost_gradients",
     "refuse_made_gradients",
+    "refuse_made_history",
     "refuse_mode",
     "refuse_new_hooks",
     "refuse_place",
@@ -135,6 +136,18 @@ def refuse_read_gradient(recording: Recording, tensor: Tensor) -> None:
             "one at each microbatch; keep what it needs of it in a buffer that is written between "
             "steps"
         )
+
+
+def refuse_made_history(recording: Recording, leaves: Iterable[Tensor]) -> None:
+    """Raise CaptureError if the forward has written to one of the `leaves`, of its state, what has
+    a gradient.
+    """
+    for tensor in leaves:
+        if not tensor.is_leaf and (name := recording.state_name(tensor)):
+            raise CaptureError(
+                f"the forward writes to {name} what has a gradient, so that the buffer keeps the "
+                "graph of each microbatch; write a detached value (detach), or under no_grad"
+            )
 
 
 def refuse_made_gradients(leaves: Iterable[Tensor]) -> None:

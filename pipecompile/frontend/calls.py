@@ -86,8 +86,17 @@ class RecordedCall:
     @property
     def mutates(self) -> bool:
         """Whether an argument or a buffer was written to in place."""
-        is_written = any(tensor._version != version for tensor, version in self._versions)
-        return self._updates_statistics or is_written
+        return self._updates_statistics or bool(self.written)
+
+    @property
+    def touched(self) -> list[Tensor]:
+        """The arguments and the state that the call may read or write."""
+        return [tensor for tensor, _ in self._versions]
+
+    @property
+    def written(self) -> list[Tensor]:
+        """Those of them that were written to in place."""
+        return [tensor for tensor, version in self._versions if tensor._version != version]
 
     def arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return the arguments with nodes in the place of tensors.

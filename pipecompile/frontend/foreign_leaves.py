@@ -9,14 +9,15 @@ No stage divides their gradients by the number of microbatches, or sends them to
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from pipecompile.errors import CaptureError
 
-__all__ = ["foreign_leaves", "refuse_foreign_leaves"]
+__all__ = ["foreign_leaves", "refuse_foreign_leaves", "refuse_recorded_leaves"]
 
 
 def foreign_leaves(model: nn.Module, outputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
@@ -43,7 +44,20 @@ def refuse_foreign_leaves(
 ) -> None:
     """Raise CaptureError for a leaf of two steps, which no forward has made."""
     lasting = set(map(id, first)) & set(map(id, second))
-    for leaf in (each for each in first if id(each) in lasting):
+    _refuse(model, (each for each in first if id(each) in lasting))
+
+
+def refuse_recorded_leaves(model: nn.Module, outputs: Sequence[Tensor]) -> None:
+    """Raise CaptureError for a leaf behind the `outputs` of a forward on fake tensors, which has
+    not made it: a buffer, or a tensor with values. `model` has fakes in its tables.
+    """
+    buffers = set(map(id, model.buffers()))
+    leaves = foreign_leaves(model, outputs)
+    _refuse(model, (e for e in leaves if id(e) in buffers or not isinstance(e, FakeTensor)))
+
+
+def _refuse(model: nn.Module, leaves: Iterable[Tensor]) -> None:
+    for leaf in leaves:
         raise CaptureError(
             f"{_name(model, leaf)} of shape {tuple(leaf.shape)} gets a gradient, but is no "
             "parameter of the model, so its gradient would be summed over the microbatches of one "

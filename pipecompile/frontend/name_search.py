@@ -12,6 +12,7 @@ running anything, in the code of the forward and of all that it may call.
     Model.scale        likewise of classes, and of Python modules; of functions also what they
                        enclose, their defaults and their code
     table              a container: its items, and what these lead to
+    F.gelu             of Python modules of others which functions are there, without their names
     os.environ         of a function that reads it, the variables that its strings name;
     sys.modules        and likewise Python modules
 
@@ -31,13 +32,14 @@ So more may be found than is read, but nothing that changes during training is l
 
 from __future__ import annotations
 
+import operator
 import os
 import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextvars import ContextVar
 from functools import partial
-from operator import attrgetter, methodcaller
+from operator import attrgetter, is_, methodcaller
 from types import FunctionType, ModuleType
 from typing import Any
 from weakref import ProxyTypes, ReferenceType
@@ -96,6 +98,12 @@ BY_VALUE = (getattr, hasattr, vars, attrgetter, methodcaller)
 """What reads attributes by names that code computes, also if code has another name for it."""
 OF_CACHES = frozenset({"use_cache"})
 """What configs of transformers say of caches, which pipelines leave out: a trainer sets it."""
+OPERATORS = sorted(
+    OF_TENSORS & {f"__{r}{n.strip('_')}__" for n in dir(operator) for r in ("", "r")}
+)
+"""What `x * 2` and `2 * x` call of a tensor."""
+CALLING = ("__call__", "forward")
+"""What runs if code calls a module."""
 LEADING_NOWHERE = (*PLAIN, *NUMBERS, type)
 HOLDING_ITEMS = (*CONTAINERS, *MAPPINGS, tuple)
 Place = str | Callable[[], str]
@@ -143,12 +151,14 @@ class NameSearch:
         self._noted: set[int] = set()
         self._nameless: set[int] = set()
         self._made: set[Any] = set()
+        self._called: set[type] = set()
         self._known_globals: dict[int, set[str]] = {}
         for path, module in named_modules:
             self._look_in_module(path, module)
         while self._found:
             self._look_up(*self._found.popleft())
         self._note_absent_of_tensors()
+        self._note_operators_of_tensors()
         by_value = (each.__name__ for each in BY_VALUE if self.has_found(each))
         self._names = self._names.with_computing(by_value)
 
@@ -173,6 +183,8 @@ class NameSearch:
 
     def _look_in_module(self, path: str, module: nn.Module) -> None:
         self._look_in_class(type(module))
+        if not self._known.runs_itself(path):
+            self._note_calling(type(module))
         self._look_at_read(path, type(module))
         attributes = vars(module)
         for name in self._names.among(attributes):
@@ -240,6 +252,16 @@ class NameSearch:
 
         self.code.append((place, lambda: all(map(absent.isdisjoint, tables)), True))
 
+    def _note_operators_of_tensors(self) -> None:
+        """Note what operators call of tensors, which no code names."""
+        own = vars(Tensor)
+        self._note_all("torch.Tensor", own.get, {name: own.get(name) for name in OPERATORS})
+
+    def _note_all(self, where: str, get: Callable[[str], Any], values: Mapping[str, Any]) -> None:
+        """Note the `values` that are at one place, by name: one look for all of them."""
+        read = partial(_are_all, get, list(values), list(values.values()))
+        self.code.append((partial(_other, where, get, values), read, True))
+
     def _follow(self, where: str, value: Any) -> None:
         """Look up in `value` later what can be reached in it."""
         self._found.append((where, value))
@@ -266,8 +288,11 @@ class NameSearch:
             self._look_in_function(value)
         elif has_own_attributes(value, self._packages):
             self._look_in_object(where, value)
+        elif isinstance(value, ModuleType):
+            self._look_in_foreign(value)
         if isinstance(value, nn.Module):  # that the model does not register
             self.modules.append((where, value))
+            self._note_calling(type(value))
             for name, child in value.named_children():
                 self._follow(f"{where}.{name}", child)
         if isinstance(value, (attrgetter, methodcaller)):
@@ -373,6 +398,29 @@ class NameSearch:
         self._note_new(where, value, attributes, type(value))
         self._look_in_slots(where, value)
 
+    def _look_in_foreign(self, module: ModuleType) -> None:
+        """Note the functions of torch or another foreign package that code names: who replaces one
+        of them (`torch.nn.functional.gelu = …`) changes what the forward calls.
+        """
+        attributes, functions = vars(module), dict[str, Any]()
+        for name in self._names.among(attributes):
+            value = attributes[name]
+            if isinstance(value, ModuleType):
+                self._follow(f"{module.__name__}.{name}", value)
+            elif callable(value) and not isinstance(value, type):
+                functions[name] = value
+        self._note_all(module.__name__, attributes.get, functions)
+
+    def _note_calling(self, kind: type) -> None:
+        """Note what runs when a module of this class is called."""
+        for name in CALLING if kind not in self._called else ():
+            value = getattr(kind, name, None)
+            # Another descriptor may give another object each time.
+            if isinstance(value, FunctionType):
+                place = f"{kind.__qualname__}.{name}"
+                self.code.append((place, partial(getattr, kind, name, GONE), value))
+        self._called.add(kind)
+
     def _look_in_slots(self, where: str, value: Any) -> None:
         for slots in self._shape_of(value).slots:
             named = self._named_of(where, value, slots)
@@ -433,7 +481,8 @@ class NameSearch:
         """
         for base in bases:
             if not self._is_foreign(base.__module__):
-                yield from filter(partial(may_be_hidden, base), self._names.among(vars(base)))
+                named = {*self._names.among(vars(base)), *operators(base, self._names.names)}
+                yield from filter(partial(may_be_hidden, base), named)
 
     def _computed(self, owner: Any, attributes: Mapping[str, Any]) -> list[str]:
         """Return those attributes of `owner`, an object, a class or a Python module, that code of
@@ -494,3 +543,13 @@ class NameSearch:
         if package not in self._foreign:
             self._foreign[package] = is_of_others(package, self._packages)
         return self._foreign[package]
+
+
+def _are_all(get: Callable[[str], Any], names: Iterable[str], values: Iterable[Any]) -> bool:
+    """Return whether what has these `names` now are these `values`."""
+    return all(map(is_, map(get, names), values))
+
+
+def _other(where: str, get: Callable[[str], Any], values: Mapping[str, Any]) -> str:
+    """Return the place of the first of these `values` that is another one now."""
+    return f"{where}.{next(name for name, value in values.items() if get(name) is not value)}"

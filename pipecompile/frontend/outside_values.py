@@ -80,6 +80,11 @@ class OutsideValues:
             for where, each in search.tensors
             if not (isinstance(each, nn.Parameter) or is_irregular(each))
         ]
+        # The model's parameters are asked by their owner.
+        own = set(map(id, model.parameters()))
+        self._found_tensors = [each for each in search.tensors if id(each[1]) not in own]
+        self._all_tensors = [tensor for _, tensor in self._found_tensors]
+        self._trained = self._currently_trained()
         self._tensor_places = [where for where, _ in laid_out]
         self._tensors = [each for _, each in laid_out]
         self._layouts = self._current_layouts()
@@ -100,6 +105,11 @@ class OutsideValues:
         # as before.
         if list(map(type, self._modules)) != self._kinds and (place := self._other_class()):
             return place
+        trained = self._currently_trained()
+        if trained != self._trained:
+            found = zip(self._found_tensors, trained, self._trained, strict=True)
+            where = next(where for (where, _), now, before in found if now != before)
+            return f"whether {where} requires a gradient"
         layouts = self._current_layouts()
         if layouts != self._layouts:
             pairs = zip(self._tensor_places, layouts, self._layouts, strict=True)
@@ -119,6 +129,9 @@ class OutsideValues:
             (where for where, each, before in self._iterators if position(each) != before), None
         )
 
+    def _currently_trained(self) -> list[bool]:
+        return list(map(_requires_gradient, self._all_tensors))
+
     def _current_layouts(self) -> list[Any]:
         return list(zip(map(_kind, self._tensors), map(Tensor.stride, self._tensors), strict=True))
 
@@ -131,6 +144,7 @@ class OutsideValues:
 
 
 # In C, since each step asks all tensors.
+_requires_gradient = attrgetter("requires_grad")
 _kind = attrgetter("dtype", "shape")
 
 

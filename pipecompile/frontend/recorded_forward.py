@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from types import CodeType
 
 import sympy
 import torch
@@ -16,6 +17,7 @@ from pipecompile.errors import CaptureError
 from pipecompile.frontend.caches import CacheUse
 from pipecompile.frontend.call_refusals import refuse_split_gradients
 from pipecompile.frontend.captured_graph import eliminate_dead_code
+from pipecompile.frontend.foreign_leaves import refuse_recorded_leaves
 from pipecompile.frontend.guards import Guards, batch_symbol, fake_input
 from pipecompile.frontend.recorder import ForwardRecorder
 from pipecompile.frontend.recording_options import RecordingOptions
@@ -66,29 +68,43 @@ def record_forward(
     """Record one forward; if `symbolic`, the batch size is a symbol.
 
     If the forward takes tensors out of caches of functions, these are cleared and the recording is
-    repeated: now the computation of the tensors is recorded. UnsupportedError if this way cannot
-    express the forward, CaptureError if none can.
+    repeated: now the computation of the tensors is recorded. Then they are filled again.
+    UnsupportedError if this way cannot express the forward, CaptureError if none can.
     """
     caches = CacheUse()
     try:
-        recorded = _record_once(model, call, options, symbolic)
+        try:
+            recorded = _record_once(model, call, options, symbolic, caches.codes)
+        except Exception:
+            if not caches.clear():
+                raise
+        else:
+            if not caches.clear():
+                return recorded
+        # Once more at most: the caches are empty now, so that none holds tensors before its use.
+        return record_forward(model, call, options, symbolic=symbolic)
     finally:
-        is_stale = caches.clear()
-    # Once more at most: the caches are empty now, so that none holds tensors before its use.
-    return record_forward(model, call, options, symbolic=symbolic) if is_stale else recorded
+        caches.refill()
 
 
 @torch.enable_grad()
 def _record_once(
-    model: nn.Module, call: Arguments, options: RecordingOptions, symbolic: bool
+    model: nn.Module,
+    call: Arguments,
+    options: RecordingOptions,
+    symbolic: bool,
+    cached: Collection[CodeType],
 ) -> RecordedForward:
-    """Run the forward once on fake tensors; `symbolic` ones have a symbol as their batch size."""
+    """Run the forward once on fake tensors; `symbolic` ones have a symbol as their batch size.
+
+    Functions with the code `cached` have caches.
+    """
     inputs = InputStructure.of(model, call)
     tensors = inputs.flatten(call)
     environment = ShapeEnv()
     # Tensors that no module owns, such as those in globals, are real, and become constants.
     mode = FakeTensorMode(shape_env=environment, allow_non_fake_inputs=True)
-    recorder = ForwardRecorder(model, mode, fake_state(model, mode), options)
+    recorder = ForwardRecorder(model, mode, fake_state(model, mode), options, cached)
     # Inputs that are the same tensor get a fake each, since each is a placeholder.
     pairs = zip(distinct_tensors(tensors), inputs.batch_dims, strict=True)
     fakes = [fake_input(tensor, mode, dim if symbolic else None) for tensor, dim in pairs]
@@ -115,6 +131,7 @@ def _run_model(
         with silence_torch(), recorder.run():
             result = model(*call.args, **call.kwargs)
             outputs, tensors = OutputStructure.of(result, inputs.batch_dims)
+            refuse_recorded_leaves(model, tensors)
             recording.write_back()
             refuse_split_gradients(recording, model)
             recording.output(tensors)

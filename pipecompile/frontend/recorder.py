@@ -16,8 +16,9 @@ symbolic in the arguments and become integers when the graph is instantiated for
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager
+from types import CodeType
 from typing import Any
 
 import torch
@@ -30,6 +31,7 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import CheckpointFunction
 
 from pipecompile.errors import CaptureError
+from pipecompile.frontend.cached_calls import CachedCalls
 from pipecompile.frontend.call_refusals import (
     LAYOUT_QUESTIONS,
     PLACE_QUESTIONS,
@@ -46,6 +48,7 @@ from pipecompile.frontend.call_refusals import (
     refuse_lasting_write,
     refuse_lost_gradients,
     refuse_made_gradients,
+    refuse_made_history,
     refuse_mode,
     refuse_new_hooks,
     refuse_place,
@@ -106,12 +109,14 @@ class ForwardRecorder(TorchFunctionMode):
         mode: FakeTensorMode,
         state: dict[int, Tensor],
         options: RecordingOptions,
+        cached: Collection[CodeType] = (),
     ) -> None:
         super().__init__()
         self.root = root
         self.mode = mode
         self.options = options
         self.recording = Recording(root, state)
+        self._cached_calls = CachedCalls(self.recording, cached)
         self.failed_in: str | None = None
         self.asks_layout = ""
         self.values = ValueReads(self.recording, reads_inputs=options.reads_inputs)
@@ -161,6 +166,7 @@ class ForwardRecorder(TorchFunctionMode):
         ):
             yield
         refuse_replaced_state(lost)
+        refuse_made_history(self.recording, leaves)
         refuse_made_gradients(leaves)
 
     @property
@@ -245,6 +251,7 @@ class ForwardRecorder(TorchFunctionMode):
         if name == "grad":
             refuse_read_gradient(self.recording, args[0])
         if isinstance(result, Tensor) and name not in AUTOGRAD_ATTRIBUTES:
+            self._cached_calls.note([args[0]], [result])
             arguments = (self.recording.argument(args[0]), name)
             node = self.recording.create("call_function", getattr, arguments, {})
             self.recording.bind(result, node)
@@ -269,6 +276,8 @@ class ForwardRecorder(TorchFunctionMode):
 
     def _record(self, op: str, target: Any, call: RecordedCall, result: Any, **notes: Any) -> None:
         """Add the node of `call`, with `notes` in its meta, and bind the result to it."""
+        made, is_random = tensors_in(result), call.is_random
+        self._cached_calls.note(call.touched, made, written=call.written, is_random=is_random)
         arguments = call.arguments()
         legal = with_objects(op, target, *arguments, where=self.recording.where)
         node = self.recording.create(*legal)

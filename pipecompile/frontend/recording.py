@@ -275,6 +275,10 @@ class Recording:
         """Return whether `tensor` is a parameter or buffer of the model."""
         return id(tensor) in self._names
 
+    def state_name(self, tensor: Tensor) -> str | None:
+        """Return the name of a parameter or buffer of the model, None for another tensor."""
+        return self._names.get(id(tensor))
+
     def is_used(self, tensor: Tensor) -> bool:
         """Return whether `tensor` is the model's, or its node is still part of the graph."""
         node = self._nodes.get(id(tensor))

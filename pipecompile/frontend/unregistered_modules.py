@@ -5,6 +5,7 @@ teacher in a list. The graph has in it what they are, as if the model's own code
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any
 
 from torch import nn
@@ -25,15 +26,29 @@ __all__ = ["UnregisteredModules"]
 
 class UnregisteredModules:
     """What such modules are now: their modes, and which parameters, buffers, submodules and hooks
-    they have; of those of torch.nn also their settings, such as `p` of a dropout.
+    they have, and which of the tensors require gradients; of those of torch.nn also their settings,
+    such as `p` of a dropout.
     """
 
     def __init__(self, modules: Sequence[tuple[str, nn.Module]]) -> None:
         self._modules = modules
+        self._tensors = [
+            (f"{where}.{name}", tensor)
+            for where, module in modules
+            for name, tensor in chain(
+                module.named_parameters(recurse=False), module.named_buffers(recurse=False)
+            )
+        ]
+        self._trained = self._currently_trained()
         self._before, self._items = self._settings(), self._current_items()
 
     def changed(self) -> str | None:
         """Return what is another now, None if all is the same."""
+        trained = self._currently_trained()
+        if trained != self._trained:
+            pairs = zip(self._tensors, trained, self._trained, strict=True)
+            where = next(where for (where, _), now, before in pairs if now != before)
+            return f"whether {where} requires a gradient"
         if self._items.are_the_same():
             return None
         now, before = self._settings(), self._before
@@ -44,6 +59,9 @@ class UnregisteredModules:
         # They are equal, and the next steps compare the objects that are there now.
         self._items = self._current_items()
         return None
+
+    def _currently_trained(self) -> list[bool]:
+        return [tensor.requires_grad for _, tensor in self._tensors]
 
     def _settings(self) -> dict[tuple[int, str], Any]:
         # By index, since all items of a container have its name.

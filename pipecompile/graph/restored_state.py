@@ -24,6 +24,7 @@ def tensors_restored(
     empty until the first forward; it is restored too.
     """
     before = {each: each.detach().clone() for each in tensors}
+    leaves = {each for each in before if each.is_leaf}
     try:
         yield before
     finally:
@@ -36,6 +37,9 @@ def tensors_restored(
                     tensor.resize_(value.shape)
                 if not is_same_tensor(tensor, value):
                     tensor.copy_(value)
+                # What has a gradient was written to it. Torch detaches no view in place.
+                if tensor in leaves and not tensor.is_leaf and not tensor._is_view():
+                    tensor.detach_()
     for name, tensor in named_state(module):
         if tensor in resized:
             raise CaptureError(

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache, lru_cache
+from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, fx, nn
 from traps import CALL, WIDTH, Two, X
 from zoo import called
 from zoo.exact import exact
 
+from pipecompile.errors import CaptureError
 from pipecompile.frontend.capture import capture
 
 
@@ -62,6 +65,172 @@ def test_tensors_in_caches_of_all_kinds(filled: bool) -> None:
     if filled:
         model(X)
     graph = capture(model, CALL).graph
-    assert [each.cache_info().currsize for each in caches] == [0, 0, 0]
+    assert [each.cache_info().currsize for each in caches] == [int(filled)] * 3
+    assert type(only_one(WIDTH)) is Tensor
     assert {"arange", "full", "ones", "zeros"} <= set(called(graph))
     exact(model, X)
+
+
+OFFSET = torch.arange(WIDTH).float()
+
+
+@lru_cache
+def noise(width: int) -> Tensor:
+    return torch.randn(width)
+
+
+@cache
+def dropped(width: int) -> Tensor:
+    return nn.Dropout(0.5)(torch.ones(width))
+
+
+@lru_cache
+def norm(model: nn.Module) -> Tensor:
+    return model.first.weight.detach().norm()  # type: ignore[union-attr, operator]
+
+
+@lru_cache
+def of_data(model: nn.Module) -> Tensor:
+    return model.first.weight.data.T.sum(0)  # type: ignore[union-attr, operator]
+
+
+@lru_cache
+def layer(model: nn.Module) -> Tensor:
+    return model.first(torch.ones(WIDTH)).detach()  # type: ignore[operator]
+
+
+@lru_cache
+def of_buffer(model: nn.Module) -> Tensor:
+    return model.total * 2  # type: ignore[operator]
+
+
+@lru_cache
+def of_attribute(model: Any) -> Tensor:
+    return model.hidden.detach().mean(0)  # type: ignore[no-any-return]
+
+
+@lru_cache
+def given(weight: Tensor) -> Tensor:
+    return weight.detach().sum(0)
+
+
+@lru_cache
+def shifted(width: int, *, by: float = 1.0) -> Tensor:
+    return positions(width) + OFFSET[:width] * by
+
+
+@lru_cache
+def doubled(value: Tensor) -> Tensor:
+    return value * 2
+
+
+class Using(Two):
+    """It adds what `extra` gives."""
+
+    def __init__(self, extra: Callable[[Any, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.extra = extra
+        self.register_buffer("total", torch.ones(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """A value of shape (N, WIDTH) to the same shape."""
+        self.hidden = self.first(x)
+        return self.hidden + self.extra(self, x)
+
+
+CACHES = (
+    *(positions, only_one, several, noise, dropped, norm, of_data, layer, of_buffer),
+    *(of_attribute, given, shifted, doubled),
+)
+REFUSED: dict[str, tuple[Callable[[Any, Tensor], Tensor], str]] = {
+    "a draw": (lambda *_: noise(WIDTH), "noise has a cache .* draws random numbers"),
+    "a dropout": (lambda *_: dropped(WIDTH), "dropped has a cache .* draws random numbers"),
+    "a weight": (lambda model, _: norm(model), "norm has a cache .* reads a parameter"),
+    "its data": (lambda model, _: of_data(model), "of_data has a cache .* reads a parameter"),
+    "a layer": (lambda model, _: layer(model), "layer has a cache .* reads a parameter"),
+    "a buffer": (lambda model, _: of_buffer(model), "of_buffer has a cache .* a buffer"),
+    "a value of the forward": (
+        lambda model, _: of_attribute(model),
+        "of_attribute has a cache .* a tensor that it is not given",
+    ),
+    "a given weight": (
+        lambda model, _: given(model.first.weight),
+        "given has a cache .* reads a parameter",
+    ),
+    "written to": (
+        lambda *_: only_one(WIDTH).add_(1),
+        "writes to what a function with a cache .* returned",
+    ),
+    "written to by a view": (
+        lambda *_: shifted(WIDTH)[:].mul_(2),
+        "writes to what a function with a cache .* returned",
+    ),
+}
+
+
+@pytest.mark.parametrize("filled", [False, True])
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_cached_result_that_another_call_would_not_give_is_refused(
+    name: str, filled: bool
+) -> None:
+    extra, text = REFUSED[name]
+    for each in CACHES:
+        each.cache_clear()
+    model = Using(extra)
+    if filled:
+        model(X)
+    before = [each.cache_info().currsize for each in CACHES]
+    with pytest.raises(CaptureError, match=text):
+        capture(model, CALL)
+    assert [each.cache_info().currsize for each in CACHES] == before
+
+
+ALLOWED: dict[str, Callable[[Any, Tensor], Tensor]] = {
+    "of numbers": lambda *_: positions(WIDTH),
+    "with keywords": lambda *_: shifted(WIDTH, by=2.0),
+    "of a shape": lambda _, x: positions(x.shape[1]),
+    "of what it is given": lambda model, _: doubled(model.hidden),
+    "a copy that is written to": lambda *_: positions(WIDTH).clone().add_(1),
+}
+
+
+@pytest.mark.parametrize("filled", [False, True])
+@pytest.mark.parametrize("name", ALLOWED)
+def test_a_cached_result_that_is_always_the_same_is_taken(name: str, filled: bool) -> None:
+    for each in CACHES:
+        each.cache_clear()
+    model = Using(ALLOWED[name])
+    if filled:
+        model(X)
+    exact(model, X)
+
+
+def test_a_compile_leaves_in_caches_what_they_held() -> None:
+    """The objects themselves, for calls of all kinds."""
+    factor = 2.0
+
+    def made(*sizes: Any, by: float = 1.0, text: str = "") -> Any:
+        return {text: torch.full((WIDTH,), by * factor)} if text else torch.ones(WIDTH) * by
+
+    kinds = [lru_cache(made), cache(made), lru_cache(typed=True)(made), lru_cache(3)(made)]
+    calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = [
+        ((WIDTH,), {}),
+        ((WIDTH, "a"), {}),
+        ((1,), {"by": 3.0, "text": "b"}),
+    ]
+    for each in kinds:
+        held = [each(*args, **kwargs) for args, kwargs in calls]
+        model = Using(lambda *_, each=each: each(WIDTH))  # type: ignore[misc]
+        assert "ones" in called(capture(model, CALL).graph)
+        assert each.cache_info().currsize == len(calls)
+        again = [each(*args, **kwargs) for args, kwargs in calls]
+        assert all(one is other for one, other in zip(held, again, strict=True))
+
+
+@cache
+def captured(width: int) -> fx.Graph:
+    return capture(Using(lambda *_: positions(width)), CALL).graph
+
+
+def test_a_cached_function_may_capture_a_model() -> None:
+    assert "arange" in called(captured(WIDTH))

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from pipecompile.api.compilation import pipecompile
-from pipecompile.errors import CaptureError
+from pipecompile.errors import CaptureError, InputError
+from pipecompile.training.pipeline import Pipeline
 
 WIDTH = 8
 X = torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(1))
@@ -58,6 +59,10 @@ def with_node() -> Reading:
     return model
 
 
+def compiled(model: nn.Module, **options: Any) -> Pipeline:
+    return pipecompile(model, X, k=2, microbatches=2, loss_fn=mean_square, costs="flops", **options)
+
+
 def ones() -> Tensor:
     return torch.ones(WIDTH, requires_grad=True)
 
@@ -93,13 +98,14 @@ MODELS: dict[str, tuple[Callable[[], Reading], str]] = {
 }
 
 
+@pytest.mark.parametrize("self_check", [True, False])
 @pytest.mark.parametrize("name", MODELS)
-def test_what_is_no_parameter_and_gets_a_gradient_is_refused(name: str) -> None:
+def test_what_is_no_parameter_and_gets_a_gradient_is_refused(name: str, self_check: bool) -> None:
     make, text = MODELS[name]
     SCALE.grad = None
     model = make()
     with pytest.raises(CaptureError, match=rf"{text} .* gets a gradient, but is no parameter"):
-        pipecompile(model, X, k=2, microbatches=2, loss_fn=mean_square, costs="flops")
+        compiled(model, self_check=self_check)
     held = model.held
     assert SCALE.grad is None and (not isinstance(held, Tensor) or held.grad is None)
 
@@ -126,6 +132,90 @@ ALLOWED: dict[str, Callable[[], Reading]] = {
 
 @pytest.mark.parametrize("name", ALLOWED)
 def test_what_gets_no_lasting_gradient_is_allowed(name: str) -> None:
-    model = ALLOWED[name]()
-    pipeline = pipecompile(model, X, k=2, microbatches=2, loss_fn=mean_square, costs="flops")
+    compiled(ALLOWED[name]()).step(X)
+
+
+FROZEN = nn.Parameter(torch.ones(WIDTH), requires_grad=False)
+
+
+class Shifting(nn.Linear):
+    """One node, since it is a kind of nn.Linear, with a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH, WIDTH)
+        self.register_buffer("shift", torch.ones(WIDTH))
+
+    def forward(self, value: Tensor) -> Tensor:
+        """A value of shape (N, WIDTH) to the same shape."""
+        return super().forward(value) + self.shift
+
+
+def shifting() -> Reading:
+    model = Reading(lambda self, value: self.node(value))
+    model.node = Shifting()
+    return model
+
+
+def with_frozen_buffer() -> Reading:
+    model = with_buffer()
+    model.scale.requires_grad_(False)
+    return model
+
+
+LATER: dict[str, tuple[Callable[[], Reading], Callable[[Reading], Tensor], str]] = {
+    "a buffer": (with_frozen_buffer, lambda model: model.scale, "scale"),
+    "a buffer of a node": (shifting, lambda model: model.node.shift, "node.shift"),
+    "an attribute": (
+        lambda: Reading(lambda self, value: value * self.held, torch.ones(WIDTH)),
+        lambda model: model.held,
+        "held",
+    ),
+    "one in a list": (
+        lambda: Reading(lambda self, value: value * self.held[0], [torch.ones(WIDTH)]),
+        lambda model: model.held[0],
+        "held",
+    ),
+    "a global parameter": (
+        lambda: Reading(lambda _, value: value * FROZEN),
+        lambda _: FROZEN,
+        "FROZEN",
+    ),
+    "a layer in a list": (ALLOWED["frozen"], lambda model: model.held[0].weight, "weight"),
+}
+
+
+@pytest.mark.parametrize("name", LATER)
+def test_what_requires_a_gradient_only_after_the_compile_is_refused(name: str) -> None:
+    make, tensor_of, place = LATER[name]
+    model = make()
+    pipeline, tensor = compiled(model), tensor_of(model)
     pipeline.step(X)
+    tensor.requires_grad_()
+    try:
+        with pytest.raises(InputError, match=rf"whether .*{place} requires a gradient has changed"):
+            pipeline.step(X)
+    finally:
+        tensor.requires_grad_(False)
+    assert tensor.grad is None
+    pipeline.step(X)
+
+
+class Gathering(Reading):
+    """A forward that adds what has a gradient to a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda self, value: value)
+        self.register_buffer("total", torch.zeros(WIDTH))
+
+    def forward(self, value: Tensor) -> Tensor:
+        """A value of shape (N, WIDTH) to the same shape."""
+        hidden = self.one(value)
+        self.total.add_(hidden.mean(0))
+        return self.two(hidden)
+
+
+def test_a_buffer_that_the_forward_lets_require_a_gradient_is_refused() -> None:
+    model = Gathering()
+    with pytest.raises(CaptureError, match="the forward writes to total what has a gradient"):
+        compiled(model)
+    assert model.total.is_leaf and not model.total.requires_grad and not model.total.any()

@@ -1,4 +1,4 @@
-"""What the objects of a class have besides attributes, for the search for what a forward reads."""
+"""Parts and slots of the objects of a class, through which the search for reads goes on."""
 
 from __future__ import annotations
 

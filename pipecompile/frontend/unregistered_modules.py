@@ -33,7 +33,7 @@ class UnregisteredModules:
         self._before, self._items = self._settings(), self._current_items()
 
     def changed(self) -> str | None:
-        """Return what is another now, None if all is the same."""
+        """Return what has changed, None if nothing has."""
         if self._items.are_the_same():
             return None
         now, before = self._settings(), self._before

@@ -31,7 +31,7 @@ SYMBOLIC: Mapping[type, type] = {
 
 @dataclass(frozen=True)
 class _Made:
-    """Stands for what each forward makes anew: of it the class is compared, and the code."""
+    """Stands for a value that each forward makes anew: its class and its code are compared."""
 
     kind: type
     code: Any
@@ -53,11 +53,11 @@ class AssignedValue:
 
     @staticmethod
     def of(before: Any, left: Any, known: Collection[int], *, is_read_first: bool) -> AssignedValue:
-        """Return it for two copies; `known` are the ids of what was there before the forward."""
+        """Return the value of two copies; `known` has the ids of what was there `before`."""
         return AssignedValue(before, _without_made(left, known), is_read_first)
 
     def may_be(self, value: Any) -> bool:
-        """Return whether the graph holds where the attribute is this now."""
+        """Return whether the graph holds if the attribute is `value` now."""
         return _is_one_of(deep_copy(value), (self.before, self.left))
 
 

@@ -1,7 +1,7 @@
-"""Which attributes of its modules, and of objects that they hold, a forward reads: their values are
-in a graph of it.
+"""The attributes of modules, and of objects that they hold, that a forward reads: a graph of it has
+their values in it.
 
-They are noted while the forward runs, so names that it computes are among them:
+Reads are noted while the forward runs, so names that it computes are among them:
 
     getattr(self, f"scale_{i}")     scale_0, scale_1, ...
     hasattr(self, "scale")          scale, though there may be none
@@ -41,8 +41,10 @@ OF_ONE_NAME = (*HIDDEN, functools.__file__)
 
 @dataclass(frozen=True)
 class AttributeReads:
-    """What is read in the blocks of `noted`, by the id of the module or object, and of it what
-    the block has not set before; and `of_libraries` what is read of objects of installed packages.
+    """What is read in the blocks of `noted`, by the id of the module or object and the name.
+
+    `_read_first` has those reads before which the block had not set the attribute, and
+    `of_libraries` the reads of objects of installed packages.
     """
 
     _read: set[tuple[int, str]] = field(default_factory=set)

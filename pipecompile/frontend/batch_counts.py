@@ -66,8 +66,8 @@ def refuse_counts(
     """Raise InputError if a number in `given`, by what it is called, divides the loss of a
     microbatch, or a part of it, and counts the whole batch. `doubled` has every sample twice.
 
-    What is called `OUTPUT` is not the user's, and has no counts. A loss that fails on these is not
-    asked.
+    `OUTPUT` is not given by the user, and has no counts. Nothing is refused if the loss fails on
+    these inputs.
     """
     numbers = dict(_numbers(given, doubled))
     if not numbers:
@@ -118,8 +118,8 @@ def _numbers(given: Mapping[str, Any], doubled: Mapping[str, Any]) -> Iterator[t
 
 
 def _with_halves(given: Mapping[str, Any], places: Iterable[int], halves: int) -> Mapping[str, Any]:
-    """Return `given` with so many halves of the numbers in these places; of an odd one, of the even
-    one below.
+    """Return `given` with so many `halves` of the numbers in these places; an odd number is halved
+    as the even one below it.
     """
     leaves, structure = pytree.tree_flatten(dict(given))
     for place in places:

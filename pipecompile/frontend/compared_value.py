@@ -46,7 +46,7 @@ Read = Callable[[], Any]
 
 @dataclass(frozen=True)
 class ComparedValue:
-    """What was in a place, and what tells its changes in place."""
+    """The `value` that a place had, and `before`, a copy that shows changes of it in place."""
 
     where: str
     read: Read
@@ -63,7 +63,7 @@ class ComparedValue:
 
 
 def comparable(value: Any) -> Any:
-    """Return what `is_same_value` tells changes of a value by, also those in place."""
+    """Return a copy or a form of a value that `is_same_value` compares to find any change of it."""
     if isinstance(value, (*CONTAINERS, tuple)):
         return deep_copy(value) if len(value) <= MOST_ITEMS else value
     if isinstance(value, BUFFERS):
@@ -80,15 +80,14 @@ def comparable(value: Any) -> Any:
 
 
 def itself(value: Any) -> Any:
-    """Return the value: what reads an item that a container keeps."""
+    """Return the value itself: the `Read` of an item that a container keeps."""
     return value
 
 
 def referent(proxy: Any) -> Any:
     """Return what a weak proxy stands for, `GONE` if that is gone."""
     with suppress(ReferenceError):
-        # A proxy passes all attributes on, so its bound method is that of the object, and knows
-        # it.
+        # A proxy passes all attributes on, so this method is bound to the object itself.
         return proxy.__repr__.__self__
     return GONE
 

@@ -1,9 +1,9 @@
 """Kernels whose sums have the same order in every run, for steps that are compared bit for bit.
 
 On a GPU some kernels add with atomic operations: two steps of one model then differ in their last
-bits. cuDNN's gradients of convolutions do (seen on a H200 with PyTorch 2.11), and scatters. PyTorch
-has others for most of them; for attention only where a missing one is an error
-(`torch.use_deterministic_algorithms(True)`), which here it is not.
+bits. Scatters do so, and cuDNN's gradients of convolutions (seen on a H200 with PyTorch 2.11).
+PyTorch has deterministic kernels for most of these operators. Those for attention it only takes
+where a missing one is an error (`torch.use_deterministic_algorithms(True)`), and here it is none.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ WARNING = ".*(deterministic|Deterministic)"
 
 @contextmanager
 def deterministic_kernels() -> Iterator[None]:
-    """Ask for such kernels where there is a GPU; what the user has asked for stays."""
+    """Let torch choose such kernels in the block if there is a GPU; settings of the user stay."""
     if not torch.cuda.is_available() or torch.are_deterministic_algorithms_enabled():
         yield
         return

@@ -1,4 +1,4 @@
-"""Models that fail themselves, on real tensors, where no graph is to blame."""
+"""Models that fail on real tensors by themselves, so that no graph is to blame."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def refuse_failing(model: nn.Module, call: Arguments) -> None:
 def _failed_in(model: nn.Module, error: Exception) -> str:
     """Return the path of the innermost module that ran when `error` was raised."""
     paths = {module: path for path, module in model.named_modules()}
-    # Every call of a module goes through a method of torch, in which it is called `self`.
+    # Every call of a module goes through a method of torch, whose `self` is the module.
     callers = [frame.f_locals.get("self") for frame, _ in walk_tb(error.__traceback__)]
     called = [paths[each] for each in callers if isinstance(each, nn.Module) and each in paths]
     return next(reversed(called), "") or type(model).__name__

@@ -42,7 +42,7 @@ def foreign_leaves(model: nn.Module, outputs: Sequence[Tensor]) -> tuple[Tensor,
 def refuse_foreign_leaves(
     model: nn.Module, first: Sequence[Tensor], second: Sequence[Tensor]
 ) -> None:
-    """Raise CaptureError for a leaf of two steps, which no forward has made."""
+    """Raise CaptureError if two steps have the same leaf: their forwards have not made it."""
     lasting = set(map(id, first)) & set(map(id, second))
     _refuse(model, (each for each in first if id(each) in lasting))
 

@@ -61,8 +61,8 @@ def slots_in(attributes: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def aliased_names(kind: type, names: Collection[str]) -> set[str]:
-    """Return what objects of a class are asked for where code reads these names of them: a config
-    of transformers has other names for some of its attributes.
+    """Return the names that a class looks up where code reads `names` of its objects: configs of
+    transformers have aliases for some of their attributes.
     """
     aliases = getattr(kind, "attribute_map", None)
     if not isinstance(aliases, dict):
@@ -71,8 +71,8 @@ def aliased_names(kind: type, names: Collection[str]) -> set[str]:
 
 
 def names_there(attributes: Mapping[str, Any], kind: type) -> frozenset[str]:
-    """Return the names among which a new one is news: those of attributes and of a class, and those
-    that Python sets when it likes.
+    """Return the names that are no news on an object: those of its attributes and of its class, and
+    those that Python may set at any time.
     """
     return KEPT_BY_PYTHON.union(attributes, *map(vars, kind.__mro__))
 

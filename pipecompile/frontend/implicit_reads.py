@@ -1,5 +1,5 @@
-"""What code reaches of classes and callables without naming it: operators, what makes objects, and
-functions behind what stands for one.
+"""What code reaches without naming it: operators of classes, constructors, and functions behind
+objects that stand for one.
 
     x + y                      `__add__` of a class, which no code names
     Scale()                    `__new__` and `__init__` of Scale

@@ -3,8 +3,8 @@
     the model     F0 B0 F1 B1
     the graph     F0 F1 B0 B1
 
-What differs has come from one of them to the other: by a tensor that is written to, or by
-something that code of the user keeps.
+If they differ, something has come from one microbatch to the other: by a tensor that is written
+to, or by something that code of the user keeps.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ SHOWN = 3  # places in a message
 
 def check_in_flight(capture: Capture, module: fx.GraphModule, call: Arguments) -> None:
     """Raise CaptureError if the graph differs from the model with two microbatches in flight."""
-    # The second has other data, so that what one keeps of the other shows.
+    # The second microbatch has other data, so that what it takes from the first shows.
     tensors = capture.inputs.flatten(call)
     others = _other_data(tensors, capture.inputs.batch_dims)
     apart = _TwoMicrobatches(capture, module, (tensors, others))
@@ -50,7 +50,8 @@ def check_in_flight(capture: Capture, module: fx.GraphModule, call: Arguments) -
             return
         if apart.difference_in_turn is None:
             raise apart.error()
-    # Only the model itself knows which data it can take, and its graph may be for some only.
+    # The model may not take the other data, and its graph may not be right for them: now both
+    # microbatches have the same data.
     alike = _TwoMicrobatches(capture, module, (tensors, tensors))
     if alike.difference_in_flight is not None:
         raise alike.error()
@@ -65,7 +66,7 @@ class _TwoMicrobatches:
     batches: tuple[Sequence[Tensor], Sequence[Tensor]]
 
     def error(self) -> CaptureError:
-        """Return what to say of the difference in flight."""
+        """Return an error that says what differs in flight, and what may be the reason."""
         writers = list(_writers(self.module))
         places = list(dict.fromkeys(places_of_kept_state(self.module)))
         reasons: list[str] = []
@@ -95,7 +96,7 @@ class _TwoMicrobatches:
 
     @cached_property
     def steps(self) -> list[TrainingStep]:
-        """The steps of the model itself, one after the other; ModelFailsError if they fail."""
+        """The steps of the model itself, one after the other; ModelFailsError if one fails."""
         calls = map(self.capture.inputs.unflatten, self.batches)
         model = self.capture.model
         try:
@@ -109,7 +110,7 @@ class _TwoMicrobatches:
 
     @cached_property
     def difference_in_flight(self) -> str | None:
-        """What differs if both forwards of the graph come before the backwards."""
+        """What differs if both forwards of the graph come before the backwards; None if nothing."""
         if not can_run_in_lockstep(self.module.graph):
             return self._difference(self._forwards, in_flight=True)
         outputs = forwards_in_lockstep(self._runnable, self.batches, SEED)
@@ -117,7 +118,7 @@ class _TwoMicrobatches:
 
     @cached_property
     def difference_in_turn(self) -> str | None:
-        """What differs if the graph takes one step after the other, as the model does."""
+        """What differs if the graph takes one step after the other; None if nothing does."""
         return self._difference(self._forwards)
 
     @cached_property
@@ -142,7 +143,7 @@ class _TwoMicrobatches:
         try:
             found = self._taken(forwards, in_flight=in_flight)
         except Exception as error:
-            # Autograd notices some writes, and code of the user what it did not keep.
+            # Autograd notices some writes, and code of the user may miss what it has kept.
             return str(error).split("\n")[0] or type(error).__name__
         for kind in KINDS:
             for index, (one, other) in enumerate(zip(wanted, found, strict=True)):
@@ -152,7 +153,7 @@ class _TwoMicrobatches:
         return None
 
     def _is_noise(self, index: int, kind: str, found: TrainingStep) -> bool:
-        """Return whether steps of the model itself differ as much on this GPU."""
+        """Return whether steps of the model itself differ by as much on this GPU."""
         if not cuda_devices(self.capture.model):
             return False
         repeats = [
@@ -177,8 +178,7 @@ def _writers(module: fx.GraphModule) -> Iterator[str]:
     """Yield the modules and lines that write to something, each once."""
     seen: set[str] = set()
     for node in module.graph.nodes:
-        # Each module once, with its first line: a layer that writes in ten places is one thing to
-        # mend.
+        # A layer that writes in ten places is one thing to mend: its first line is enough.
         path = node.meta["module"] or "the forward"
         line = f" ({node.meta['source']})" if node.meta["source"] else ""
         if may_disturb(module, node) and path not in seen:
@@ -187,8 +187,8 @@ def _writers(module: fx.GraphModule) -> Iterator[str]:
 
 
 def _other_data(tensors: Sequence[Tensor], dims: Sequence[int | None]) -> list[Tensor]:
-    """Return other samples of the same kinds: some of these twice, or other numbers where all
-    samples are the same.
+    """Return other samples for the same inputs: half of these, each twice, or other numbers if all
+    samples are alike.
     """
     others = [
         tensor if dim is None else _halved(tensor, dim)
@@ -207,6 +207,6 @@ def _halved(tensor: Tensor, dim: int) -> Tensor:
 
 
 def _changed(tensor: Tensor) -> Tensor:
-    """Return other numbers; whole ones may be indices, and change places only."""
+    """Return other numbers; integers, which may be indices, only change places."""
     is_whole = not (tensor.is_floating_point() or tensor.is_complex())
     return tensor.flip(tuple(range(tensor.dim()))) if is_whole else tensor * -0.5

@@ -17,16 +17,16 @@ MOST_DEEP = 4
 
 
 def position(value: Iterator[Any]) -> Any:
-    """Return what is another after `next(value)`, where that can be told without a `next`.
+    """Return something that differs after `next(value)`; None if only a `next` could tell.
 
-    Of a generator it is where it stands, with its numbers; of one of Python's own iterators what a
-    copy would be made of, such as an index.
+    Of a generator these are the instruction at which it waits and its numbers. Of Python's own
+    iterators it is what a copy is made of, such as an index.
     """
     return _position(value, MOST_DEEP)
 
 
 def _position(value: Any, depth: int) -> Any:
-    # From Python 3.12 on what is left of a range is another range.
+    # From Python 3.12 on the rest of a range is a range too.
     if isinstance(value, (*PLAIN, range)) or depth == 0:
         return repr(value) if isinstance(value, (*PLAIN, range)) else None
     if isinstance(value, GeneratorType):

@@ -5,8 +5,8 @@
     a Function of the user                   Rounded.last = value
     a module of a class of the user          self.last = output
 
-The graph shows only what it gives as a tensor. Where several microbatches are in flight, what it
-keeps in another place is that of the latest one.
+The graph shows only the tensors that such code returns. What it keeps elsewhere is that of the
+latest microbatch, even while earlier ones are in flight.
 """
 
 from __future__ import annotations
@@ -43,8 +43,9 @@ def places_of_kept_state(module: fx.GraphModule) -> Iterator[str]:
 
 
 def _is_of_user(module: nn.Module) -> bool:
-    """Return whether code of the user runs when a module is called, or its backward; modules of
-    installed packages are taken to keep nothing.
+    """Return whether code of the user runs in the forward or the backward of a module.
+
+    Modules of installed packages are assumed to keep nothing.
     """
     hooks = chain.from_iterable(vars(module)[table].values() for table in HOOKS)
     is_replaced = "forward" in vars(module)

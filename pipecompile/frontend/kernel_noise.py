@@ -1,10 +1,10 @@
 """How far steps of one model are apart where a GPU's kernels add in another order in each run.
 
-    model      step, step, step    differ by d in a tensor: what its kernels leave open
+    model      step, step, step    differ by d in a tensor, since kernels leave the order open
     graph      step                may differ by four times d from one of them, and by rounding
 
-Only differences as small as those of rounding are taken for that: what draws numbers that torch
-does not seed differs by far more.
+Only differences as small as those of rounding are accepted: those of a model that draws numbers
+which torch does not seed are far larger.
 """
 
 from __future__ import annotations
@@ -17,14 +17,16 @@ from torch import Tensor
 
 __all__ = ["is_within_noise"]
 
-FACTOR = 4  # of what was seen in three steps; others may lie further apart
-ROUNDING = 4  # of the type's spacing at the largest element
-LARGEST = 2**-6  # of the largest element of all: more is no rounding, in bfloat16 either
+FACTOR = 4  # times the largest difference of three steps, since others may differ by more
+ROUNDING = 4  # times the spacing of the type at the largest element
+LARGEST = 2**-6  # times the largest element of all: rounding is less, in bfloat16 too
 
 
 def is_within_noise(repeats: Sequence[Mapping[str, Tensor]], found: Mapping[str, Tensor]) -> bool:
-    """Return whether tensors of a graph are as near to those of one of the model's steps, by name,
-    as these are to each other; False if the model's are equal, or too far apart for rounding.
+    """Return whether the tensors `found` of a graph are as near to those of one of the `repeats` of
+    the model's step as these are to each other.
+
+    False if all repeats are equal, or too far apart for rounding.
     """
     first = repeats[0]
     if any(each.keys() != first.keys() for each in (*repeats, found)):

@@ -11,11 +11,10 @@ __all__ = ["NOTHING_KNOWN", "KnownReads"]
 class KnownReads(NamedTuple):
     """What a forward reads of modules, and of objects that they hold, by path and name.
 
-    `may_read` tells which attributes of modules lead to values that it may read, `must_stay` which
-    of these it does not set itself, `has_read` which
-    ones of objects it was seen to read, and `runs_itself` by path which modules call their hooks in
-    each step. `has_noted` tells of which classes no object that a module holds was read without
-    being seen.
+    `may_read` tells which attributes of modules lead to values that it may read, and `must_stay`
+    which of these it does not set itself. `has_read` tells which attributes of objects it was seen
+    to read. `runs_itself` tells by path which modules call their hooks in each step, and
+    `has_noted` for which classes all reads of the objects that modules hold were seen.
     """
 
     may_read: Callable[[str, str], bool] = lambda *_: True

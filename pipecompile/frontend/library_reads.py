@@ -1,7 +1,7 @@
-"""What code of the user reads of objects that are of installed packages and that modules hold, such
-as configs: `self.config.scale`, `self.config["scale"]`.
+"""Reads of objects of installed packages that modules hold, such as configs, by code of the user:
+`self.config.scale`, `self.config["scale"]`.
 
-How such an object finds a value is its package's matter, so what was read is read again.
+Only its package knows how such an object finds a value, so each step repeats these reads.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class LibraryReads:
             where = f"{key!r} in a {type(owner).__name__}"
             compared = ComparedValue(where, read, value, comparable(value))
             is_data = isinstance(value, COMPARED) or value is GONE or _is_of_library(type(value))
-            # What is another at each read, such as a time, tells nothing.
+            # A value that differs at each read, such as a time, tells nothing.
             if is_data and compared.is_the_same:
                 found.append(compared)
         return found

@@ -3,8 +3,8 @@
     one after the other    a₀ b₀ c₀  a₁ b₁ c₁
     in lockstep            a₀ a₁  b₀ b₁  c₀ c₁
 
-So does a pipeline that cuts between all nodes: what a₀ leaves for c₀ without an edge of the graph,
-in a dict or on a module, is that of a₁ by then.
+A pipeline that cuts between all nodes runs in this order too. What a₀ leaves for c₀ in a dict or on
+a module, and not along an edge of the graph, a₁ has overwritten when c₀ runs.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def forwards_in_lockstep(
         states.append([each.get_state() for each in generators])
     for node in module.graph.nodes:
         numbers = range(len(batches))
-        # Contexts end in the opposite order, as `with` blocks that lie in each other do.
+        # Contexts end in the opposite order, as nested `with` blocks do.
         for number in reversed(numbers) if node.target is leave_context else numbers:
             for generator, state in zip(generators, states[number], strict=True):
                 generator.set_state(state)
@@ -52,8 +52,10 @@ def forwards_in_lockstep(
 
 
 def can_run_in_lockstep(graph: fx.Graph) -> bool:
-    """Return whether no node touches state that another one writes to, as a stage may: its nodes
-    run in turn. Requires `meta["state"]` and `meta["mutates"]` (propagate).
+    """Return whether no node touches state that another node writes to.
+
+    In a stage one may, since the nodes of a stage run in turn for each microbatch. Requires
+    `meta["state"]` and `meta["mutates"]` (propagate).
     """
     readers = Counter(
         key for node in graph.nodes for key in set(map(storage_key, node.meta["state"]))

@@ -1,4 +1,4 @@
-"""What the objects of a class have besides attributes, for the search for what a forward reads."""
+"""Parts and slots of the objects of a class, through which the search for reads goes on."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ __all__ = ["ObjectShape"]
 
 @dataclass(frozen=True)
 class ObjectShape:
-    """The parts by which an object leads to functions or items, and the slots of those classes that
-    it is of and that have some. It keeps the class, whose id may stand for it then.
+    """The parts by which an object leads to functions or items, and the slots of its classes.
+
+    It holds the class, whose id therefore names no other class while the shape lives.
     """
 
     kind: type
@@ -23,7 +24,7 @@ class ObjectShape:
 
     @staticmethod
     def of(value: Any) -> ObjectShape:
-        """Return the shape of an object; most classes have one for all of theirs."""
+        """Return the shape of an object; most classes have the same for all their objects."""
         kind = type(value)
         slots = (slots_in(vars(base)) for base in kind.__mro__)
         return ObjectShape(kind, parts_of(value), tuple(each for each in slots if each))

@@ -52,7 +52,7 @@ def names_foreign_module(names: Mapping[str, Any], path: str) -> bool:
 
 
 def package_of(module: Any) -> str:
-    """Return the package of what an object says is its module, which may be anything."""
+    """Return the package of the `__module__` of an object, which may be any value."""
     return module.partition(".")[0] if isinstance(module, str) and module else "builtins"
 
 
@@ -74,7 +74,7 @@ def is_of_others(module: str | None, packages: Collection[str] = ()) -> bool:
 
 
 def is_of_all_models(item: Any) -> bool:
-    """Return whether a function or class in a table is likely there for other models."""
+    """Return whether a function or class in a table is likely there for other models too."""
     if isinstance(item, type) and issubclass(item, nn.Module):
         return True  # no forward makes modules
     if isinstance(item, FunctionType) and is_foreign(item.__module__):

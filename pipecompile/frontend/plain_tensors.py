@@ -1,8 +1,8 @@
 """Tensors besides parameters and buffers: a forward that writes to one is refused, and the tensor
 is put back.
 
-A write outside of modules that are one node is refused when it is recorded. Of what such a node
-does itself only the values tell, since it runs as it is.
+A write outside of modules that are one node is refused when it is recorded. What such a node writes
+shows only in the values, since it runs as it is.
 """
 
 from __future__ import annotations

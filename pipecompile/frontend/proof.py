@@ -93,8 +93,8 @@ def _may_mix_microbatches(module: fx.GraphModule) -> bool:
 def _refuse_unseen_writes(
     capture: Capture, module: fx.GraphModule, call: Arguments, step: TrainingStep
 ) -> None:
-    """Raise CaptureError if each forward writes something else to state, of which no node of the
-    graph is known to: it would write once more where it is recomputed.
+    """Raise CaptureError if each forward writes other values to state and no node of the graph is
+    known to write: where the forward is recomputed, it would write once more.
     """
     is_seen = any(node.meta["mutates"] for node in module.graph.nodes)
     if not step.written or is_seen or step.writes_in_backward:
@@ -167,7 +167,7 @@ def _check_other_data(capture: Capture, module: fx.GraphModule, call: Arguments)
 
 
 def _for_other_orders(capture: Capture, module: fx.GraphModule, call: Arguments) -> Capture:
-    """Return the capture; one that needs the keys of dicts in their order if the forward gives
+    """Return the capture. It requires the order of the keys of dicts if the forward returns
     something else, or fails, with these in the opposite order.
     """
     if not has_loose_keys(capture.model, call):

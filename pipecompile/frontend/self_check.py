@@ -3,7 +3,7 @@
     the same seed ─┬─▶ step of the model ──▶ outputs, gradients, buffers ─┐
                    └─▶ step of the graph ──▶ outputs, gradients, buffers ─┴─▶ equal, or an error
 
-`proof.py` asks it of captures; `pipecompile verify` compares whole pipelines.
+`proof.py` checks captures by it; `pipecompile verify` compares whole pipelines.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def check_capture(
     # What reads a number of a parameter takes another path at another number.
     fills_zeros = not capture.value_reads
     original = _original_step(model, call, fills_zeros=fills_zeros)
-    # At once: after another step, what takes turns would be as it was.
+    # Before another step: after two, a value that alternates would be as it was.
     if outside is not None:
         _refuse_changes(outside)
     _refuse_sparse(original.gradients)
@@ -91,7 +91,7 @@ def check_capture(
         name = first_difference(wanted, found)
         if name is None:
             continue
-        # Two more: of what takes turns, one of them is like the first.
+        # Two more steps: if something alternates, one of them differs from the first.
         repeats = [original, again(), again()]
         size = difference_text(wanted.get(name), found.get(name))
         if cuda_devices(model) and is_within_noise([getattr(r, kind) for r in repeats], found):
@@ -253,7 +253,7 @@ def _refuse_sparse(gradients: dict[str, Tensor]) -> None:
 
 
 def first_difference(original: dict[str, Tensor], captured: dict[str, Tensor]) -> str | None:
-    """Return the first name under which there is another tensor, or one only, None if none is."""
+    """Return the first name whose tensors differ or of which one is missing; None if none is."""
     for name in [*original, *(captured.keys() - original.keys())]:
         if name not in original or name not in captured:
             return name

@@ -34,16 +34,16 @@ __all__ = [
 ]
 
 SEED = 602_214_076
-"""Of all steps that are compared; no forward is likely to seed itself with it."""
+"""The seed of all steps that are compared; no forward is likely to seed itself with it."""
 
 
 @dataclass(frozen=True)
 class TrainingStep:
     """All that a training step leaves, by name; `buffers` hold written parameters too.
 
-    `foreign_leaves` are the tensors besides that got gradients. `draws_in_backward` says whether
-    its backward drew random numbers, and `writes_in_backward` whether it wrote to buffers.
-    `written` are the names of the state that it or its forward wrote to.
+    `foreign_leaves` are the other tensors that got gradients. `draws_in_backward` says whether the
+    backward drew random numbers, and `writes_in_backward` whether it wrote to buffers. `written`
+    are the names of the state that the step wrote to.
     """
 
     outputs: dict[str, Tensor]
@@ -73,13 +73,13 @@ def training_steps(
     in_flight: bool = False,
     fills_zeros: bool = False,
 ) -> list[TrainingStep]:
-    """Return what seeded steps with these `forwards` leave, as `training_step` does; the last one
-    has buffers, and says what any wrote to.
+    """Return what seeded steps with these `forwards` leave, as `training_step` does.
 
-    With `in_flight` all forwards come before the backwards.
+    Only the last step has buffers, and the names of the state that any of the steps wrote to. With
+    `in_flight` all forwards come before the backwards.
     """
     steps: list[TrainingStep] = []
-    trainable = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
     with restored_state(model) as state_before, deterministic_kernels():
         before = {**state_before, **(fill_zeros(model) if fills_zeros else {})}
         waiting: list[Sequence[Tensor]] = []
@@ -87,41 +87,49 @@ def training_steps(
             # Graph and model draw in the same order, so one global seed gives both the same.
             torch.manual_seed(SEED + index)
             waiting.append(tensor_leaves(run()))
-            while waiting and (not in_flight or index == len(forwards) - 1):
-                outputs = waiting.pop(0)
-                before_backward = _random_state(model)
-                buffers = [buffer.clone() for buffer in model.buffers()]
-                foreign = foreign_leaves(model, outputs)
-                parameters = [parameter for _, parameter in trainable]
-                gradients = _gradients(outputs, [*parameters, *foreign])
-                named = zip(trainable, gradients[: len(trainable)], strict=True)
-                steps.append(
-                    TrainingStep(
-                        outputs={f"output {i}": v.detach() for i, v in enumerate(outputs)},
-                        gradients={name: g for (name, _), g in named if g is not None},
-                        buffers={},
-                        foreign_leaves=foreign,
-                        draws_in_backward=not torch.equal(_random_state(model), before_backward),
-                        writes_in_backward=not all(map(is_same_tensor, buffers, model.buffers())),
-                        written=(),
-                    )
-                )
-        written = [
-            (name, parameter)
-            for name, parameter in model.named_parameters()
-            if not is_same_tensor(parameter, before[parameter])
-        ]
-        state = (*model.named_buffers(), *written)
-        steps[-1].buffers.update((name, value.detach().clone()) for name, value in state)
-        # A buffer that the forward has replaced is another tensor.
-        changed = [
-            name
-            for name, buffer in model.named_buffers()
-            if buffer not in before or not is_same_tensor(buffer, before[buffer])
-        ]
-        names = (*changed, *(name for name, _ in written))
-        steps[-1] = replace(steps[-1], written=names)
+            if not in_flight:
+                steps.append(_after_backward(model, trainable, waiting.pop()))
+        steps += [_after_backward(model, trainable, outputs) for outputs in waiting]
+        steps[-1] = _with_state(steps[-1], model, before)
     return steps
+
+
+def _after_backward(
+    model: nn.Module, trainable: Mapping[str, nn.Parameter], outputs: Sequence[Tensor]
+) -> TrainingStep:
+    """Run the backward of a forward with these `outputs`; return the step, without its buffers."""
+    random_state = _random_state(model)
+    buffers = [buffer.clone() for buffer in model.buffers()]
+    foreign = foreign_leaves(model, outputs)
+    gradients = _gradients(outputs, [*trainable.values(), *foreign])
+    named = zip(trainable, gradients[: len(trainable)], strict=True)
+    return TrainingStep(
+        outputs={f"output {index}": value.detach() for index, value in enumerate(outputs)},
+        gradients={name: gradient for name, gradient in named if gradient is not None},
+        buffers={},
+        foreign_leaves=foreign,
+        draws_in_backward=not torch.equal(_random_state(model), random_state),
+        writes_in_backward=not all(map(is_same_tensor, buffers, model.buffers())),
+        written=(),
+    )
+
+
+def _with_state(
+    step: TrainingStep, model: nn.Module, before: Mapping[Tensor, Tensor]
+) -> TrainingStep:
+    """Return `step` with the buffers and written parameters that it leaves in `model`, and with the
+    names of those that are not as they were `before`.
+    """
+
+    def is_changed(value: Tensor) -> bool:
+        # A buffer that the forward has replaced is another tensor.
+        return value not in before or not is_same_tensor(value, before[value])
+
+    buffers = dict(model.named_buffers())
+    written = {name: value for name, value in model.named_parameters() if is_changed(value)}
+    changed = [name for name, buffer in buffers.items() if is_changed(buffer)]
+    state = {name: value.detach().clone() for name, value in (*buffers.items(), *written.items())}
+    return replace(step, buffers=state, written=(*changed, *written))
 
 
 def _random_state(model: nn.Module) -> Tensor:
@@ -155,7 +163,7 @@ def _gradients(outputs: Sequence[Tensor], parameters: Sequence[Tensor]) -> Seque
 
 
 def _weighted_sum(value: Tensor) -> Tensor:
-    """Return a loss of an output, of which elements have gradients that differ, also where they are
+    """Return a loss under which the elements of an output get different gradients, even if they are
     all zero, as behind a last layer that begins with zeros.
     """
     real = torch.view_as_real(value.resolve_conj()) if value.is_complex() else value

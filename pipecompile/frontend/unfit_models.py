@@ -68,15 +68,15 @@ def _refuse_methods_of_state(name: str, module: nn.Module) -> None:
     for method in METHODS_OF_STATE:
         if _gives_others(module, method):
             raise InputError(
-                f"{name} has a method {method} of its own, which gives others than its modules "
-                "hold, so what is trained would not be known; freeze what is not to be trained "
-                "(requires_grad_(False)), and give the method another name"
+                f"{name} has a method {method} of its own, which returns other tensors than "
+                "its modules hold, so what is trained would not be known; freeze what is not to be "
+                "trained (requires_grad_(False)), and give the method another name"
             )
 
 
 def _gives_others(module: nn.Module, method: str) -> bool:
-    """Return whether a method that a class has overridden gives other tensors or names than that of
-    torch, or does not take what that takes.
+    """Return whether a class has a method of its own that returns other tensors or names than that
+    of torch, or refuses its arguments.
     """
     own, original = getattr(module, method), getattr(nn.Module, method)
     if getattr(own, "__func__", None) is original:
@@ -95,8 +95,8 @@ def _identity(item: Tensor | tuple[str, Tensor]) -> tuple[str, int]:
 
 
 def refuse_names_of_graphs(paths: Iterable[str]) -> None:
-    """Raise CaptureError if modules of graphs have an attribute themselves where one of `paths`,
-    which a graph names, begins.
+    """Raise CaptureError if one of `paths`, which a graph is to name, begins with the name of an
+    attribute that every `GraphModule` has.
     """
     for name in (path.partition(".")[0] for path in paths):
         if name in NAMES_OF_GRAPHS:

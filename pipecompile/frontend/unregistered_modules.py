@@ -43,7 +43,7 @@ class UnregisteredModules:
         self._before, self._items = self._settings(), self._current_items()
 
     def changed(self) -> str | None:
-        """Return what is another now, None if all is the same."""
+        """Return what has changed, None if nothing has."""
         trained = self._currently_trained()
         if trained != self._trained:
             pairs = zip(self._tensors, trained, self._trained, strict=True)

@@ -97,9 +97,9 @@ class ChoiceTypes(TypedDict, total=False):
         float | str | None,
         Option(
             None,
-            "Choose a plan whose step stands times that are off by about this share, such as 5%, "
-            "on each device and for each node: of plans within 2 % of the shortest step, the one "
-            "of least regret at the 90th percentile.",
+            "Choose a plan that stays good if times are off by about this share, such as 5%, on "
+            "each device and for each node: of plans within 2 % of the shortest step, the one of "
+            "least regret at the 90th percentile.",
             default_text="none: the shortest step",
             metavar="SHARE",
         ),
@@ -267,7 +267,7 @@ class ChoiceTypes(TypedDict, total=False):
     ]
     parameters_everywhere: Annotated[
         bool,
-        Option(False, "Each stage has a node with parameters.", form="switch"),
+        Option(False, "Give each stage a node with parameters.", form="switch"),
     ]
     granularity: Annotated[
         Granularity,

@@ -1,4 +1,4 @@
-"""The settings of a joint search: what is chosen for given devices, and what came of each."""
+"""The settings of a joint search: what is chosen for given devices, and its outcome."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class SettingResult(Value, frozen=True, kw_only=True):
 
 
 class OtherSettings(Value, frozen=True, kw_only=True, omit_defaults=True):
-    """Settings that differ in their number of `microbatches` alone, and of which the same came.
+    """Settings that differ only in their number of `microbatches`, and have the same outcome.
 
     No plan of the one with `microbatches[i]` has a step shorter than `bounds_ns[i]`. The other
     fields are those of `Setting` and `SettingResult`.

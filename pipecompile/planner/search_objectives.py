@@ -1,6 +1,6 @@
 """The objectives by which a joint search cuts the model under a setting. Needs no PyTorch.
 
-What is searched is the shortest step, so that is the objective, unless the user has one:
+The search is for the shortest step, so `step-time` is the objective unless the user gives one:
 
     quick plans      step-time; with very many actions, where a step takes too long to simulate
                      often, the load of the fullest stage

@@ -1,4 +1,4 @@
-"""What came of settings: as results, in order, and in words if none has a plan. Needs no torch."""
+"""The outcome of settings: results in order, and words if none has a plan. Needs no torch."""
 
 from __future__ import annotations
 

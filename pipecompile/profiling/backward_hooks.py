@@ -16,7 +16,7 @@ from pipecompile import errors
 
 __all__ = ["backward_advice", "stop_at_reads"]
 
-# No frame of a file in these folders is of a hook.
+# Frames of files in these folders are not those of a hook.
 HIDDEN = tuple(f"{Path(file or '').parent}/" for file in (torch.__file__, errors.__file__))
 
 
@@ -33,17 +33,17 @@ def _stopping_at_reads(hook: Callable[..., Any]) -> Callable[..., Any]:
         try:
             return hook(module, gradients, *others)
         except Exception:
-            # Items, text and arrays fail in ways of their own; a step of the model has shown that
-            # the hook works where there are values. It may go on to return other gradients, such
-            # as clipped ones, so memory is counted for these.
+            # `item`, `print` and `numpy` each raise something else. A step of the model has shown
+            # that the hook works on values. It may return other gradients, such as clipped ones,
+            # so memory is counted for these.
             return tuple(None if each is None else each.clone() for each in gradients)
 
     return stopping
 
 
 def backward_advice(error: Exception) -> str:
-    """Return, as the end of a sentence, what to do about an error that a backward has raised; ""
-    if no code of the user's has.
+    """Return, as the end of a sentence, what to do about an error of a backward; "" if it was not
+    raised in code of the user.
     """
     frames = [frame.f_code for frame, _ in walk_tb(error.__traceback__)]
     if any(code.co_filename == function.__file__ for code in frames):

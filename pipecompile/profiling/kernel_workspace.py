@@ -28,11 +28,11 @@ Workspace = Callable[[Any, Sequence[Any], Any], int]
 """From an operator, its arguments and its result to the bytes of its workspace."""
 
 BLOCK = 16  # oneDNN pads channels to whole blocks of this size
-IMAGES = 4  # dimensions, with those of images and channels
+IMAGES = 4  # dimensions of a batch of images: image, channel, height, width
 FLOAT_BYTES = 4
 PAGE = 4096
-PARTS = 64  # rows, and fewer are summed at once
-PARTIAL_SUMS = 140 << 20  # of one sum on the 132 multiprocessors of an H200
+PARTS = 64  # sums of up to this many rows have no partial sums
+PARTIAL_SUMS = 140 << 20  # at most, for one sum on the 132 multiprocessors of an H200
 # On a CPU these copy the gradient into the layout of the input.
 COPYING = (
     aten.native_batch_norm_backward.default,
@@ -55,8 +55,8 @@ def _on_cuda(operator: Any, arguments: Sequence[Any], result: Any) -> int:
     each half of a backward. Its other algorithms may take more; PyTorch falls back to one that the
     allocator can serve.
 
-    A sum over many rows, such as the gradient of a bias, keeps sums of parts of them: 8 bytes for
-    each element, as long as more parts keep the device busier (aten/src/ATen/native/cuda,
+    A sum over many rows, such as the gradient of a bias, keeps partial sums. They take 8 bytes for
+    each element, up to the size that keeps the whole device busy (aten/src/ATen/native/cuda,
     Reduce.cuh).
     """
     if operator is aten.convolution.default:
@@ -121,7 +121,7 @@ class _Convolution:
 
     @property
     def _is_usual(self) -> bool:
-        """Whether it is one of the usual networks, for which oneDNN has kernels of its own."""
+        """Whether it is of a kind that most networks have, and oneDNN has kernels for."""
         kernel = self.weight.shape[2:]
         if self._is_channels_last and (prod(self.stride) > 1 or prod(kernel) == 1 < self.groups):
             return False

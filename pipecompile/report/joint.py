@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from itertools import groupby
 from textwrap import wrap
 
@@ -14,12 +14,19 @@ from pipecompile.ir.size import size_text
 from pipecompile.report.tables import DrawTable, plain_table
 from pipecompile.report.units import gap_text
 
-__all__ = ["joint_text", "others_table", "settings_rows", "settings_table", "word_columns"]
+__all__ = [
+    "STATUS_TEXTS",
+    "joint_text",
+    "others_table",
+    "settings_rows",
+    "settings_table",
+    "word_columns",
+]
 
 _MOST_NAMES = 3  # of schedules in a row of the others
 _WIDTH = 98  # of a line of the head, which is indented by two
 
-_STATUSES: dict[SettingStatus, str] = {
+STATUS_TEXTS: Mapping[SettingStatus, str] = {
     "planned": "planned",
     "bound": "cannot be shorter",
     "memory": "cannot fit their memory",
@@ -31,8 +38,8 @@ _STATUSES: dict[SettingStatus, str] = {
 
 
 def joint_text(plan: Plan, joint: JointSearch) -> Iterator[str]:
-    """Yield how good the plan is at most, by the costs of its search, and what came of the
-    settings.
+    """Yield how good the plan is at most, by the costs of its search, and the outcome of
+    the settings.
     """
     bound, gap = time_with_unit(joint.bound_ns, plan.time_unit), gap_text(joint.gap)
     # The first of the best is the plan's own.
@@ -46,7 +53,7 @@ def joint_text(plan: Plan, joint: JointSearch) -> Iterator[str]:
     yield f"{what}: no setting has a step below {bound}{_by_nodes(plan, joint)}, gap {gap}"
     counts = ", ".join(
         f"{joint.counts[status]} {text}"
-        for status, text in _STATUSES.items()
+        for status, text in STATUS_TEXTS.items()
         if status in joint.counts
     )
     yield from wrap(f"settings   {joint.settings}: {counts}", _WIDTH, subsequent_indent=" " * 11)
@@ -113,7 +120,7 @@ def _cells(result: SettingResult, unit: TimeUnit) -> tuple[str, ...]:
 
 
 def others_table(plan: Plan, draw: DrawTable = plain_table) -> Iterator[str]:
-    """Yield what came of the settings that are not listed, those of as many replicas together;
+    """Yield the outcome of the settings that are not listed, those of as many replicas together;
     nothing where all are. The plan's file names each.
     """
     if plan.joint is None or not plan.joint.others:
@@ -122,8 +129,8 @@ def others_table(plan: Plan, draw: DrawTable = plain_table) -> Iterator[str]:
     yield f"the other settings: none has a step below the bound in its row{times}"
     schedules, policies = {each.schedule for each in others}, {each.recompute for each in others}
     header = ("settings", "replicas", "ranks", "microbatches", "schedule", "recompute", "bound")
-    rows: list[tuple[str, ...]] = [("what came of them", *header)]
-    for status, text in _STATUSES.items():
+    rows: list[tuple[str, ...]] = [("outcome", *header)]
+    for status, text in STATUS_TEXTS.items():
         own = sorted((each for each in others if each.status == status), key=_replicas)
         for _, group in groupby(own, key=_replicas):
             cells = _others_cells(list(group), schedules, policies, plan.time_unit)

@@ -23,7 +23,17 @@ from pipecompile.ir.stage import Stage
 from pipecompile.report.recompute import encoding_texts, recompute_text, region_texts
 from pipecompile.report.stage_moves import StageMove, move_text, moved_modules, moved_nodes
 
-__all__ = ["ChangeKind", "ComparedPlans", "PlanChange", "PlanDiff", "compare_plans"]
+__all__ = [
+    "STATUS_PREFIX",
+    "ChangeKind",
+    "ComparedPlans",
+    "PlanChange",
+    "PlanDiff",
+    "compare_plans",
+]
+
+STATUS_PREFIX = "settings with status "
+"""What the place of a change of `choice` begins with where it counts settings by status."""
 
 ChangeKind = Literal[
     "step",
@@ -313,7 +323,7 @@ def _choice(old: JointSearch | None, new: JointSearch | None) -> Iterator[PlanCh
     yield from _fields("choice", old, new, ["gap"])
     for status in sorted({*old.counts, *new.counts}):
         counts = (each.counts.get(status, 0) for each in (old, new))
-        yield from _changed("choice", f"settings with status {status}", *counts)
+        yield from _changed("choice", f"{STATUS_PREFIX}{status}", *counts)
     yield from _changed("choice", "settings listed as best", len(old.best), len(new.best))
 
 

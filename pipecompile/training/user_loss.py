@@ -1,7 +1,8 @@
 """The user's loss function, as the last stage calls it for each microbatch.
 
-It sees the outputs and the target. What else it reads of the model would be right in one process
-only, and there until a forward writes to it: on another rank's stage the model is as it was built.
+It is given the outputs and the target. Whatever else it reads of the model would be right in one
+process only, and there only until a forward writes to it: on other ranks the model is as it was
+built.
 
     loss_fn(outputs, target)                     right
     … + model.head.weight.detach().norm()        refused: the weight of which rank, at which step?
@@ -63,7 +64,7 @@ class UserLoss:
     def _refuse_counts(self, outputs: Sequence[Tensor], wanted: Any) -> None:
         """Raise InputError if a number in the target counts the whole batch.
 
-        A loss that is a module is not asked: calls may change its state.
+        A loss that is a module is not tried: calls may change its state.
         """
         if self.target.loss_module is not None:
             return
@@ -80,6 +81,7 @@ class UserLoss:
 
     @contextmanager
     def _refusing_reads(self, outputs: Sequence[Tensor]) -> Iterator[None]:
+        """Raise InputError when code in the block reads state of the model."""
         parameters = self.target.model.named_parameters()
         # Also those that are None so far, which no operator reads.
         gradients = {id(value): f"{name}.grad" for name, value in parameters}
@@ -90,15 +92,14 @@ class UserLoss:
             for path, name in self.assigned
             if path in modules
         }
-        # Two modes: to read `.grad` is no operator, so the dispatcher does not see it; and what
-        # operators read is compared by storage, since a loss may hold a view of a weight from
-        # before.
+        # Two modes: the dispatcher does not see reads of `.grad`, which are no operators. What
+        # operators read is compared by storage, since a loss may hold an earlier view of a weight.
         with _RefuseGradients(gradients), _RefuseReads(state), _refused_attributes(attributes):
             yield
 
     def _state(self, outputs: Sequence[Tensor]) -> dict[int, str]:
-        """Return the names of parameters, their gradients and written buffers, by storage, except
-        outputs.
+        """Return the names of parameters, their gradients and written buffers by storage, without
+        storages of `outputs`.
         """
         model, state = self.target.model, dict[int, str]()
         buffers = (each for each in model.named_buffers() if each[0] in self.written)
@@ -114,8 +115,8 @@ class UserLoss:
 
 @contextmanager
 def _refused_attributes(names: Mapping[tuple[int, str], str]) -> Iterator[None]:
-    """Raise InputError in the block when one of the attributes `names` is read, which are by the id
-    of their module and name.
+    """Raise InputError when code in the block reads an attribute that `names` has, by the id of its
+    module and its own name.
     """
     if not names:
         yield
@@ -182,18 +183,18 @@ def loss_of(
     output = structure.unflatten(outputs)
     try:
         return loss(output, wanted)
-    # Who catches these wants them as they are: less memory is asked for then.
+    # Callers know these types, and try with less memory after the second one.
     except (PipecompileError, torch.OutOfMemoryError):
         raise
     except Exception as error:
         raised = f"{type(error).__name__}: {error}"
-        # What a function without a target does with None: it asks it for something.
+        # A function that needs a target raises one of these where it is given None.
         if wanted is None and isinstance(error, (TypeError, AttributeError)):
             raise InputError(
                 f"loss_fn cannot do without a target ({raised}); give the step one: "
                 "step(batch, target)"
             ) from error
-        # Its first dimension may be as long as the batch by chance: one weight for each class.
+        # A tensor with one weight for each class may be as long as the batch by chance.
         advice = (
             "; a tensor that belongs to no sample stays whole by target_batch_dims, as (0, None)"
         )

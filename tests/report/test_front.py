@@ -150,7 +150,7 @@ def test_the_other_settings_are_counted_by_what_ruled_them_out(plan: Plan) -> No
     assert len(alone) == 3
     assert list(others_table(msgspec.structs.replace(plan, joint=joint))) == [
         "the other settings: none has a step below the bound in its row",
-        "what came of them       settings replicas ranks microbatches schedule    recompute bound",
+        "outcome                 settings replicas ranks microbatches schedule    recompute bound",
         "cannot be shorter              3        1     2       1 to 4 gpipe/zb-h1 none      40 ns",
         "cannot fit their memory        1        1     2            8 zb-h2       none",
     ]

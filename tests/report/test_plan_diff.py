@@ -353,8 +353,8 @@ def test_another_choice_among_settings(plan: Plan) -> None:
     assert diff_text(compare_plans(*plans)).splitlines() == [
         "choice among settings",
         "  no step below: 5 ns → 4 ns (-20.0%)",
-        "  settings with status bound: 1 → 2 (+100.0%)",
-        "  settings with status planned: 2 → 1 (-50.0%)",
+        "  settings, cannot be shorter: 1 → 2 (+100.0%)",
+        "  settings, planned: 2 → 1 (-50.0%)",
         "  settings listed as best: 0 → 1",
     ]
 

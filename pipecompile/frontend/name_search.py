@@ -32,14 +32,13 @@ So more may be found than is read, but nothing that changes during training is l
 
 from __future__ import annotations
 
-import operator
 import os
 import sys
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextvars import ContextVar
 from functools import partial
-from operator import attrgetter, is_, methodcaller
+from operator import attrgetter, methodcaller
 from types import FunctionType, ModuleType
 from typing import Any
 from weakref import ProxyTypes, ReferenceType
@@ -85,6 +84,12 @@ from pipecompile.frontend.packages import (
     names_foreign_module,
     package_of,
 )
+from pipecompile.frontend.replaceable_code import (
+    CodeRead,
+    functions_among,
+    operators_of_tensors,
+    run_by_a_call,
+)
 from pipecompile.graph.attributes import CONTAINERS, PLAIN, plain_container
 from pipecompile.graph.collector import collector_paused
 
@@ -98,15 +103,8 @@ BY_VALUE = (getattr, hasattr, vars, attrgetter, methodcaller)
 """What reads attributes by names that code computes, also if code has another name for it."""
 OF_CACHES = frozenset({"use_cache"})
 """What configs of transformers say of caches, which pipelines leave out: a trainer sets it."""
-OPERATORS = sorted(
-    OF_TENSORS & {f"__{r}{n.strip('_')}__" for n in dir(operator) for r in ("", "r")}
-)
-"""What `x * 2` and `2 * x` call of a tensor."""
-CALLING = ("__call__", "forward")
-"""What runs if code calls a module."""
 LEADING_NOWHERE = (*PLAIN, *NUMBERS, type)
 HOLDING_ITEMS = (*CONTAINERS, *MAPPINGS, tuple)
-Place = str | Callable[[], str]
 """The name of a place; where there was nothing, what returns it once there is."""
 
 
@@ -142,7 +140,7 @@ class NameSearch:
     def _search(self, named_modules: Iterable[tuple[str, nn.Module]]) -> None:
         """Find all that the names lead to that are known now; there may be more names then."""
         self.values: list[ComparedValue] = []
-        self.code: list[tuple[Place, Read, Any]] = []
+        self.code: list[CodeRead] = []
         self.modules: list[tuple[str, nn.Module]] = []
         self.tensors: list[tuple[str, Tensor]] = []
         self.iterators: list[tuple[str, Iterator[Any]]] = []
@@ -158,7 +156,7 @@ class NameSearch:
         while self._found:
             self._look_up(*self._found.popleft())
         self._note_absent_of_tensors()
-        self._note_operators_of_tensors()
+        self.code.append(operators_of_tensors())
         by_value = (each.__name__ for each in BY_VALUE if self.has_found(each))
         self._names = self._names.with_computing(by_value)
 
@@ -251,16 +249,6 @@ class NameSearch:
             return new_name(where, attributes, absent)
 
         self.code.append((place, lambda: all(map(absent.isdisjoint, tables)), True))
-
-    def _note_operators_of_tensors(self) -> None:
-        """Note what operators call of tensors, which no code names."""
-        own = vars(Tensor)
-        self._note_all("torch.Tensor", own.get, {name: own.get(name) for name in OPERATORS})
-
-    def _note_all(self, where: str, get: Callable[[str], Any], values: Mapping[str, Any]) -> None:
-        """Note the `values` that are at one place, by name: one look for all of them."""
-        read = partial(_are_all, get, list(values), list(values.values()))
-        self.code.append((partial(_other, where, get, values), read, True))
 
     def _follow(self, where: str, value: Any) -> None:
         """Look up in `value` later what can be reached in it."""
@@ -399,26 +387,20 @@ class NameSearch:
         self._look_in_slots(where, value)
 
     def _look_in_foreign(self, module: ModuleType) -> None:
-        """Note the functions of torch or another foreign package that code names: who replaces one
-        of them (`torch.nn.functional.gelu = …`) changes what the forward calls.
+        """Note the functions of torch or another foreign package that code names, and look in the
+        Python modules of it.
         """
-        attributes, functions = vars(module), dict[str, Any]()
-        for name in self._names.among(attributes):
-            value = attributes[name]
+        names = list(self._names.among(vars(module)))
+        for name in names:
+            value = vars(module)[name]
             if isinstance(value, ModuleType):
                 self._follow(f"{module.__name__}.{name}", value)
-            elif callable(value) and not isinstance(value, type):
-                functions[name] = value
-        self._note_all(module.__name__, attributes.get, functions)
+        self.code.append(functions_among(module, names))
 
     def _note_calling(self, kind: type) -> None:
         """Note what runs when a module of this class is called."""
-        for name in CALLING if kind not in self._called else ():
-            value = getattr(kind, name, None)
-            # Another descriptor may give another object each time.
-            if isinstance(value, FunctionType):
-                place = f"{kind.__qualname__}.{name}"
-                self.code.append((place, partial(getattr, kind, name, GONE), value))
+        if kind not in self._called:
+            self.code += run_by_a_call(kind)
         self._called.add(kind)
 
     def _look_in_slots(self, where: str, value: Any) -> None:
@@ -543,13 +525,3 @@ class NameSearch:
         if package not in self._foreign:
             self._foreign[package] = is_of_others(package, self._packages)
         return self._foreign[package]
-
-
-def _are_all(get: Callable[[str], Any], names: Iterable[str], values: Iterable[Any]) -> bool:
-    """Return whether what has these `names` now are these `values`."""
-    return all(map(is_, map(get, names), values))
-
-
-def _other(where: str, get: Callable[[str], Any], values: Mapping[str, Any]) -> str:
-    """Return the place of the first of these `values` that is another one now."""
-    return f"{where}.{next(name for name, value in values.items() if get(name) is not value)}"

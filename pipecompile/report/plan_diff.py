@@ -20,20 +20,11 @@ from pipecompile.ir.rank_memory import RankMemory
 from pipecompile.ir.serialization import Value
 from pipecompile.ir.setting import JointSearch
 from pipecompile.ir.stage import Stage
+from pipecompile.report.joint import STATUS_TEXTS
 from pipecompile.report.recompute import encoding_texts, recompute_text, region_texts
 from pipecompile.report.stage_moves import StageMove, move_text, moved_modules, moved_nodes
 
-__all__ = [
-    "STATUS_PREFIX",
-    "ChangeKind",
-    "ComparedPlans",
-    "PlanChange",
-    "PlanDiff",
-    "compare_plans",
-]
-
-STATUS_PREFIX = "settings with status "
-"""What the place of a change of `choice` begins with where it counts settings by status."""
+__all__ = ["ChangeKind", "ComparedPlans", "PlanChange", "PlanDiff", "compare_plans"]
 
 ChangeKind = Literal[
     "step",
@@ -323,7 +314,7 @@ def _choice(old: JointSearch | None, new: JointSearch | None) -> Iterator[PlanCh
     yield from _fields("choice", old, new, ["gap"])
     for status in sorted({*old.counts, *new.counts}):
         counts = (each.counts.get(status, 0) for each in (old, new))
-        yield from _changed("choice", f"{STATUS_PREFIX}{status}", *counts)
+        yield from _changed("choice", f"settings, {STATUS_TEXTS[status]}", *counts)
     yield from _changed("choice", "settings listed as best", len(old.best), len(new.best))
 
 

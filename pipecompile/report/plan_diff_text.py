@@ -5,16 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Any, cast
+from typing import Any
 
 from pipecompile.ir.duration import time_with_unit
 from pipecompile.ir.links import Links
 from pipecompile.ir.plurals import counted
-from pipecompile.ir.setting import SettingStatus
 from pipecompile.ir.size import option_text, size_text
-from pipecompile.report.joint import STATUS_TEXTS
 from pipecompile.report.links import links_text, overhead_texts
-from pipecompile.report.plan_diff import STATUS_PREFIX, ChangeKind, PlanChange, PlanDiff
+from pipecompile.report.plan_diff import ChangeKind, PlanChange, PlanDiff
 from pipecompile.report.tables import DrawTable, markdown_table, plain_table
 from pipecompile.report.units import gap_text
 
@@ -146,20 +144,11 @@ def _lines(changes: Sequence[PlanChange], diff: PlanDiff) -> Iterator[tuple[str,
     """Yield where each change is, and its values as before → after."""
     for change in changes:
         before, after = _pair(change, diff)
-        where = _where(change)
         if change.kind == "move":
-            yield where, _move_text(before, after)
+            yield change.where, _move_text(before, after)
             continue
         relative = _change_text(change, diff)
-        yield where, f"{before} → {after}{f' ({relative})' * bool(relative)}"
-
-
-def _where(change: PlanChange) -> str:
-    """Return where a change is, with the words of a summary for the status of settings."""
-    status = change.where.removeprefix(STATUS_PREFIX)
-    if status == change.where:
-        return change.where
-    return f"settings, {STATUS_TEXTS[cast(SettingStatus, status)]}"
+        yield change.where, f"{before} → {after}{f' ({relative})' * bool(relative)}"
 
 
 def _move_text(before: str, after: str) -> str:

@@ -1,8 +1,8 @@
 """Kernel workspace: a margin for the memory of kernels that fake tensors do not show.
 
 The rules are the same on every machine, one set for GPUs and one for CPUs. Which layouts a kernel
-chooses is not documented and differs between processors. Those for CPUs were fitted to measurements
-of one thread with AVX2 and AVX-512 (docs/design/memory.md); elsewhere they may be too low.
+chooses is not documented and differs between processors. Those for CPUs are for one thread; they
+may be too low for rare convolutions, and without AVX-512 for more of them (docs/design/memory.md).
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import settings
 
 # `make test` draws some examples for each property, `make bench` all.
-settings.register_profile("some", settings.get_profile("ci"), max_examples=20)
+settings.register_profile("some", settings.get_profile("ci"), max_examples=12)
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:

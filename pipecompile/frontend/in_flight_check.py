@@ -22,6 +22,7 @@ from pipecompile.errors import CaptureError
 from pipecompile.frontend.captured_graph import Capture
 from pipecompile.frontend.data_probe import cuda_devices
 from pipecompile.frontend.failing_model import ModelFailsError
+from pipecompile.frontend.hook_calls import RecordedHooks, recorded_hooks, replay_differs
 from pipecompile.frontend.kept_state import places_of_kept_state
 from pipecompile.frontend.kernel_noise import is_within_noise
 from pipecompile.frontend.lockstep import can_run_in_lockstep, forwards_in_lockstep
@@ -111,19 +112,46 @@ class _TwoMicrobatches:
     @cached_property
     def difference_in_flight(self) -> str | None:
         """What differs if both forwards of the graph come before the backwards; None if nothing."""
-        if not can_run_in_lockstep(self.module.graph):
-            return self._difference(self._forwards, in_flight=True)
-        outputs = forwards_in_lockstep(self._runnable, self.batches, SEED)
-        return self._difference([partial(next, outputs)] * 2, in_flight=True)
+        wanted = self.steps  # whose hooks are not recorded
+        with recorded_hooks(self.module) as recorded:
+            difference = self._difference(wanted, self._forwards_in_flight, in_flight=True)
+        if difference is None and self._hooks_differ(recorded):
+            return "what a backward hook returns differs"
+        return difference
+
+    def _hooks_differ(self, recorded: RecordedHooks) -> bool:
+        """Return whether backward hooks that run for both microbatches before the next hook runs
+        return something else than in `recorded`.
+        """
+        if len({call.number for call in recorded.calls}) < 2:
+            return False
+        is_different = False
+
+        def replay() -> tuple[()]:
+            nonlocal is_different
+            is_different = replay_differs(recorded.calls, again.hooks)
+            return ()
+
+        with recorded_hooks(self.module) as again:
+            self._taken([*self._forwards_in_flight, replay], in_flight=True)
+        return is_different
 
     @cached_property
     def difference_in_turn(self) -> str | None:
         """What differs if the graph takes one step after the other; None if nothing does."""
-        return self._difference(self._forwards)
+        return self._difference(self.steps, self._forwards)
 
     @cached_property
     def _runnable(self) -> fx.GraphModule:
         return with_autograd_contexts(self.module)
+
+    @property
+    def _forwards_in_flight(self) -> list[Callable[[], Any]]:
+        """The forwards of the graph, node by node where that is possible."""
+        if not can_run_in_lockstep(self.module.graph):
+            return self._forwards
+        outputs = forwards_in_lockstep(self._runnable, self.batches, SEED)
+        return [partial(next, outputs)] * 2
 
     @property
     def _forwards(self) -> list[Callable[[], Any]]:
@@ -137,9 +165,12 @@ class _TwoMicrobatches:
         return training_steps(model, forwards, in_flight=in_flight, fills_zeros=fills_zeros)
 
     def _difference(
-        self, forwards: Sequence[Callable[[], Any]], *, in_flight: bool = False
+        self,
+        wanted: Sequence[TrainingStep],
+        forwards: Sequence[Callable[[], Any]],
+        *,
+        in_flight: bool = False,
     ) -> str | None:
-        wanted = self.steps
         try:
             found = self._taken(forwards, in_flight=in_flight)
         except Exception as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -209,7 +210,48 @@ def giving_and_taking() -> nn.Module:
     return layers(giving, nn.Linear(WIDTH, WIDTH), Taking(giving))
 
 
+def backward_hooks_of_two_layers() -> nn.Module:
+    """Stages run the first one for two microbatches before the second one runs."""
+    model, sizes = layers(), dict[str, Tensor]()
+    model[4].register_full_backward_hook(
+        lambda _, __, gradients: sizes.update(last=gradients[0].abs().mean())
+    )
+    model[0].register_full_backward_pre_hook(lambda _, gradients: (gradients[0] * sizes["last"],))
+    return model
+
+
+def backward_hooks_of_outputs() -> nn.Module:
+    model, sizes = layers(), dict[str, Tensor]()
+
+    def leave(_: nn.Module, __: Any, output: Tensor) -> None:
+        if output.requires_grad:
+            output.register_hook(lambda gradient: sizes.update(last=gradient.abs().mean()))
+
+    def take(_: nn.Module, __: Any, output: Tensor) -> None:
+        if output.requires_grad:
+            output.register_hook(lambda gradient: gradient * sizes.pop("last"))
+
+    model[4].register_forward_hook(leave)
+    model[0].register_forward_hook(take)
+    return model
+
+
+def backward_hooks_of_a_layer_and_a_parameter() -> nn.Module:
+    model, sizes = layers(), list[Tensor]()
+    model[2].register_full_backward_hook(
+        lambda _, __, gradients: sizes.append(gradients[0].abs().mean())
+    )
+    model[0].weight.register_hook(lambda gradient: gradient * sizes[-1])
+    return model
+
+
 MIXED = {
+    "backward hooks of two layers": (backward_hooks_of_two_layers, "at 0, 4;"),
+    "backward hooks of outputs": (backward_hooks_of_outputs, "at 0, 4;"),
+    "backward hooks of a layer and a parameter": (
+        backward_hooks_of_a_layer_and_a_parameter,
+        r"at 2, 0\.weight;",
+    ),
     "hooks with a dict": (hooks_with_a_dict, "at 0, 2, 4;"),
     "hooks that take what they left": (hooks_that_take_what_they_left, "at 2;"),
     "a hook of a parameter": (hook_of_a_parameter, r"at 0, 0\.weight;"),
@@ -267,6 +309,21 @@ def with_hooks_on_outputs() -> nn.Module:
     return model
 
 
+def with_backward_hooks_of_their_own() -> nn.Module:
+    """Both write to one dict, and neither reads what the other one wrote."""
+    model, seen = layers(), dict[int, list[Tensor]]({0: [], 4: []})
+
+    def clip(index: int, _: nn.Module, gradients: Any, __: Any) -> Any:
+        seen[index].append(gradients[0].norm())
+        return (gradients[0] / (1 + seen[index][-1]),)
+
+    for index in seen:
+        model[index].register_full_backward_hook(partial(clip, index))
+    # The gradient of the input is none.
+    model.insert(0, nn.Linear(WIDTH, WIDTH))
+    return model
+
+
 class Doubling(nn.Linear):
     """A module of the user that keeps nothing."""
 
@@ -299,6 +356,7 @@ def with_one_batch_norm_twice() -> nn.Module:
 APART = {
     "hooks that log": with_hooks_that_log,
     "hooks on outputs": with_hooks_on_outputs,
+    "backward hooks of their own": with_backward_hooks_of_their_own,
     "a Function with its context": lambda: layers(Applied(KeepsInItsContext)),
     "a hook that encloses": lambda: layers(Enclosing(WIDTH, WIDTH)),
     "a batch norm": lambda: layers(Doubling(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)),

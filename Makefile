@@ -9,7 +9,8 @@ FAST_TESTS := tests/frontend tests/graph tests/passes tests/codegen tests/runtim
 # Processes that tests start find bytecode, also where the machine says that none shall be written.
 ENVIRONMENT := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE=
 # By file, so that fixtures that start worker processes start them once, in the order of tests/conftest.py.
-TWO_WORKERS := -n 2 --dist loadfile --no-loadscope-reorder
+# Three for two cores, since tests of ranks wait for much of their time.
+WORKERS := -n 3 --dist loadfile --no-loadscope-reorder
 
 .PHONY: demo test check bench newest docs clean
 .DEFAULT_GOAL := test
@@ -18,11 +19,11 @@ demo: $(READY)
 	$(BIN)/python -m examples.demo
 
 test: $(READY)
-	$(ENVIRONMENT) $(BIN)/python -m pytest $(TWO_WORKERS)
+	$(ENVIRONMENT) $(BIN)/python -m pytest $(WORKERS)
 
 bench: $(READY)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[benchmark]'
-	$(ENVIRONMENT) $(BIN)/python -m pytest $(TWO_WORKERS) -m "sweep or hypothesis" --hypothesis-profile=ci
+	$(ENVIRONMENT) $(BIN)/python -m pytest $(WORKERS) -m "sweep or hypothesis" --hypothesis-profile=ci
 	$(BIN)/python -m benchmarks
 
 # mypy and import-linter read an installed copy: in a checkout they cannot see that `passes` is pipecompile.passes.
@@ -43,7 +44,7 @@ newest:
 	$(NEWEST)/bin/python -c 'import tomllib; project = tomllib.load(open("pyproject.toml", "rb"))["project"]; print(*(each for each in project["dependencies"] + project["optional-dependencies"]["dev"] if not each.startswith("torch")), sep="\n")' > $(NEWEST)/requirements.txt
 	$(NEWEST)/bin/python -m pip install --quiet --disable-pip-version-check --constraint $(NEWEST)/constraints.txt --requirement $(NEWEST)/requirements.txt
 	$(NEWEST)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
-	$(ENVIRONMENT) PIPECOMPILE_ANY_TORCH=1 $(NEWEST)/bin/python -m pytest $(TWO_WORKERS) $(FAST_TESTS)
+	$(ENVIRONMENT) PIPECOMPILE_ANY_TORCH=1 $(NEWEST)/bin/python -m pytest $(WORKERS) $(FAST_TESTS)
 	$(NEWEST)/bin/python -c 'import sys, torch; print("torch", torch.__version__, "on Python", sys.version.split()[0])'
 
 # The site, in build/docs: a broken link or an unknown option is an error.

@@ -18,7 +18,7 @@ def planned(seed: int, output: Path) -> bytes:
         "plan",
         "examples/models.py:unet",
         "-k",
-        "4",
+        "2",
         "-o",
         str(output),
     ]

@@ -22,13 +22,14 @@ MOST_FILLED = 1.0  # beyond which a setting is tried only if nothing else has a 
 class Likeliness(NamedTuple):
     """The sort key of a setting: `doubt` is 0 if it is likely to fit, 1 if it may, else 2. Behind
     it come whether the setting is not likely to be better than a plan, the stages on each rank, the
-    likely step, and what tells which of equal ones takes less time to plan.
+    likely step, that without messages, and what tells which of equal ones takes less time to plan.
     """
 
     doubt: int
     is_no_better: bool
     stages_per_rank: int
     step_ns: int
+    free_ns: int
     ranks: int
     is_auto: bool
 
@@ -62,6 +63,7 @@ class LikelyOrder:
             self._is_no_better(setting, likely),
             setting.stages_per_rank,
             likely.step_ns,
+            likely.free_ns,
             setting.ranks,
             setting.recompute == "auto",
         )

@@ -180,6 +180,15 @@ def test_what_is_left_open_has_no_longer_a_step_than_if_it_is_given(seed: int) -
         assert plan.prediction.step_ns <= given.prediction.step_ns
 
 
+def test_over_slow_links_what_is_left_open_has_no_longer_a_step_than_if_it_is_given() -> None:
+    # A message of one sample takes 103 ns, and a stage 30 ns. Under gpipe, whose step is the
+    # longest where links are free, messages wait for each other only at the ends.
+    chain = SizedChain((ChainNode(bytes=100, parameter_bytes=100_000),) * 4, SAMPLES)
+    plan = searched(chain, space(4), JointLimits())
+    given = searched(chain, space(4, {"schedule": "gpipe"}), JointLimits())
+    assert plan.prediction.step_ns <= given.prediction.step_ns
+
+
 def random_chain(seed: int) -> SizedChain:
     random = Random(seed)
     nodes = (

@@ -93,8 +93,9 @@ class SettingCosts:
         if room is not None and (min(room) < 0 or needed > sum(room)):
             return "memory", (
                 f"parameters, gradients and optimizer states take {size_text(needed)}, and "
-                f"{setting.ranks} ranks have {size_text(max(0, sum(room)))} besides what allocator "
-                "and communication library take for any model"
+                f"{setting.ranks} ranks have {size_text(max(0, sum(room)))} besides up to "
+                f"{size_text(max(self._empty_bytes(setting)))} a rank that allocator and "
+                "communication library take for any model"
             )
         if setting.schedule in SPLIT and self.work(setting).input_ns is None:
             return "refused", "the costs do not say how long each half of a backward takes"
@@ -120,9 +121,13 @@ class SettingCosts:
     def likely(self, setting: Setting) -> LikelyStep:
         """Return how long a step of a setting likely is, and how full its ranks."""
         options, state = self._space.options(setting), self.state_bytes(setting)
-        empty = empty_rank_bytes(placements(options)[0], setting.ranks, self._allocator)
-        fixed = sum(empty) // setting.ranks
+        fixed = sum(self._empty_bytes(setting)) // setting.ranks
         return likely_step(self.work(setting), options, state, fixed, self.links(setting))
+
+    def _empty_bytes(self, setting: Setting) -> tuple[int, ...]:
+        """Return what each rank of a setting takes before it holds anything."""
+        placement = placements(self._space.options(setting))[0]
+        return empty_rank_bytes(placement, setting.ranks, self._allocator)
 
     @property
     def _allocator(self) -> AllocatorName:

@@ -27,6 +27,7 @@ from pipecompile.planner import joint_search, setting_space
 from pipecompile.planner.draft import draft
 from pipecompile.planner.finished_plans import Answer, FinishedPlan, answer_of
 from pipecompile.planner.joint_search import JointLimits, joint_plan
+from pipecompile.planner.likely_order import FAILURES
 from pipecompile.planner.partition_problem import simulated_step_ns
 from pipecompile.planner.setting_bounds import Work, extra_ns, least_step_ns
 from pipecompile.planner.setting_space import SettingSpace
@@ -187,6 +188,17 @@ def test_over_slow_links_what_is_left_open_has_no_longer_a_step_than_if_it_is_gi
     plan = searched(chain, space(4), JointLimits())
     given = searched(chain, space(4, {"schedule": "gpipe"}), JointLimits())
     assert plan.prediction.step_ns <= given.prediction.step_ns
+
+
+def test_settings_of_a_number_of_replicas_without_a_cut_leave_effort_to_others() -> None:
+    # Three nodes of 100 MB with their gradients: two ranks of 195 MB hold as much in sum, though
+    # one of them has two nodes. On four ranks each is alone.
+    heavy = (ChainNode(parameter_bytes=50_000_000),) * 3
+    chain = SizedChain((*heavy, ChainNode(), ChainNode()), SAMPLES)
+    plan = searched(chain, space(4, memory=322_000_000), JointLimits(effort=8), FREE)
+    assert plan.joint is not None
+    assert plan.joint.counts["no cut"] == FAILURES
+    assert plan.joint.counts["planned"] > 2
 
 
 def random_chain(seed: int) -> SizedChain:

@@ -90,9 +90,8 @@ def joint_plan(
     """
     # Without devices nobody asked for a search, and what it tries is no news to the user.
     level = logging.INFO if devices else logging.DEBUG
-    search = _SettingSearch(
-        space, SettingCosts(space, costs), links, limits, level, began=time.monotonic()
-    )
+    known = SettingCosts(space, costs, links)
+    search = _SettingSearch(space, known, limits, level, began=time.monotonic())
     search.run()
     return search.answer(devices)
 
@@ -108,7 +107,6 @@ class _SettingSearch:
 
     space: SettingSpace
     costs: SettingCosts
-    links: Links
     limits: JointLimits
     log_level: int
     began: float
@@ -171,7 +169,8 @@ class _SettingSearch:
             setting = settings[index]
             if key.doubt == 2 and not self._go_on_with_doubtful(settings):
                 return
-            if key.step_ns >= self._best_ns:
+            # By what a step takes without messages: the cut may send less than was guessed.
+            if key.free_ns >= self._best_ns:
                 continue
             # The first one is tried however long its size takes to be costed.
             if not (self.costs.has(setting) or self._has_time or not self.spent):
@@ -225,7 +224,7 @@ class _SettingSearch:
     def _rule_out(self, setting: Setting) -> bool:
         """Return whether a setting whose size is costed cannot have a plan, or no shorter one."""
         options = self.space.options(setting)
-        too_many = self.costs.too_many_stages(setting, self.links)
+        too_many = self.costs.too_many_stages(setting)
         if too_many is not None:
             self._note(setting, "refused", 0, too_many)
             return True
@@ -344,7 +343,7 @@ class _SettingSearch:
             self.costs.graph(setting),
             options,
             **self.costs.source(setting, options)._asdict(),
-            links=self.space.links(self.links, setting),
+            links=self.costs.links(setting),
             effort=effort,
         )
 
@@ -385,8 +384,8 @@ class _SettingSearch:
             return self._drafted(setting, options(setting, larger), QUICK)
 
         def fits(setting: Setting, larger: int) -> bool:
-            links = self.space.links(self.links, setting)
-            return has_fitting_cut(self.costs.graph(setting), options(setting, larger), links)
+            graph, links = self.costs.graph(setting), self.costs.links(setting)
+            return has_fitting_cut(graph, options(setting, larger), links)
 
         emptiest = min(possible, key=self.order.emptiness)
         auto = (each for each in possible if each == replace(emptiest, recompute="auto"))
@@ -407,7 +406,7 @@ class _SettingSearch:
     def _is_unlikely(self, setting: Setting) -> bool:
         """Return whether more effort would not be spent on a setting either."""
         key = self.order.key(setting)
-        is_longer = key.step_ns >= self._best_ns
+        is_longer = key.free_ns >= self._best_ns
         return key.doubt == 2 or is_longer or self.order.needs_no_recompute(setting)
 
     @property

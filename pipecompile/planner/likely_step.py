@@ -1,7 +1,7 @@
 """What the step of a setting is likely to be: a guess that says what to plan first, and no bound.
 
-It is the step of equal stages without transfers, with the recompute that such stages need to fit.
-Needs no PyTorch.
+It is the step of equal stages that send what crosses a narrow boundary, with the recompute that
+such stages need to fit. Needs no PyTorch.
 """
 
 from __future__ import annotations
@@ -9,10 +9,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import lru_cache
+from itertools import pairwise
 from typing import NamedTuple
 
 import msgspec
 
+from pipecompile.ir.links import FREE, Links
 from pipecompile.ir.plan import Options
 from pipecompile.planner.setting_bounds import Work
 from pipecompile.schedule.named_orders import SPLIT, fitting_names, generate
@@ -30,20 +32,29 @@ PARTS = 100  # of what a stage takes, so that sizes of microbatches with the sam
 
 
 class LikelyStep(NamedTuple):
-    """A guess of a step in ns, and of the share of its memory that a rank needs."""
+    """A guess of a step in ns, and of the share of its memory that a rank needs; `free_ns` is the
+    guess of the step if messages took no time.
+    """
 
     step_ns: int
     filled: float
+    free_ns: int
 
 
-def likely_step(work: Work, options: Options, state_bytes: int, fixed_bytes: int = 0) -> LikelyStep:
+def likely_step(
+    work: Work, options: Options, state_bytes: int, fixed_bytes: int = 0, links: Links = FREE
+) -> LikelyStep:
     """Return a guess for plans with these options; all ranks together hold `state_bytes` whatever
-    is in flight, and each takes `fixed_bytes` before it holds anything.
+    is in flight, and each takes `fixed_bytes` before it holds anything. `links` are among all ranks
+    of all replicas.
 
     A search is no longer than a named order: it has the guess of the shortest one that may fit.
     """
-    guesses = (_of_order(work, each, state_bytes, fixed_bytes) for each in _orders(work, options))
-    return min(guesses, key=lambda guess: (guess.filled > 1, guess.step_ns, guess.filled))
+    orders = _orders(work, options)
+    guesses = [_of_order(work, each, state_bytes, fixed_bytes, links) for each in orders]
+    least = min(guesses, key=lambda guess: (guess.filled > 1, guess.step_ns, guess.filled))
+    alike = (each.free_ns for each in guesses if (each.filled > 1) == (least.filled > 1))
+    return least._replace(free_ns=min(alike))
 
 
 def _orders(work: Work, options: Options) -> Iterator[Options]:
@@ -57,7 +68,9 @@ def _orders(work: Work, options: Options) -> Iterator[Options]:
             yield msgspec.structs.replace(options, schedule=name)
 
 
-def _of_order(work: Work, options: Options, state_bytes: int, fixed_bytes: int) -> LikelyStep:
+def _of_order(
+    work: Work, options: Options, state_bytes: int, fixed_bytes: int, links: Links
+) -> LikelyStep:
     """Return the guess for plans with a named order."""
     ranks, stages = _ranks(options), options.k
     work = _balanced(work, ranks)
@@ -65,9 +78,15 @@ def _of_order(work: Work, options: Options, state_bytes: int, fixed_bytes: int) 
     alike = _with_fewer_ranks(options, ranks)
     fewer, m = _ranks(alike), alike.microbatches
     simulated = min(m, SIMULATED_ROUNDS * fewer)
-    placement = placements(alike)[0]
-    times, kept, between = _equal_stages(options.schedule, placement, simulated, *_shares(work))
-    step = times * total // (PARTS * alike.k) + (m - simulated) * total // fewer
+    placement, shares = placements(alike)[0], _shares(work)
+    # Of what a stage takes: as many stages as ranks have the same shares on fewer ranks.
+    message = PARTS * stages * _transfer_ns(work, options, links) // max(1, total)
+    free, kept, between = _equal_stages(options.schedule, placement, simulated, *shares)
+    times, *_ = _equal_stages(options.schedule, placement, simulated, *shares, message)
+    free_ns, step_ns = (
+        parts * total // (PARTS * alike.k) + (m - simulated) * total // fewer
+        for parts in (free, times)
+    )
     if kept == simulated * alike.k // fewer:  # all microbatches, as gpipe does
         kept = kept * m // simulated
     held = kept * work.saved_bytes // alike.k
@@ -75,7 +94,7 @@ def _of_order(work: Work, options: Options, state_bytes: int, fixed_bytes: int) 
     one = between * work.saved_bytes // alike.k + work.saved_bytes // stages
     caps = options.caps(ranks)
     if caps is None:
-        return LikelyStep(step, 0.0)
+        return LikelyStep(step_ns, 0.0, free_ns)
     cap = max(0, sum(caps) // ranks - fixed_bytes)
     room = cap - state_bytes // ranks
     # Two gradients of a stage are unread, and half of what crosses a boundary is a gradient.
@@ -84,7 +103,8 @@ def _of_order(work: Work, options: Options, state_bytes: int, fixed_bytes: int) 
     waiting = kept * (ranks // fewer) * work.boundary_bytes
     extra, activations = _recompute(work, options, held, room - sent, one + waiting)
     filled = (state_bytes // ranks + sent + activations) / max(1, cap)
-    return LikelyStep(step + m * extra // fewer, filled)
+    recompute_ns = m * extra // fewer
+    return LikelyStep(step_ns + recompute_ns, filled, free_ns + recompute_ns)
 
 
 def _ranks(options: Options) -> int:
@@ -126,12 +146,27 @@ def _balanced(work: Work, ranks: int) -> Work:
     return replace(work, forward_ns=forward, backward_ns=backward, input_ns=inner)
 
 
+def _transfer_ns(work: Work, options: Options, links: Links) -> int:
+    """Return how long a message is likely to be under way, the mean of all boundaries of ranks."""
+    placement, among = placements(options)[0], links.among(_ranks(options))
+    # Half of what crosses a boundary goes forward, and half of it back.
+    size = work.boundary_bytes // 2
+    hops = [among.transfer_ns(*pair, size) for pair in pairwise(placement) if pair[0] != pair[1]]
+    return sum(hops) // max(1, len(hops))
+
+
 @lru_cache(maxsize=4096)
 def _equal_stages(
-    name: str, placement: tuple[int, ...], microbatches: int, forward: int, inner: int
+    name: str,
+    placement: tuple[int, ...],
+    microbatches: int,
+    forward: int,
+    inner: int,
+    message: int = 0,
 ) -> tuple[int, int, int]:
-    """Return the step of stages that take `PARTS` for a microbatch; of how many microbatches a
-    rank holds what one stage saves, at most; and how many of them are between I and W, at most.
+    """Return the step of stages that take `PARTS` for a microbatch, and whose messages take
+    `message`; of how many microbatches a rank holds what one stage saves, at most; and how many of
+    them are between I and W, at most.
     """
     stages = len(placement)
     costs = StageCosts(
@@ -142,8 +177,11 @@ def _equal_stages(
         kept_bytes=1,
         between_bytes=1,
     )
-    free, gradient = (0,) * (stages - 1), (True,) * (stages - 1)
-    problem = PlacedProblem(placement, microbatches, (costs,) * stages, free, free, gradient)
+    transfers = tuple(message * (one != other) for one, other in pairwise(placement))
+    gradient = (True,) * (stages - 1)
+    problem = PlacedProblem(
+        placement, microbatches, (costs,) * stages, transfers, transfers, gradient
+    )
     schedule = generate(name, placement, microbatches)
     timeline = simulate(problem, schedule)
     # Recomputed as a whole they keep nothing for I.

@@ -27,11 +27,14 @@ _Size = tuple[str, int]
 
 
 class SettingCosts:
-    """The costs of the settings in `space`, as far as they are known."""
+    """The costs of the settings in `space`, as far as they are known; `links` are those of its
+    devices.
+    """
 
-    def __init__(self, space: SettingSpace, costs: TargetCosts) -> None:
+    def __init__(self, space: SettingSpace, costs: TargetCosts, links: Links) -> None:
         self._space = space
         self._costs = costs
+        self._links = links
         self._graphs: dict[_Size, CostGraph] = {}
         self._works: dict[_Size, Work] = {}
         self._states: dict[int, int] = {}
@@ -90,33 +93,41 @@ class SettingCosts:
         if room is not None and (min(room) < 0 or needed > sum(room)):
             return "memory", (
                 f"parameters, gradients and optimizer states take {size_text(needed)}, and "
-                f"{setting.ranks} ranks have {size_text(max(0, sum(room)))} besides what allocator "
-                "and communication library take for any model"
+                f"{setting.ranks} ranks have {size_text(max(0, sum(room)))} besides up to "
+                f"{size_text(max(self._empty_bytes(setting)))} a rank that allocator and "
+                "communication library take for any model"
             )
         if setting.schedule in SPLIT and self.work(setting).input_ns is None:
             return "refused", "the costs do not say how long each half of a backward takes"
         return None
 
-    def too_many_stages(self, setting: Setting, links: Links) -> str | None:
+    def too_many_stages(self, setting: Setting) -> str | None:
         """Return why the graph of a setting whose size is costed cannot be cut into its stages,
         whatever they may hold; None if it can. It is found out once for each number of stages.
         """
         if setting.k not in self._too_many:
             # Nodes are the same whatever the size of a microbatch.
-            options, own = self._space.options(setting), self._space.links(links, setting)
             try:
-                check_stages(self.graph(setting), options, own)
+                check_stages(self.graph(setting), self._space.options(setting), self.links(setting))
                 self._too_many[setting.k] = None
             except InfeasibleError as error:
                 self._too_many[setting.k] = error.reason
         return self._too_many[setting.k]
 
+    def links(self, setting: Setting) -> Links:
+        """Return the links among the ranks of a setting."""
+        return self._space.links(self._links, setting)
+
     def likely(self, setting: Setting) -> LikelyStep:
         """Return how long a step of a setting likely is, and how full its ranks."""
         options, state = self._space.options(setting), self.state_bytes(setting)
-        empty = empty_rank_bytes(placements(options)[0], setting.ranks, self._allocator)
-        fixed = sum(empty) // setting.ranks
-        return likely_step(self.work(setting), options, state, fixed)
+        fixed = sum(self._empty_bytes(setting)) // setting.ranks
+        return likely_step(self.work(setting), options, state, fixed, self.links(setting))
+
+    def _empty_bytes(self, setting: Setting) -> tuple[int, ...]:
+        """Return what each rank of a setting takes before it holds anything."""
+        placement = placements(self._space.options(setting))[0]
+        return empty_rank_bytes(placement, setting.ranks, self._allocator)
 
     @property
     def _allocator(self) -> AllocatorName:

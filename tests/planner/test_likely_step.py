@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipecompile.api.choices import requested_options
+from pipecompile.ir.links import Link, Links
 from pipecompile.ir.plan import Options
 from pipecompile.planner.likely_step import LikelyStep, likely_step
 from pipecompile.planner.setting_bounds import Work
@@ -69,6 +70,21 @@ def test_messages_are_held_for_microbatches_in_flight() -> None:
         # it sent, and two gradients, halves of what crosses a boundary, are unread.
         held = (8 << 20) + in_flight * boundary + boundary
         assert guess.filled == pytest.approx(held / 80e9)
+
+
+@given(st.sampled_from([2, 4, 16, 64]), st.sampled_from([1, 2, 8, 64]))
+def test_messages_are_under_way_while_a_pipeline_is_filled_and_emptied(
+    ranks: int, microbatches: int
+) -> None:
+    # A message takes a tenth of a stage. Under gpipe there is one for each boundary each way.
+    sending = replace(WORK, boundary_bytes=2 << 20)
+    message = 12_000_000 // ranks // 10
+    options = requested_options(k=ranks, microbatches=microbatches, costs="flops", schedule="gpipe")
+    free, slow = (
+        likely_step(sending, options, 0, links=Links.of(Link(latency_ns=ns))).step_ns
+        for ns in (0, message)
+    )
+    assert slow - free == pytest.approx(2 * (ranks - 1) * message, rel=0.15)
 
 
 def test_what_crosses_a_narrow_boundary_goes_forward_and_back() -> None:

@@ -39,7 +39,7 @@ def check_together(options: Options) -> None:
     if options.shard and options.replicas == 1:
         raise InputError(
             f"shard={options.shard!r} divides stages over replicas, but the plan is for one; give "
-            "replicas=2 or more"
+            "replicas=2 or more, by which the batch can be divided, or leave shard out"
         )
     if options.shard and options.optimizer in ("adafactor", "sm3"):
         raise InputError(

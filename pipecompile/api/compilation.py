@@ -4,8 +4,8 @@ pipeline itself.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, Unpack, get_args
@@ -29,6 +29,7 @@ from pipecompile.cost_models.table import CostFunction
 from pipecompile.errors import InputError, ScheduleError
 from pipecompile.frontend.batch_dims import BatchDim
 from pipecompile.frontend.callable_state import callable_restored
+from pipecompile.frontend.kept_state import hooks_of_user
 from pipecompile.frontend.loss_reduction import LossReduction
 from pipecompile.frontend.signature import arguments_of
 from pipecompile.frontend.target import LossFunction, Target
@@ -145,7 +146,7 @@ def pipecompile(
     _check_weights(target, weights)
     # Anomaly detection would look for NaN in the gradients of tensors without values.
     unwatched = torch.autograd.set_detect_anomaly(False)
-    with target.precision(), on_meta(model), _unchanged(loss_fn), unwatched:
+    with target.precision(), on_meta(model), _unchanged(target), unwatched:
         if plan is None and choices.get("devices") is None:
             request = _request(k, costs, choices, mesh)
             captured, committed = _new(target, request, links, self_check=self_check)
@@ -197,11 +198,16 @@ def _check_kinds(step_timeout: object, mesh: object, autocast: object, shapes: o
         raise InputError(f"shapes is a {type(shapes).__name__}, but it is a list of minibatches")
 
 
-def _unchanged(loss_fn: object) -> AbstractContextManager[object]:
-    """Leave a loss as it was, which may count or average something."""
-    if not isinstance(loss_fn, nn.Module):
-        return callable_restored(loss_fn)
-    return nullcontext() if lacks_values(loss_fn) else restored_state(loss_fn)
+@contextmanager
+def _unchanged(target: Target) -> Iterator[None]:
+    """Leave the loss and what hooks keep as they were: they may count or average something."""
+    loss_fn, hooks = target.loss_fn, hooks_of_user(target.model_with_loss)
+    is_restored = isinstance(loss_fn, nn.Module) and not lacks_values(loss_fn)
+    with (
+        callable_restored(*hooks, *(() if isinstance(loss_fn, nn.Module) else (loss_fn,))),
+        restored_state(loss_fn) if is_restored else nullcontext(),
+    ):
+        yield
 
 
 def _check_weights(target: Target, weights: str | Path | None) -> None:

@@ -5,8 +5,8 @@ names.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
 from typing import Any
 
@@ -32,9 +32,11 @@ from pipecompile.frontend.captured_graph import Capture
 from pipecompile.frontend.target import Target
 from pipecompile.frontend.target_capture import Captured
 from pipecompile.frontend.torch_patches import silence_torch
+from pipecompile.graph.attributes import attributes_restored
 from pipecompile.graph.loss_module import held_loss
-from pipecompile.graph.model_state import fake_state, swapped_state
+from pipecompile.graph.model_state import fake_state, has_values, swapped_state
 from pipecompile.graph.recomputability import copied_bytes, recompute_limits
+from pipecompile.graph.restored_state import tensors_restored
 from pipecompile.ir.graph import CostGraph
 from pipecompile.ir.plurals import counted
 from pipecompile.ir.unequal_costs import UnequalCosts
@@ -238,19 +240,29 @@ def _operations(captured: Captured) -> Iterable[fx.Node]:
     return (node for node in captured.module.graph.nodes if node.op != "get_attr")
 
 
+@contextmanager
+def _kept_beside_the_graph(captured: Captured) -> Iterator[None]:
+    """Put back after the block what hooks write to and no graph has: attributes and buffers."""
+    model, known = captured.capture.model, set(captured.module.buffers())
+    others = [each for each in model.buffers() if has_values(each) and each not in known]
+    with attributes_restored(model), tensors_restored(model, others):
+        yield
+
+
 def profiled(target: Target, microbatches: int, captured: Captured, model: CostModel) -> CostGraph:
     """Return the cost graph by `model`: under the original parameter names, and with what may not
     be recomputed.
     """
     inputs = captured.capture.inputs.flatten(captured.sample)
     loss, targets = loss_of(target, microbatches, captured)
-    graph = profile(
-        captured.module,
-        [target.on_device(tensor) for tensor in inputs],
-        model,
-        loss=loss,
-        targets=targets,
-    )
+    with _kept_beside_the_graph(captured):
+        graph = profile(
+            captured.module,
+            [target.on_device(tensor) for tensor in inputs],
+            model,
+            loss=loss,
+            targets=targets,
+        )
     named = replace(
         _canonical(graph, captured.capture),
         fingerprint=captured.digest,

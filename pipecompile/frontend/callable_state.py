@@ -1,12 +1,12 @@
-"""What a callable that is no module holds, such as a loss that counts its calls: put back after a
-block that calls it.
+"""What callables that are no modules hold, such as a loss that counts its calls or a hook that
+collects norms: put back after a block that calls them.
 
     class Warmup:                       def averaged():
         calls = 0                           mean = torch.ones(())
         def __call__(self, out, y):         def loss(out, y):
             self.calls += 1                     mean.lerp_(out.mean(), 0.1)      what it encloses
 
-Globals are not put back.
+So are the globals that functions of the user name. Attributes of classes are not put back.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pipecompile.frontend.packages import has_own_attributes
+from pipecompile.frontend.code_names import names_in
+from pipecompile.frontend.packages import has_own_attributes, is_of_others
 from pipecompile.graph.attributes import CONTAINERS, PLAIN, plain_container, restore_items
 from pipecompile.graph.model_state import has_values
 from pipecompile.graph.restored_state import is_same_tensor
@@ -35,10 +36,13 @@ MOST_BYTES = 2**26
 
 
 @contextlib.contextmanager
-def callable_restored(function: object) -> Iterator[None]:
-    """Put back, after the block, what `function` holds: tensors, attributes, what it encloses."""
+def callable_restored(*functions: object) -> Iterator[None]:
+    """Put back, after the block, what `functions` hold: tensors, attributes, globals, what they
+    enclose.
+    """
     state = _CallableState()
-    state.add(function)
+    for function in functions:
+        state.add(function)
     try:
         yield
     finally:
@@ -46,12 +50,13 @@ def callable_restored(function: object) -> Iterator[None]:
 
 
 class _CallableState:
-    """Containers, cells and tensors, each with what it held when it was added."""
+    """Containers, cells, globals and tensors, each with what it held when it was added."""
 
     def __init__(self) -> None:
         self._seen = dict[int, Any]()
         self._containers: list[tuple[Any, Any]] = []
         self._cells: list[tuple[CellType, Any]] = []
+        self._globals: list[tuple[dict[str, Any], str, Any]] = []
         self._tensors: list[tuple[Tensor, Tensor]] = []
 
     def add(self, value: Any) -> None:
@@ -86,12 +91,21 @@ class _CallableState:
                     self._cells.append((cell, cell.cell_contents))
                     self.add(cell.cell_contents)
             self._add_all((value.__dict__, value.__defaults__, value.__kwdefaults__))
+            self._add_globals(value)
         elif isinstance(value, MethodType):
             self._add_all((value.__self__, value.__func__))
         elif isinstance(value, partial):
             self._add_all((value.func, value.args, value.keywords))
         elif has_own_attributes(value, ()) and hasattr(value, "__dict__"):
             self.add(vars(value))
+
+    def _add_globals(self, function: FunctionType) -> None:
+        if is_of_others(function.__module__):
+            return
+        namespace = function.__globals__
+        for name in names_in(function.__code__).globals & namespace.keys():
+            self._globals.append((namespace, name, namespace[name]))
+            self.add(namespace[name])
 
     def _add_all(self, values: Iterable[Any]) -> None:
         for value in values:
@@ -103,6 +117,8 @@ class _CallableState:
             restore_items(container, items)
         for cell, contents in self._cells:
             cell.cell_contents = contents
+        for namespace, name, value in self._globals:
+            namespace[name] = value
         with torch.no_grad():
             for tensor, value in self._tensors:
                 if not is_same_tensor(tensor, value):

@@ -23,7 +23,7 @@ from pipecompile.frontend.outside_values import GLOBAL_HOOKS
 from pipecompile.frontend.packages import is_of_others
 from pipecompile.graph.gradient_hooks import has_hook
 
-__all__ = ["places_of_kept_state"]
+__all__ = ["hooks_of_user", "places_of_kept_state"]
 
 HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
@@ -40,6 +40,14 @@ def places_of_kept_state(module: fx.GraphModule) -> Iterator[str]:
         elif node.op == "call_function" and runs_code_of_user(node.target):
             yield f"{node.meta['module'] or 'the forward'} ({node.meta['source']})"
     yield from (name for name, parameter in module.named_parameters() if has_hook(parameter))
+
+
+def hooks_of_user(model: nn.Module) -> Iterator[Any]:
+    """Yield the hooks of modules and of parameters that are not torch's own."""
+    of_modules = (vars(module)[table] for module in model.modules() for table in HOOKS)
+    of_parameters = (parameter._backward_hooks or {} for parameter in model.parameters())
+    for table in chain(of_modules, of_parameters):
+        yield from (hook for hook in table.values() if not _is_torch(hook))
 
 
 def _is_of_user(module: nn.Module) -> bool:

@@ -5,7 +5,7 @@ pipeline itself.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, Unpack, get_args
@@ -201,12 +201,13 @@ def _check_kinds(step_timeout: object, mesh: object, autocast: object, shapes: o
 @contextmanager
 def _unchanged(target: Target) -> Iterator[None]:
     """Leave the loss and what hooks keep as they were: they may count or average something."""
-    loss_fn, hooks = target.loss_fn, hooks_of_user(target.model_with_loss)
-    is_restored = isinstance(loss_fn, nn.Module) and not lacks_values(loss_fn)
-    with (
-        callable_restored(*hooks, *(() if isinstance(loss_fn, nn.Module) else (loss_fn,))),
-        restored_state(loss_fn) if is_restored else nullcontext(),
-    ):
+    loss_fn, held = target.loss_fn, list(hooks_of_user(target.model_with_loss))
+    kept: AbstractContextManager[object] = nullcontext()
+    if not isinstance(loss_fn, nn.Module):
+        held.append(loss_fn)
+    elif not lacks_values(loss_fn):
+        kept = restored_state(loss_fn)
+    with callable_restored(*held), kept:
         yield
 
 

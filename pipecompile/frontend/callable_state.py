@@ -6,12 +6,13 @@ collects norms: put back after a block that calls them.
         def __call__(self, out, y):         def loss(out, y):
             self.calls += 1                     mean.lerp_(out.mean(), 0.1)      what it encloses
 
-So are the globals that functions of the user name. Attributes of classes are not put back.
+So are the globals that functions of the user name, and what classes of the user have.
 """
 
 from __future__ import annotations
 
 import contextlib
+from collections import deque
 from collections.abc import Iterable, Iterator
 from functools import partial
 from types import CellType, FunctionType, MethodType, ModuleType
@@ -21,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from pipecompile.frontend.code_names import names_in
-from pipecompile.frontend.packages import has_own_attributes, is_of_others
+from pipecompile.frontend.packages import has_own_attributes, is_of_others, package_of
 from pipecompile.graph.attributes import CONTAINERS, PLAIN, plain_container, restore_items
 from pipecompile.graph.model_state import has_values
 from pipecompile.graph.restored_state import is_same_tensor
@@ -40,9 +41,7 @@ def callable_restored(*functions: object) -> Iterator[None]:
     """Put back, after the block, what `functions` hold: tensors, attributes, globals, what they
     enclose.
     """
-    state = _CallableState()
-    for function in functions:
-        state.add(function)
+    state = _CallableState(functions)
     try:
         yield
     finally:
@@ -50,27 +49,33 @@ def callable_restored(*functions: object) -> Iterator[None]:
 
 
 class _CallableState:
-    """Containers, cells, globals and tensors, each with what it held when it was added."""
+    """Containers, cells, classes, globals and tensors, each with what it held when it was added."""
 
-    def __init__(self) -> None:
+    def __init__(self, functions: Iterable[object]) -> None:
         self._seen = dict[int, Any]()
+        self._pending = deque(functions)
         self._containers: list[tuple[Any, Any]] = []
         self._cells: list[tuple[CellType, Any]] = []
+        self._of_classes: list[tuple[type, str, Any]] = []
         self._globals: list[tuple[dict[str, Any], str, Any]] = []
         self._tensors: list[tuple[Tensor, Tensor]] = []
+        while self._pending:
+            self._add(self._pending.popleft())
 
-    def add(self, value: Any) -> None:
-        """Note what `value` holds, and what that holds."""
-        if isinstance(value, (*PLAIN, type, ModuleType)) or id(value) in self._seen:
+    def _add(self, value: Any) -> None:
+        """Note what `value` holds, and that it has to be looked at too."""
+        if isinstance(value, (*PLAIN, ModuleType)) or id(value) in self._seen:
             return
         # The object itself is kept too, so that no other one gets its id.
         self._seen[id(value)] = value
         if isinstance(value, Tensor):
             if has_values(value) and value.nbytes <= MOST_BYTES:
                 self._tensors.append((value, value.detach().clone()))
+        elif isinstance(value, type):
+            self._add_class(value)
         elif isinstance(value, nn.Module):
             # Its parameters are not written to by a loss.
-            self._add_all(value.buffers())
+            self._pending.extend(value.buffers())
         elif isinstance(value, (*CONTAINERS, tuple)):
             self._add_container(value)
         else:
@@ -81,7 +86,7 @@ class _CallableState:
         if isinstance(value, CONTAINERS):
             self._containers.append((value, items))
         if len(items) <= MOST_ITEMS:
-            self._add_all(items.values() if isinstance(items, dict) else items)
+            self._pending.extend(items.values() if isinstance(items, dict) else items)
 
     def _add_parts(self, value: Any) -> None:
         if isinstance(value, FunctionType):
@@ -89,27 +94,33 @@ class _CallableState:
                 # A name that is set later has none yet.
                 with contextlib.suppress(ValueError):
                     self._cells.append((cell, cell.cell_contents))
-                    self.add(cell.cell_contents)
-            self._add_all((value.__dict__, value.__defaults__, value.__kwdefaults__))
+                    self._pending.append(cell.cell_contents)
+            self._pending.extend((value.__dict__, value.__defaults__, value.__kwdefaults__))
             self._add_globals(value)
         elif isinstance(value, MethodType):
-            self._add_all((value.__self__, value.__func__))
+            self._pending.extend((value.__self__, value.__func__))
         elif isinstance(value, partial):
-            self._add_all((value.func, value.args, value.keywords))
+            self._pending.extend((value.func, value.args, value.keywords))
+        elif package_of(type(value).__module__) == package_of(__name__):
+            return  # a pipeline that was compiled earlier
         elif has_own_attributes(value, ()) and hasattr(value, "__dict__"):
-            self.add(vars(value))
+            self._pending.extend((vars(value), type(value)))
+
+    def _add_class(self, kind: type) -> None:
+        if not _is_of_user(kind.__module__):
+            return
+        for name, value in vars(kind).items():
+            if not name.startswith("__") or isinstance(value, FunctionType):
+                self._of_classes.append((kind, name, value))
+                self._pending.append(value)
 
     def _add_globals(self, function: FunctionType) -> None:
-        if is_of_others(function.__module__):
+        if not _is_of_user(function.__module__):
             return
         namespace = function.__globals__
         for name in names_in(function.__code__).globals & namespace.keys():
             self._globals.append((namespace, name, namespace[name]))
-            self.add(namespace[name])
-
-    def _add_all(self, values: Iterable[Any]) -> None:
-        for value in values:
-            self.add(value)
+            self._pending.append(namespace[name])
 
     def restore(self) -> None:
         """Give everything what it held."""
@@ -117,9 +128,19 @@ class _CallableState:
             restore_items(container, items)
         for cell, contents in self._cells:
             cell.cell_contents = contents
+        for kind, name, value in self._of_classes:
+            if vars(kind).get(name) is not value:
+                setattr(kind, name, value)
         for namespace, name, value in self._globals:
             namespace[name] = value
         with torch.no_grad():
             for tensor, value in self._tensors:
                 if not is_same_tensor(tensor, value):
                     tensor.copy_(value)
+
+
+def _is_of_user(module: str | None) -> bool:
+    """Return whether a Python module is not installed, nor a part of this package where that is
+    not.
+    """
+    return not is_of_others(module) and package_of(module) != package_of(__name__)

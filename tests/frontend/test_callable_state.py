@@ -112,8 +112,22 @@ def of_globals() -> tuple[Loss, Told]:
     return loss, lambda: (CALLS, list(GIVEN))
 
 
+class CountingInClass:
+    calls = 0
+
+    def __call__(self, output: Tensor, target: Any) -> Tensor:
+        CountingInClass.calls += 1
+        GIVEN.append(float(output.detach().sum()))
+        return mean_square(output, target)
+
+
+def of_class() -> tuple[Loss, Told]:
+    return CountingInClass(), lambda: (CountingInClass.calls, list(GIVEN))
+
+
 KINDS = [
     of_globals,
+    of_class,
     of_object,
     of_method,
     of_partial,
@@ -125,7 +139,7 @@ KINDS = [
 
 
 @pytest.mark.parametrize("costs", ["flops", "measured"])
-@pytest.mark.parametrize("kind", KINDS[:5])
+@pytest.mark.parametrize("kind", KINDS[:6])
 def test_a_compile_leaves_the_state_of_a_loss(
     kind: Callable[[], tuple[Loss, Told]], costs: str
 ) -> None:

@@ -9,8 +9,8 @@ FAST_TESTS := tests/frontend tests/graph tests/passes tests/codegen tests/runtim
 # Processes that tests start find bytecode, also where the machine says that none shall be written.
 ENVIRONMENT := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE=
 # By file, so that fixtures that start worker processes start them once, in the order of tests/conftest.py.
-# Three for two cores, since tests of ranks wait for much of their time.
-WORKERS := -n 3 --dist loadfile --no-loadscope-reorder
+# Not three: tests that start processes of their own would then time out on slow cores.
+WORKERS := -n 2 --dist loadfile --no-loadscope-reorder
 
 .PHONY: demo test check bench newest docs clean
 .DEFAULT_GOAL := test

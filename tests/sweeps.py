@@ -12,8 +12,8 @@ __all__ = ["examples", "one_in", "sweep"]
 
 
 def examples(count: int) -> int:
-    """Return how many examples of a property to draw where `make bench` draws `count`."""
-    return count * settings.default.max_examples // 100
+    """Return how many examples of a property to draw, at least one, where `make bench` draws `count`."""
+    return max(1, count * settings.default.max_examples // 100)
 
 
 def sweep(*values: Any) -> Any:

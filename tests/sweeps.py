@@ -12,7 +12,7 @@ __all__ = ["examples", "one_in", "sweep"]
 
 
 def examples(count: int) -> int:
-    """Return how many examples of a property to draw, at least one, where `make bench` draws `count`."""
+    """Return how many examples to draw where `make bench` draws `count`; at least one."""
     return max(1, count * settings.default.max_examples // 100)
 
 

@@ -83,7 +83,8 @@ def test_a_failure_of_the_model_itself_is_reported_with_its_line() -> None:
     message = refusal(Fails())
     assert message.startswith("blocks.1 (")
     assert f"test_refusals.py:{line(Fails.act, 'torch.zeros(5, 5)')})" in message
-    assert "the model itself fails on the sample input: RuntimeError: mat1 and mat2" in message
+    assert "the model itself fails on the sample input: RuntimeError: " in message
+    assert "mat1 and mat2" in message  # torch 2.15 names the operator before it
 
 
 def test_a_model_that_fails_is_restored() -> None:

@@ -18,13 +18,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from hashlib import blake2b
 
-import torch
 import torch.distributed as dist
 
 from pipecompile.errors import InputError
+from pipecompile.runtime.board import NUMBER_BITS, Reading, board_of
 from pipecompile.runtime.watch import StepWatch
 
-__all__ = ["REFUSAL", "Agreement", "Statement"]
+__all__ = ["REFUSAL", "Agreement", "Forum", "Statement"]
 
 REFUSAL = "the refusal"
 """Under this name a rank says why it does not begin."""
@@ -38,59 +38,65 @@ class Statement:
         # As text, since a rank must be able to print what another one has.
         self.words = {name: str(value) for name, value in said.items()}
         text = "\n".join(f"{name}: {value}" for name, value in self.words.items())
-        # 62 bits, so that it is a whole number of torch.
-        self.digest = int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "big") >> 2
+        digest = int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "big")
+        self.digest = digest >> (64 - NUMBER_BITS)
+
+
+class Forum:
+    """The ranks of a `group` that exchanges tensors on the host, and their board; None stands for
+    all processes. All of them must make it.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
+        self.group = group
+        self.board = board_of(group)
 
 
 class Agreement:
-    """What this rank says of its step, told to the ranks of `group`, and what they say.
+    """What this rank says of its step, told to the ranks of a `forum`, and what they say.
 
     `said` has the same names on all of them, but only `REFUSAL` on one that refuses. `number` is
-    that of the step or evaluation. `group` exchanges tensors on the host; None stands for all
-    processes. `history` is how many steps of this kind the rank has ended: ranks differ in that if
-    one failed in a step that others have ended. If it `is_refused`, all ranks know that they do not
-    begin.
+    that of the step or evaluation. `history` is how many steps of this kind the rank has ended:
+    ranks differ in that if one failed in a step that others have ended. If it `is_refused`, all
+    ranks know that they do not begin.
     """
 
     def __init__(
         self,
         said: Statement,
-        group: dist.ProcessGroup | None,
+        forum: Forum,
         watch: StepWatch,
         number: int = 0,
         history: int = 0,
     ) -> None:
         self._said = said
         self._number = number
-        self._group = group
+        self._group = forum.group
         self._watch = watch
         self.is_history_the_same = True
         self.is_refused = False
-        # A default device that the user has set is not for what goes through the host.
-        own = torch.tensor([said.digest, number, history], device="cpu")
-        self._all = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
-        self._work: dist.Work | None = watch.deadline.start_all_gather(self._all, own, group)
+        numbers = said.digest, number, history
+        self._read: Reading | None = forum.board.tell(numbers, watch.deadline)
 
     def settle(self, moment: str = "beginning") -> None:
         """Wait for what the others say at this moment; InputError, on every rank, if one says
         something else.
         """
-        if self._work is None:
+        if self._read is None:
             return
         with self._watch.waiting_for_all(moment):
-            self._watch.deadline.wait(self._work)
-            self._work = None
-            told = [each.tolist() for each in self._all]
+            told = self._read()
+            self._read = None
             if any(each[:2] != told[0][:2] for each in told):
-                self._raise()
+                self._raise(len(told))
             self.is_history_the_same = told.count(told[0]) == len(told)
 
-    def _raise(self) -> None:
+    def _raise(self, ranks: int) -> None:
         """Raise InputError for what differs. All ranks have read the same digests, so all come here
         and exchange the words.
         """
         self.is_refused = True
-        by_rank: list[dict[str, str]] = [{} for _ in self._all]
+        by_rank: list[dict[str, str]] = [{} for _ in range(ranks)]
         self._watch.deadline.wait_for(self._group)
         own = {**self._said.words, NUMBER: str(self._number)}
         dist.all_gather_object(by_rank, own, group=self._group)

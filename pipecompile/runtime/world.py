@@ -126,13 +126,13 @@ def _broadcast_from_first(values: list[Any]) -> None:
         dist.broadcast_object_list(values, src=0)
 
 
-def gather(value: T) -> Sequence[T]:
-    """Return on every rank the `value` of each rank, in the order of the ranks."""
+def gather(value: T, group: dist.ProcessGroup | None = None) -> Sequence[T]:
+    """Return on every rank of `group`, or of all, the `value` of each, in their order."""
     if size() == 1:
         return [value]
-    values: list[Any] = [None] * size()
+    values: list[Any] = [None] * dist.get_world_size(group)
     with calling_together("a call that all ranks make"):
-        dist.all_gather_object(values, value)
+        dist.all_gather_object(values, value, group=group)
     return values
 
 

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 from pipecompile.errors import InputError, PipecompileError
 from pipecompile.ir.plan import Plan
 from pipecompile.ir.serialization import fingerprint
-from pipecompile.runtime.agreement import REFUSAL, Agreement, Statement
+from pipecompile.runtime.agreement import REFUSAL, Agreement, Forum, Statement
 from pipecompile.runtime.place import RankPlace
 from pipecompile.runtime.rank_step import Minibatch
 from pipecompile.runtime.watch import StepWatch
@@ -41,8 +41,8 @@ class StepAgreement:
     def __init__(self, plan: Plan, place: RankPlace) -> None:
         self._plan_digest = fingerprint(plan)[:12]
         self._place = place
-        # For all processes, and for those of the pipeline.
-        self._everyone, self._pipeline = _host_groups(place)
+        if place.is_distributed:
+            self._everyone, self._pipeline = _forums(place)
         self._kinds: set[tuple[Any, ...]] = set()
         # What was said of steps that differ only in their number.
         self._said: dict[tuple[Any, ...], Statement] = {}
@@ -108,11 +108,11 @@ class StepAgreement:
         """Tell the others, instead of a step or an evaluation, why this rank does not begin it, or
         does not end it.
         """
-        group = self._everyone if everyone else self._pipeline
+        forum = self._everyone if everyone else self._pipeline
         # Only messages of our own say by themselves what is wrong.
         kind = "" if isinstance(error, PipecompileError) else f"{type(error).__name__}: "
         with suppress(InputError):  # which is what the others raise
-            Agreement(Statement({REFUSAL: f"{kind}{error}"}), group, watch).settle()
+            Agreement(Statement({REFUSAL: f"{kind}{error}"}), forum, watch).settle()
 
     def _compares(self, minibatch: Minibatch) -> bool:
         return self._compared < FIRST_STEPS or minibatch.step % STEPS_BETWEEN == 0
@@ -131,7 +131,7 @@ class StepAgreement:
             for what, values in (("input", minibatch.inputs), ("target", minibatch.targets))
             for number, value in enumerate(values)
         }
-        group = self._pipeline
+        group = self._pipeline.group
         by_rank: list[dict[str, str]] = [{} for _ in range(dist.get_world_size(group))]
         with watch.waiting_for_all():
             watch.deadline.wait_for(group)
@@ -152,7 +152,7 @@ class StepAgreement:
         program: Program,
         minibatch: Minibatch,
         watch: StepWatch,
-        group: dist.ProcessGroup | None,
+        forum: Forum,
         flags: Mapping[str, bool],
         history: int = 0,
     ) -> Agreement:
@@ -173,7 +173,7 @@ class StepAgreement:
                 **_named_flags(flags),
             }
             self._said[key] = Statement(said)
-        agreement = Agreement(self._said[key], group, watch, minibatch.step, history)
+        agreement = Agreement(self._said[key], forum, watch, minibatch.step, history)
         # A pipeline of one rank has no messages, before which it would be settled.
         if kind not in self._kinds or len(self._place.global_ranks) == 1:
             agreement.settle()
@@ -181,20 +181,19 @@ class StepAgreement:
         return agreement
 
 
-def _host_groups(
-    place: RankPlace,
-) -> tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]:
-    """Return the groups for tensors of the host of all processes, and of those of the pipeline;
-    None for the default group. Every process must call this, since processes create groups
-    together.
+def _forums(place: RankPlace) -> tuple[Forum, Forum]:
+    """Return the forums of all processes, and of those of the pipeline. Every process must call
+    this, since processes create groups together.
     """
-    if not place.is_distributed or dist.get_backend() in HOST_BACKENDS:
-        return None, place.pipeline_group
-    everyone = dist.new_group(backend="gloo")
-    if place.pipeline_group is None:
-        return everyone, everyone
-    of_pipelines = [dist.new_group(list(ranks), backend="gloo") for ranks in place.pipelines]
-    return everyone, of_pipelines[place.pipeline]
+    group = place.pipeline_group
+    if dist.get_backend() not in HOST_BACKENDS:
+        everyone = Forum(dist.new_group(backend="gloo"))
+        if group is not None:
+            of_pipelines = [dist.new_group(list(r), backend="gloo") for r in place.pipelines]
+            group = of_pipelines[place.pipeline]
+    else:
+        everyone = Forum(None)
+    return everyone, everyone if group is None else Forum(group)
 
 
 def _named_flags(flags: Mapping[str, bool]) -> dict[str, bool]:

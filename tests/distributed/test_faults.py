@@ -14,6 +14,7 @@ import pytest
 
 from pipecompile.errors import InputError
 from pipecompile.runtime.faults import RankState, verdict
+from tests.distributed import board_jobs
 from tests.distributed import fault_jobs as jobs
 from tests.distributed.workers import FORKS, Workers
 from tests.sweeps import one_in
@@ -155,6 +156,19 @@ def _expect_death(
     for rank, process in enumerate(processes):
         process.join(timeout=20)
         assert process.exitcode == (-signal.SIGKILL if rank == culprit else 0)
+
+
+@pytest.mark.parametrize(
+    ("fault", "seconds", "text"),
+    [("kill", None, "rank 1 has ended"), ("hang", 0.5, "rank 1 has told nothing in time")],
+)
+def test_nobody_waits_for_what_a_rank_does_not_tell(
+    tmp_path: Path, fault: str, seconds: float | None, text: str
+) -> None:
+    _, pipes = _start(2, _store_in(tmp_path), board_jobs.waits_for, fault, seconds)
+    said, after = pipes[0].recv()
+    assert text in said
+    assert after < 1.5
 
 
 def test_a_rank_that_gives_up_can_end_while_another_hangs(tmp_path: Path) -> None:

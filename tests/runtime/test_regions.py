@@ -19,7 +19,7 @@ from pipecompile.graph.recomputed_region import has_recomputed_regions
 from pipecompile.ir.schedule import Action, Schedule
 from pipecompile.passes.contract import apply_passes
 from pipecompile.passes.group import Group
-from pipecompile.runtime.agreement import Agreement, Statement
+from pipecompile.runtime.agreement import Agreement, Forum, Statement
 from pipecompile.runtime.distributed_pipeline import DistributedPipeline
 from pipecompile.runtime.gradients import divide_gradients
 from pipecompile.runtime.messages import BoundaryShape
@@ -70,7 +70,7 @@ def trained(regions: Regions) -> tuple[list[Tensor], list[Tensor | None], list[T
     rows = [[call.args[0]], [call.args[0].flip(0)]]
     batch = Minibatch(rows, [None, None], seed=3, step=1)
     watch = StepWatch([0], [[0], [0]], None)
-    agreement = Agreement(Statement({}), None, watch)
+    agreement = Agreement(Statement({}), Forum(None), watch)
     with watch.watched("step 1"):
         results = pipeline.run(Schedule.of("by hand", 2, (0, 0), [ROW]), batch, agreement, watch)
     assert results is not None

@@ -36,8 +36,9 @@ ROUNDS = 2**15
 WIDTH = 4  # words of a rank in a round
 WORD_BYTES = 8
 SHARED_MEMORY = Path("/dev/shm")
-NAP_SECONDS = 2e-5
-NAPS_PER_CHECK = 1000  # a tenth of a second
+SHORT_NAPS = 1000  # a tenth of a second
+SHORT_NAP_SECONDS = 2e-5
+NAP_SECONDS = 1e-3
 
 Reading = Callable[[], list[list[int]]]
 """Waits for all ranks, and returns the numbers of each."""
@@ -105,8 +106,9 @@ class HostBoard:
         made = _made_file(cls.size(ranks)) if rank == 0 else None
         paths = world.gather(made, group)
         own = None
-        if paths[0] is not None and paths[0].exists():
-            own = cls(paths[0], rank, ranks)
+        if paths[0] is not None:
+            with suppress(OSError):  # on another host it is not there
+                own = cls(paths[0], rank, ranks)
         # After this exchange all have opened it and hold their locks.
         are_there = world.gather(own is not None, group)
         if made is not None:
@@ -134,10 +136,12 @@ class HostBoard:
             words = self._words[start : start + count].tolist()
             if all(word >> NUMBER_BITS == number % ROUNDS for word in words):
                 return [word & NUMBERS for word in words]
-            time.sleep(NAP_SECONDS)
             naps += 1
-            if naps % NAPS_PER_CHECK == 0:
+            if naps < SHORT_NAPS:
+                time.sleep(SHORT_NAP_SECONDS)
+            else:  # the rank is late: it may be gone, or load its batch for long
                 self._check_reachable(rank, deadline)
+                time.sleep(NAP_SECONDS)
 
     def _check_reachable(self, rank: int, deadline: Deadline) -> None:
         """Raise torch's error of a peer that cannot be reached if time is over or it has ended."""
@@ -150,11 +154,17 @@ class HostBoard:
 
 
 def _made_file(size: int) -> Path | None:
-    """Return a new file of zeros in shared memory; None where the system has no folder for it."""
+    """Return a new file of zeros in shared memory; None where the system has no room for it."""
     try:
         handle, name = tempfile.mkstemp(prefix="pipecompile-", dir=SHARED_MEMORY)
     except OSError:
         return None
-    os.truncate(handle, size)
-    os.close(handle)
+    try:
+        # Not left to the first write, which would end the process if there is no room.
+        os.posix_fallocate(handle, 0, size)
+    except OSError:
+        os.unlink(name)
+        return None
+    finally:
+        os.close(handle)
     return Path(name)

@@ -12,7 +12,7 @@ from unittest.mock import patch
 import torch.distributed as dist
 
 from pipecompile.runtime import board
-from pipecompile.runtime.board import board_of
+from pipecompile.runtime.board import HostBoard, board_of
 from pipecompile.runtime.deadline import Deadline
 
 Numbers = list[list[int]]
@@ -46,8 +46,14 @@ def rounds_without_shared_memory(count: int) -> tuple[str, list[Numbers], int]:
 
 def rounds_on_two_hosts(count: int) -> tuple[str, list[Numbers], int]:
     """The same where the last rank does not see the file of the first."""
-    exists = Path.exists
-    with patch.object(Path, "exists", lambda path: dist.get_rank() == 0 and exists(path)):
+    missing = FileNotFoundError if dist.get_rank() == 2 else None
+    with patch.object(HostBoard, "__init__", side_effect=missing, return_value=None):
+        return rounds(count)
+
+
+def rounds_without_room(count: int) -> tuple[str, list[Numbers], int]:
+    """The same where the folder is full."""
+    with patch.object(os, "posix_fallocate", side_effect=OSError):
         return rounds(count)
 
 

@@ -24,6 +24,7 @@ from tests.distributed.workers import Workers
         (jobs.rounds, "HostBoard"),
         (jobs.rounds_without_shared_memory, "GroupBoard"),
         (jobs.rounds_on_two_hosts, "GroupBoard"),
+        (jobs.rounds_without_room, "GroupBoard"),
     ],
 )
 def test_each_rank_reads_what_all_told_in_that_round(

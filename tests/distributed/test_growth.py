@@ -57,6 +57,6 @@ def test_what_a_rank_holds_does_not_grow(
         assert after.handles <= before.handles
         # Caches of the interpreter and of allocators move by a little.
         assert after.objects - before.objects < 50
-        # One message of 8 KB that were kept in each minibatch would be more. gloo itself keeps some
-        # 1.2 KB of each all-gather, also in a loop of nothing else, and ranks agree on each step.
+        # One message of 8 KB that were kept in each minibatch would be more. Allocators move by a
+        # little, and where ranks share no memory gloo itself keeps some 1.2 KB of each all-gather.
         assert after.resident_bytes - before.resident_bytes < 8192 * (counts[1] - counts[0])

@@ -56,7 +56,8 @@ class _CostCollector(NodeCaller):
         # The model is asked before the node runs, which may write to its arguments.
         self.costs[call.node.name] = self._cost(call)
         self.advance()
-        return super().perform(call)
+        # Nobody reads the loss; one that differentiates by itself would need gradients here.
+        return None if call.node.op == "output" else super().perform(call)
 
     def _cost(self, call: NodeCall) -> CallCost:
         if call.node.op == "placeholder" or (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from traps import WIDTH
 
-from pipecompile import InputError, pipecompile
+from pipecompile import InputError, Pipeline, pipecompile
 
 X, Y = (torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(s)) for s in range(2))
 
@@ -44,6 +45,29 @@ def test_a_loss_that_reads_values_trains_and_is_not_counted(
     options: dict[str, Any] = {"k": 2, "microbatches": 2, "costs": "flops", "loss_fn": loss_fn}
     pipeline = pipecompile(model, X, sample_target=Y, **options)
     assert "costs leave out the loss" in caplog.text
+    assert_steps_as_a_loop(pipeline, model, loss_fn)
+
+
+def penalty(output: Tensor, target: Tensor, *, create_graph: bool) -> Tensor:
+    """A loss with a penalty on its own gradient, which may be a constant."""
+    loss = (output.tanh() - target).square().mean()
+    options = {"create_graph": create_graph, "retain_graph": True}
+    (gradient,) = torch.autograd.grad(loss, output, **options)
+    return loss + 100 * gradient.square().sum()
+
+
+@pytest.mark.parametrize("costs", ["flops", "measured"])
+@pytest.mark.parametrize("create_graph", [True, False])
+def test_a_loss_may_differentiate_by_itself(costs: Any, create_graph: bool) -> None:
+    model, loss_fn = layers(), partial(penalty, create_graph=create_graph)
+    options: dict[str, Any] = {"k": 2, "microbatches": 2, "costs": costs, "loss_fn": loss_fn}
+    pipeline = pipecompile(model, X, sample_target=Y, **options)
+    assert_steps_as_a_loop(pipeline, model, loss_fn)
+
+
+def assert_steps_as_a_loop(
+    pipeline: Pipeline, model: nn.Module, loss_fn: Callable[[Tensor, Tensor], Tensor]
+) -> None:
     loss = pipeline.step(X, Y)
     unsplit = layers()
     losses = [loss_fn(unsplit(x), y) for x, y in zip(X.chunk(2), Y.chunk(2), strict=True)]

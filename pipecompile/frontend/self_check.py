@@ -48,6 +48,13 @@ __all__ = [
 ]
 
 KINDS = ("outputs", "gradients", "buffers")
+_CAUSES = {
+    "buffers": "write to a buffer within a region of checkpoint, which then runs twice (write to "
+    "it outside of the region), ",
+    "gradients": "hook a node of autograd (y.grad_fn.register_hook), which no graph knows (hook "
+    "the tensor: y.register_hook), ",
+}
+"""What a model may do if these differ, beside what makes anything differ."""
 _NOISE = (
     "self-check: %s of two steps of the model itself differ, since kernels of this GPU add in "
     "another order in each run, and those of the graph are as near (%s: %s); with "
@@ -97,7 +104,7 @@ def check_capture(
         if cuda_devices(model) and is_within_noise([getattr(r, kind) for r in repeats], found):
             logger.warning(_NOISE, kind, name, size)
             continue
-        where, cause = _where(capture, runnable, call, kind, name), _likely_cause(repeats)
+        where, cause = _where(capture, runnable, call, kind, name), _likely_cause(repeats, kind)
         raise DifferenceError(
             f"the captured graph is not the model: {kind} differ in {name!r} for the same "
             f"seed ({size}){where}; {cause}"
@@ -169,8 +176,10 @@ def _original_step(model: nn.Module, call: Arguments, *, fills_zeros: bool = Fal
     return step
 
 
-def _likely_cause(steps: Sequence[TrainingStep]) -> str:
-    """Return what may have made a graph differ from the model, of which these are steps."""
+def _likely_cause(steps: Sequence[TrainingStep], kind: str) -> str:
+    """Return what may have made this kind of values of a graph differ from those of the model, of
+    which these are steps.
+    """
     first, *repeats = steps
     for repeated in repeats:
         if any(first_difference(getattr(first, kind), getattr(repeated, kind)) for kind in KINDS):
@@ -181,10 +190,10 @@ def _likely_cause(steps: Sequence[TrainingStep]) -> str:
                 f"computes with, {COMPUTED_WITH}"
             )
     return (
-        "the model may change a buffer through .data after it was used, ask for the exact type of "
-        "a tensor, which is another one while it is recorded (use isinstance(x, torch.Tensor)), or "
-        "branch on something else that was not recorded: write to buffers first, or make that "
-        "module one node (leaf)"
+        f"the model may {_CAUSES.get(kind, '')}change a buffer through .data after it was used, "
+        "ask for the exact type of a tensor, which is another one while it is recorded (use "
+        "isinstance(x, torch.Tensor)), or branch on something else that was not recorded: write to "
+        "buffers first, or make that module one node (leaf)"
     )
 
 

@@ -96,7 +96,7 @@ def arguments_of(
         inspect.signature(model.forward).bind(*call.args, **call.kwargs)
     except TypeError as error:
         raise InputError(
-            f"{type(model).__name__}.forward cannot be called with the sample input: {error}; "
+            f"{type(model).__name__}.forward cannot be called with these inputs: {error}; "
             "give a tensor, a tuple of positional arguments or a mapping of keyword arguments"
         ) from error
     return call

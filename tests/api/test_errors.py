@@ -236,9 +236,7 @@ def test_another_shape_on_a_later_step() -> None:
 
 def test_another_call_on_a_later_step() -> None:
     pipeline = compiled(k=2)
-    with pytest.raises(
-        InputError, match=r"Sequential.forward cannot be called with the sample input"
-    ):
+    with pytest.raises(InputError, match=r"Sequential.forward cannot be called with these inputs"):
         pipeline.step((torch.randn(8, 16), torch.randn(8, 16)))
     with pytest.raises(InputError, match=r"another structure .* it lacks argument\[0\]"):
         pipeline.step({"input": torch.randn(8, 16)})
@@ -287,7 +285,7 @@ FACTORIES: dict[str, tuple[str, str]] = {
     ),
     "wrong input": (
         "made.py:wrong_input",
-        r"Linear.forward cannot be called with the sample input",
+        r"Linear.forward cannot be called with these inputs",
     ),
 }
 MADE = """

@@ -170,3 +170,54 @@ def test_gradients_are_compared_whatever_the_outputs_are(head: Callable[[], nn.M
     with pytest.raises(CaptureError, match="gradients differ in"):
         proven_capture(model, Arguments((X.clone(),), {}))
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+class Hooked(nn.Linear):
+    """It hooks the tensor or the node that computed it."""
+
+    def __init__(self, *, at_the_node: bool) -> None:
+        super().__init__(4, 4)
+        self.at_the_node = at_the_node
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        if self.at_the_node and y.grad_fn is not None:
+            y.grad_fn.register_prehook(lambda gradients: (gradients[0] * 2,))
+        elif y.requires_grad:
+            y.register_hook(lambda gradient: gradient * 2)
+        return y.tanh()
+
+
+class CountedAgain(nn.Module):
+    """It writes to a buffer in a region that runs twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("seen", torch.zeros(4))
+
+    def region(self, x: Tensor) -> Tensor:
+        self.seen += x.detach().mean(0)
+        return self.linear(x)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.utils.checkpoint.checkpoint(self.region, x, use_reentrant=False)
+
+
+@pytest.mark.parametrize(
+    ("model", "advice"),
+    [
+        (lambda: Hooked(at_the_node=True), "hook the tensor: y.register_hook"),
+        (CountedAgain, "write to it outside of the region"),
+    ],
+)
+def test_the_likely_cause_is_one_of_what_differs(
+    model: Callable[[], nn.Module], advice: str
+) -> None:
+    with pytest.raises(CaptureError) as caught:
+        proven_capture(model(), Arguments((X,), {}))
+    assert advice in str(caught.value)
+
+
+def test_the_advice_for_a_hook_is_right() -> None:
+    assert proven_capture(Hooked(at_the_node=False), Arguments((X,), {})) is not None

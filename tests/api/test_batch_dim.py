@@ -71,7 +71,7 @@ def assert_steps_are_those_of_the_loop(
         assert gap(own, {name: gradients[name] for name in own}) <= EXACT, number
 
 
-@pytest.mark.one_case_in(4)
+@pytest.mark.one_case_in(8)
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize(
     "options",

@@ -223,6 +223,7 @@ class Logging(Scaled):
         return super().forward(norms[:, : history(x[0])] + 0 * tracker)
 
 
+@pytest.mark.one_case_in(2)
 @pytest.mark.parametrize(
     "change", [counted, logged, remembered, tagged, measured, described, shown]
 )
@@ -708,6 +709,7 @@ def test_a_forward_of_the_model_leaves_what_its_pipeline_takes(act: Any) -> None
         assert torch.equal(pipeline.step(X, X), loss)
 
 
+@pytest.mark.one_case_in(2)
 @pytest.mark.parametrize("act", SETTING)
 @pytest.mark.parametrize("runs_before", [False, True])
 def test_what_a_forward_reads_before_it_sets_it(act: Any, runs_before: bool) -> None:

@@ -69,6 +69,7 @@ def test_the_step_is_the_shortest_of_all_settings_by_hand() -> None:
     assert "chosen     what was left open" in summary(plan)
 
 
+@pytest.mark.one_case_in(2)
 @pytest.mark.parametrize("memory", [None, "1GiB"])
 def test_where_only_ranks_are_given_stages_on_each_are_chosen_too(memory: str | None) -> None:
     target = target_of(chain(16), samples=4096)

@@ -13,7 +13,7 @@ EXACT = 1e-12
 RULES = {"pipedream": 1, "pipedream-vertical-sync": 1, "pipedream-2bw": 2}
 
 
-@pytest.mark.one_case_in(4)
+@pytest.mark.one_case_in(8)
 @pytest.mark.parametrize(
     ("ranks", "replicas"),
     [

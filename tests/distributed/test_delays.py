@@ -13,6 +13,7 @@ from tests.sweeps import sweep
 TWO_STAGES = ("interleaved-1f1b", "looped-bfs", "zb-v", "v-half", "v-min", "dualpipe-v")
 
 
+@pytest.mark.one_case_in(2)
 @pytest.mark.parametrize(
     ("ranks", "schedule", "count", "replicas"),
     [
@@ -34,6 +35,7 @@ def test_steps_under_random_delays(
         assert worst <= 1e-12
 
 
+@pytest.mark.one_case_in(2)
 @pytest.mark.parametrize(
     ("on", "schedule", "microbatches", "count", "replicas"),
     [

@@ -101,7 +101,7 @@ def cases() -> Iterator[Any]:
                 yield sweep(*case)
 
 
-@pytest.mark.one_case_in(2)
+@pytest.mark.one_case_in(6)
 @pytest.mark.parametrize(("ranks", "schedule", "recompute"), list(cases()))
 def test_both_engines_leave_the_same(
     workers: Workers, tmp_path: Path, ranks: int, schedule: str, recompute: str

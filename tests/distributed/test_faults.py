@@ -69,7 +69,7 @@ def test_all_ranks_name_the_rank_at_fault_in_a_replica(
     _assert_all_name(seen, culprit, fault, f"{action} (")
 
 
-@pytest.mark.one_case_in(2)
+@pytest.mark.one_case_in(3)
 @pytest.mark.parametrize(
     ("schedule", "action", "fault"), [*one_in(6, product(IN_FLIGHT, ACTIONS, ("raise", "hang")))]
 )
@@ -93,7 +93,7 @@ def _assert_all_name(seen: Sequence[jobs.Seen], culprit: int, fault: str, action
         assert seconds < WITHIN + (2 if fault == "hang" and rank == culprit else 0)
 
 
-@pytest.mark.one_case_in(2)
+@pytest.mark.one_case_in(3)
 @pytest.mark.parametrize(("schedule", "action"), [*one_in(4, product(IN_FLIGHT, ACTIONS))])
 def test_a_rank_that_dies_in_flight_is_named(tmp_path: Path, schedule: str, action: str) -> None:
     arguments = schedule, action, "kill"
@@ -247,6 +247,7 @@ def test_a_rank_that_hangs_in_an_evaluation_is_named(workers: Workers, tmp_path:
         assert jobs.TIMEOUT < seen.seconds < WITHIN + 2 * (rank == 1)
 
 
+@pytest.mark.one_case_in(2)
 @pytest.mark.parametrize(
     ("schedule", "action", "error"),
     [

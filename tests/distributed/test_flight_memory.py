@@ -12,6 +12,7 @@ from tests.distributed.workers import Workers
 from tests.sweeps import sweep
 
 
+@pytest.mark.one_case_in(2)
 @pytest.mark.parametrize(
     ("schedule", "microbatches", "shape"),
     [

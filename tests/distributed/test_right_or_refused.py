@@ -31,6 +31,7 @@ def test_a_step_that_ranks_cannot_take_is_refused_by_all(workers: Workers, tmp_p
             assert text and "\n" not in text and steps_well, name
 
 
+@pytest.mark.one_case_in(2)
 @pytest.mark.parametrize("name", jobs.LAYOUTS)
 def test_what_lies_in_memory_otherwise_than_it_is_received_is_refused(
     workers: Workers, tmp_path: Path, name: str

@@ -88,6 +88,7 @@ def compiled(loss: Any, **options: Any) -> Pipeline:
     )
 
 
+@pytest.mark.one_case_in(3)
 @pytest.mark.parametrize("name", COUNTED)
 @pytest.mark.parametrize("is_known", [True, False])
 def test_a_count_in_the_target_is_refused(name: str, is_known: bool) -> None:

@@ -314,6 +314,7 @@ def whitened(module: Written, value: Tensor) -> Tensor:
     return torch.linalg.solve(module.codes + torch.eye(WIDTH), value.mT).mT
 
 
+@pytest.mark.one_case_in(2)
 @pytest.mark.parametrize("k", [2, 3])
 @pytest.mark.parametrize(
     "function", [normalised, coded, centred, calibrated, warmed, whitened], ids=lambda f: f.__name__

@@ -168,6 +168,7 @@ REFUSED: dict[str, tuple[Callable[[Any, Tensor], Tensor], str]] = {
 }
 
 
+@pytest.mark.one_case_in(2)
 @pytest.mark.parametrize("filled", [False, True])
 @pytest.mark.parametrize("name", REFUSED)
 def test_a_cached_result_that_another_call_would_not_give_is_refused(

@@ -88,12 +88,14 @@ class Part(nn.Module):
         return self.act(value)
 
 
+@pytest.mark.one_case_in(2)
 @pytest.mark.parametrize("name", READS)
 def test_a_model_that_catches_an_error_of_the_capture_is_refused(name: str) -> None:
     with pytest.raises(CaptureError, match=r"test_caught_errors.py:\d+"):
         capture(Scaled(READS[name]), Arguments((X,), {}))
 
 
+@pytest.mark.one_case_in(2)
 @pytest.mark.parametrize("name", READS)
 def test_a_module_that_catches_one_is_one_node(name: str) -> None:
     call = Arguments((X,), {})

@@ -145,6 +145,7 @@ def keep(module: nn.Module, *values: Any) -> None:
     """Log nothing."""
 
 
+@pytest.mark.one_case_in(2)
 @pytest.mark.parametrize(
     ("register", "name"),
     [

@@ -269,6 +269,7 @@ SAMPLES = {
 }
 
 
+@pytest.mark.one_case_in(3)
 @pytest.mark.parametrize(("build", "place"), MIXED.values(), ids=MIXED)
 @pytest.mark.parametrize("sample", SAMPLES.values(), ids=SAMPLES)
 def test_what_one_microbatch_keeps_and_another_one_uses_is_refused(

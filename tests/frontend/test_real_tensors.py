@@ -122,6 +122,7 @@ NODE_WRITES: dict[str, Callable[[Any], Any]] = {
 }
 
 
+@pytest.mark.one_case_in(2)
 @pytest.mark.parametrize("name", NODE_WRITES)
 @pytest.mark.parametrize("self_check", [True, False])
 def test_a_node_that_writes_to_a_plain_tensor_is_refused(name: str, self_check: bool) -> None:
@@ -303,6 +304,7 @@ class OnData(nn.Module):
         return self.linear(value)
 
 
+@pytest.mark.one_case_in(3)
 @pytest.mark.parametrize("name", OUTSIDE)
 @pytest.mark.parametrize("kind", [Leaf, OnData])
 @pytest.mark.parametrize("self_check", [True, False])

@@ -439,6 +439,7 @@ CAUSES: dict[Callable[[nn.Module, Tensor], Tensor], str] = {
 }
 
 
+@pytest.mark.one_case_in(2)
 @pytest.mark.parametrize("function", CAUSES, ids=lambda function: function.__name__)
 def test_the_cause_is_named(function: Callable[[nn.Module, Tensor], Tensor]) -> None:
     class Does(Inner):
@@ -539,6 +540,7 @@ def by_size(model: Any, x: Tensor) -> Tensor:
     return model.experts[0](x) * torch.unique(x.long()).numel()  # type: ignore[no-any-return]
 
 
+@pytest.mark.one_case_in(2)
 @pytest.mark.parametrize(
     ("dispatch", "what"),
     [

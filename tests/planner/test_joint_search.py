@@ -322,6 +322,7 @@ def test_regions_are_tried_although_other_policies_are_more_likely_to_fit(part: 
     assert plan.prediction.step_ns <= by_hand.prediction.step_ns
 
 
+@pytest.mark.one_case_in(3)
 @pytest.mark.parametrize("part", [70, 80, 100])
 def test_an_order_without_a_cut_says_nothing_of_one_that_holds_as_much(
     part: int, monkeypatch: pytest.MonkeyPatch

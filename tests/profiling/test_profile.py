@@ -152,6 +152,7 @@ def test_a_custom_function_goes_by_its_own_name() -> None:
     assert costs.nodes[1].operator == f"{__name__}.Double.apply"
 
 
+@pytest.mark.one_case_in(2)
 @pytest.mark.parametrize("cost_model", [Flops(), Roofline.of("h100")], ids=["cpu", "h100"])
 def test_what_ran_before_changes_nothing(
     cost_model: CostModel, monkeypatch: pytest.MonkeyPatch

@@ -284,7 +284,7 @@ def boxes() -> Iterator[weakref.WeakSet[Any]]:
         gc.enable()
 
 
-@pytest.mark.one_case_in(2)
+@pytest.mark.one_case_in(4)
 @pytest.mark.parametrize("run", CASES, ids=lambda run: run.__name__)
 def test_nothing_is_kept_after_the_weight_backward(run: Any) -> None:
     stage = EagerStage(Case(run), gradient_inputs=(True, True))

@@ -88,6 +88,7 @@ WRITES: dict[str, tuple[Callable[[Writing], Any], str]] = {
 }
 
 
+@pytest.mark.one_case_in(2)
 @pytest.mark.parametrize("what", WRITES)
 def test_what_only_other_data_writes_is_named(what: str) -> None:
     write, name = WRITES[what]

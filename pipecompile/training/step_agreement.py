@@ -189,7 +189,9 @@ def _forums(place: RankPlace) -> tuple[Forum, Forum]:
     if dist.get_backend() not in HOST_BACKENDS:
         everyone = Forum(dist.new_group(backend="gloo"))
         if group is not None:
-            of_pipelines = [dist.new_group(list(r), backend="gloo") for r in place.pipelines]
+            of_pipelines = [
+                dist.new_group(list(ranks), backend="gloo") for ranks in place.pipelines
+            ]
             group = of_pipelines[place.pipeline]
     else:
         everyone = Forum(None)

@@ -160,7 +160,11 @@ def _expect_death(
 
 @pytest.mark.parametrize(
     ("fault", "seconds", "text"),
-    [("kill", None, "rank 1 has ended"), ("hang", 0.5, "rank 1 has told nothing in time")],
+    [
+        ("kill", None, "rank 1 has ended"),
+        ("hang", 0.5, "rank 1 has told nothing in time"),
+        ("hang", None, "rank 1 has told nothing in time"),
+    ],
 )
 def test_nobody_waits_for_what_a_rank_does_not_tell(
     tmp_path: Path, fault: str, seconds: float | None, text: str
@@ -168,7 +172,7 @@ def test_nobody_waits_for_what_a_rank_does_not_tell(
     _, pipes = _start(2, _store_in(tmp_path), board_jobs.waits_for, fault, seconds)
     said, after = pipes[0].recv()
     assert text in said
-    assert after < 1.5
+    assert after < 2
 
 
 def test_a_rank_that_gives_up_can_end_while_another_hangs(tmp_path: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from array import array
 from collections import ChainMap, UserDict
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from types import CellType, MappingProxyType
@@ -14,16 +13,15 @@ import numpy
 import torch
 from torch import Tensor
 
+from pipecompile.frontend.places import GONE, Read
 from pipecompile.graph.attributes import CONTAINERS, PLAIN, deep_copy, is_same_value
 
 __all__ = [
     "COMPARED",
-    "GONE",
     "MAPPINGS",
     "MOST_ITEMS",
     "NUMBERS",
     "ComparedValue",
-    "Read",
     "comparable",
     "content",
     "itself",
@@ -38,10 +36,6 @@ ARRAYS = (numpy.ndarray, numpy.generic)
 NUMBERS = (*ARRAYS, *BUFFERS)
 COMPARED = (*PLAIN, *CONTAINERS, *MAPPINGS, *NUMBERS, tuple, Tensor)
 """Of all else, such as functions and objects, only the identity is compared."""
-GONE = object()
-
-Read = Callable[[], Any]
-"""Returns what is in a place now, `GONE` if nothing is."""
 
 
 @dataclass(frozen=True)

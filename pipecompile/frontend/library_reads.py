@@ -18,8 +18,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from pipecompile.frontend.compared_value import COMPARED, GONE, ComparedValue, comparable
+from pipecompile.frontend.compared_value import COMPARED, ComparedValue, comparable
 from pipecompile.frontend.packages import INSTALLED, is_foreign, is_installed, package_of
+from pipecompile.frontend.places import GONE
 from pipecompile.frontend.source import is_user_file
 
 __all__ = ["LibraryReads"]

@@ -46,15 +46,13 @@ from weakref import ProxyTypes, ReferenceType
 from torch import Tensor, fx, nn
 
 from pipecompile.frontend.attribute_reads import ALL
-from pipecompile.frontend.code_names import ANY, MATCHED, OF_TENSORS, names_in
+from pipecompile.frontend.code_names import ANY, MATCHED, OF_TENSORS, CodeNames, names_in
 from pipecompile.frontend.compared_value import (
     COMPARED,
-    GONE,
     MAPPINGS,
     MOST_ITEMS,
     NUMBERS,
     ComparedValue,
-    Read,
     comparable,
     content,
     itself,
@@ -84,6 +82,7 @@ from pipecompile.frontend.packages import (
     names_foreign_module,
     package_of,
 )
+from pipecompile.frontend.places import GONE, Attribute, Item, NoItem, Read
 from pipecompile.frontend.replaceable_code import (
     CodeRead,
     functions_among,
@@ -95,8 +94,10 @@ from pipecompile.graph.collector import collector_paused
 
 __all__ = ["NameSearch"]
 
-BY_STRING = frozenset({"environ", "getenv", "modules", "import_module", "__import__"})
-"""What finds variables of the environment and Python modules by strings."""
+OF_ENVIRONMENT = frozenset({"environ", "getenv"})
+"""What finds variables of the environment by strings."""
+BY_STRING = OF_ENVIRONMENT | {"modules", "import_module", "__import__"}
+"""What finds these or Python modules by strings."""
 ANY_GLOBAL = frozenset({"globals", "eval", "exec"})
 """What finds globals by names that code computes."""
 BY_VALUE = (getattr, hasattr, vars, attrgetter, methodcaller)
@@ -126,6 +127,7 @@ class NameSearch:
         self._names = names
         self._foreign: dict[str, bool] = {}
         self._shapes: dict[int, ObjectShape] = {}
+        self._attributes: dict[type, Mapping[str, Any]] = {}
         named_modules = list(model.named_modules())
         before: FoundNames | None = None
         self._packages = {package_of(type(module).__module__) for _, module in named_modules}
@@ -156,7 +158,7 @@ class NameSearch:
         while self._found:
             self._look_up(*self._found.popleft())
         self._note_absent_of_tensors()
-        self.code.append(operators_of_tensors())
+        self.code += operators_of_tensors()
         by_value = (each.__name__ for each in BY_VALUE if self.has_found(each))
         self._names = self._names.with_computing(by_value)
 
@@ -191,7 +193,7 @@ class NameSearch:
             where, value = f"{path}.{name}".lstrip("."), attributes[name]
             # The others are compared by the modules' owner.
             if isinstance(value, (*NUMBERS, *MAPPINGS)) and self._known.must_stay(path, name):
-                self._look(where, partial(attributes.get, name, GONE))
+                self._look(where, Item(attributes, name))
             if self._known.has_noted(type(value)):
                 self._noted.add(id(value))
             self._follow(where, value)
@@ -211,7 +213,7 @@ class NameSearch:
         if is_shared and isinstance(value, dict) and len(value) <= MOST_ITEMS:
             self.code.append((where, read, value))
             for key, item in value.items():
-                self.code.append((f"{where}[{key!r}]", partial(dict.get, value, key), item))
+                self.code.append((f"{where}[{key!r}]", Item(value, key), item))
         elif type(value) not in ProxyTypes and isinstance(value, COMPARED):
             self.values.append(ComparedValue(where, read, value, comparable(value)))
         else:
@@ -224,14 +226,14 @@ class NameSearch:
         """Look at the items called `names`, which are those of a Python module if one is given."""
         is_shared = module is not None and is_installed(package_of(module))
         for name in names:
-            self._look(f"{where}.{name}", partial(items.get, name, GONE), is_shared=is_shared)
+            self._look(f"{where}.{name}", Item(items, name), is_shared=is_shared)
 
     def _note_absent(self, where: str, items: Mapping[str, Any], names: Iterable[str]) -> None:
         """Note that none of the `names` that code would find among `items` is there yet."""
-        absent = frozenset(names) - items.keys()
         # One look for all of them: they are many.
-        read = partial(items.keys().isdisjoint, absent)
-        self.code.append((partial(new_name, where, items, absent), read, True))
+        if absent := frozenset(names) - items.keys():
+            read = NoItem(items, absent)
+            self.code.append((partial(new_name, where, items, absent), read, True))
 
     def _note_absent_of_tensors(self) -> None:
         """Note that tensors have none of the attributes that code would find there."""
@@ -248,7 +250,10 @@ class NameSearch:
             where, attributes = next(each for each in empty if not absent.isdisjoint(each[1]))
             return new_name(where, attributes, absent)
 
-        self.code.append((place, lambda: all(map(absent.isdisjoint, tables)), True))
+        def read() -> bool:
+            return not any(tables) or all(map(absent.isdisjoint, tables))
+
+        self.code.append((place, read, True))
 
     def _follow(self, where: str, value: Any) -> None:
         """Look up in `value` later what can be reached in it."""
@@ -291,7 +296,7 @@ class NameSearch:
         if isinstance(value, ReferenceType):
             self._look(f"{where}()", value)
         for part in self._shape_of(value).parts:
-            self._look(f"{where}.{part}", partial(getattr, value, part))
+            self._look(f"{where}.{part}", Attribute(value, part))
         if isinstance(value, HOLDING_ITEMS) and len(value) <= MOST_ITEMS:
             items = plain_container(value)
             for item in items.values() if isinstance(items, (dict, *MAPPINGS)) else items:
@@ -327,17 +332,18 @@ class NameSearch:
         for name in reads.imports:
             self._follow(name, sys.modules.get(name))
         if reads.names & BY_STRING:
-            self._look_at_strings(function, reads.globals)
+            self._look_at_strings(function, reads)
 
-    def _look_at_strings(self, function: FunctionType, of_globals: frozenset[str]) -> None:
+    def _look_at_strings(self, function: FunctionType, reads: CodeNames) -> None:
         """Look at the variables of the environment, and at the Python modules, that the strings of
         a function may name: its constants, globals, and what it encloses.
         """
         values: list[Any] = [*function.__code__.co_consts, function.__globals__.get("__name__")]
-        values += (function.__globals__.get(name) for name in of_globals)
+        values += (function.__globals__.get(name) for name in reads.globals)
         values += map(content, function.__closure__ or ())
         for text in {each for each in values if isinstance(each, str)}:
-            self._look(f"os.environ[{text!r}]", partial(os.environ.get, text))
+            if reads.names & OF_ENVIRONMENT:
+                self._look(f"os.environ[{text!r}]", partial(os.environ.get, text))
             self._follow(text, sys.modules.get(text))
 
     def _look_at_globals(self, function: FunctionType, named: frozenset[str]) -> None:
@@ -359,13 +365,13 @@ class NameSearch:
         code, where, attributes = function.__code__, function.__qualname__, vars(function)
         self._look_among(where, attributes, self._names.among(attributes))
         if REGISTRY in attributes:
-            self._look(f"{where}.{REGISTRY}", partial(attributes.get, REGISTRY))
-        self.code.append((where, partial(getattr, function, "__code__"), code))
+            self._look(f"{where}.{REGISTRY}", Item(attributes, REGISTRY))
+        self.code.append((where, Attribute(function, "__code__"), code))
         for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
-            self._look(f"{name} in {where}", partial(content, cell))
+            self._look(f"{name} in {where}", Attribute(cell, "cell_contents"))
         # Who calls a function without defaults gives all arguments, whatever it has later.
         for part in ("__defaults__", "__kwdefaults__"):
-            read = partial(getattr, function, part)
+            read = Attribute(function, part)
             if isinstance(read(), tuple) and all(isinstance(each, PLAIN) for each in read()):
                 self.code.append((f"{part} of {where}", read, read()))
             elif read():
@@ -395,7 +401,7 @@ class NameSearch:
             value = vars(module)[name]
             if isinstance(value, ModuleType):
                 self._follow(f"{module.__name__}.{name}", value)
-        self.code.append(functions_among(module, names))
+        self.code += functions_among(module, names)
 
     def _note_calling(self, kind: type) -> None:
         """Note what runs when a module of this class is called."""
@@ -407,8 +413,7 @@ class NameSearch:
         for slots in self._shape_of(value).slots:
             named = self._named_of(where, value, slots)
             for name in {*named, *self._computed(value, slots)}:
-                read = partial(getattr, value, name, GONE)
-                self._look(f"{where}.{name}".lstrip("."), read)
+                self._look(f"{where}.{name}".lstrip("."), Attribute(value, name))
 
     def _shape_of(self, value: Any) -> ObjectShape:
         """Return the shape of a value, which is the same for all objects of most classes."""
@@ -429,12 +434,17 @@ class NameSearch:
                 self._seen.add(id(base))
                 if MATCHED in self._names.names:
                     self._names = self._names.with_texts([vars(base).get(MATCHED)])
-                data = self._computed(base, vars(base))
-                names = {*self._names.among(vars(base)), *operators(base, self._names.names), *data}
-                self._look_among(base.__qualname__, vars(base), names, base.__module__)
-                self._note_new(base.__qualname__, base, vars(base), base)
+                own = self._own(base)
+                data = self._computed(base, own)
+                names = {*self._names.among(own), *operators(base, self._names.names), *data}
+                self._look_among(base.__qualname__, own, names, base.__module__)
+                self._note_new(base.__qualname__, base, own, base)
                 inherited = self._inherited(base.__mro__[1:])
-                self._note_absent(base.__qualname__, vars(base), inherited)
+                self._note_absent(base.__qualname__, own, inherited)
+
+    def _own(self, kind: type) -> Mapping[str, Any]:
+        """Return the attributes of a class; the same object each time, by which they are told."""
+        return self._attributes.setdefault(kind, vars(kind))
 
     def _look_at_read(self, where: str, kind: type) -> set[str]:
         """Look at the attributes of a class that were read of its object at `where` by a name that
@@ -445,7 +455,7 @@ class NameSearch:
         for base in () if self._known.has_read(where, ALL) else kind.__mro__:
             if not self._is_foreign(base.__module__):
                 read = [name for name in vars(base) if self._known.has_read(where, name)]
-                self._look_among(base.__qualname__, vars(base), read, base.__module__)
+                self._look_among(base.__qualname__, self._own(base), read, base.__module__)
                 hidden.update(filter(partial(may_be_hidden, base), read))
         return hidden
 
@@ -455,7 +465,8 @@ class NameSearch:
             self._made.add(kind)
             for base in kind.__mro__:
                 if not self._is_foreign(base.__module__):
-                    self._look_among(base.__qualname__, vars(base), MAKING & vars(base).keys())
+                    own = self._own(base)
+                    self._look_among(base.__qualname__, own, MAKING & own.keys())
 
     def _inherited(self, bases: Iterable[type]) -> Iterator[str]:
         """Yield the attributes of these `bases` that code names: an object or a class below them
@@ -482,8 +493,7 @@ class NameSearch:
     def _note_functions(self, where: str, attributes: Mapping[str, Any]) -> None:
         """Note functions that are called by names that code computes, without following them."""
         for name in function_names(attributes):
-            read = partial(attributes.get, name, GONE)
-            self.code.append((f"{where}.{name}", read, attributes[name]))
+            self.code.append((f"{where}.{name}", Item(attributes, name), attributes[name]))
 
     def _note_new(self, where: str, owner: Any, attributes: Mapping[str, Any], kind: type) -> None:
         """Note that `owner` has no attribute yet that such code would find."""

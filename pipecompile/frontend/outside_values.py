@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import partial
-from operator import attrgetter, call, is_
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -27,6 +27,7 @@ from pipecompile.frontend.iterators import position
 from pipecompile.frontend.known_reads import NOTHING_KNOWN, KnownReads
 from pipecompile.frontend.name_search import NameSearch
 from pipecompile.frontend.packages import is_foreign
+from pipecompile.frontend.places import Places
 from pipecompile.frontend.unregistered_modules import UnregisteredModules
 from pipecompile.graph.attributes import CONTAINERS, ContainerItems
 from pipecompile.graph.storages import is_irregular
@@ -59,21 +60,10 @@ class OutsideValues:
         self.found_names = search.found_names
         self.looks_past_classes = search.looks_past_classes
         self._values = [*search.values, *_hooks_of_all_modules()]
-        self._reads = [each.read for each in self._values]
-        self._objects = [each.value for each in self._values]
-        small = (each for each in self._objects if isinstance(each, (*CONTAINERS, tuple)))
-        self._containers = ContainerItems(each for each in small if len(each) <= MOST_ITEMS)
-        self._read_again = read_again
-        # These change in place while they stay the same object, and have no items that could be
-        # compared as objects: their contents are compared in each step.
-        self._read_each_time = [
-            each for each in self._values if isinstance(each.value, (*NUMBERS, *MAPPINGS))
-        ]
         flags = [(where, read, read()) for where, read in asked_flags(search)]
-        code = [*search.code, *flags]
-        self._code_places = [where for where, _, _ in code]
-        self._code_reads = [read for _, read, _ in code]
-        self._code = [value for _, _, value in code]
+        self._code = [*search.code, *flags]
+        self._read_again = read_again
+        self._remember_objects()
         # Parameters are compared by their owner.
         laid_out = [
             (where, each)
@@ -96,11 +86,10 @@ class OutsideValues:
 
     def changed(self) -> str | None:
         """Return where there is something else now; None if all is the same."""
-        # There are many of each, so they are first compared as objects, without loops in Python.
-        if not all(map(is_, map(call, self._code_reads), self._code)):
-            code = zip(self._code_places, self._code_reads, self._code, strict=True)
-            changed = next(where for where, read, value in code if read() is not value)
-            return changed if isinstance(changed, str) else changed()
+        # There are many, so they are first compared as objects, without loops in Python.
+        are_the_same = self._places.are_the_same()
+        if not are_the_same and (place := self._other_code()):
+            return place
         # `parallelize` gives modules classes that torch makes around theirs: these are the same
         # as before.
         if list(map(type, self._modules)) != self._kinds and (place := self._other_class()):
@@ -116,12 +105,16 @@ class OutsideValues:
             return next(where for where, now, before in pairs if now != before)
         if place := self._unregistered.changed():
             return place
-        are_the_same = all(map(is_, map(call, self._reads), self._objects))
-        suspects = self._values
         if are_the_same and self._containers.are_the_same():
             suspects = self._read_each_time
-        suspects = [*suspects, *self._read_again]
-        return next((each.where for each in suspects if not each.is_the_same), None)
+        else:
+            suspects = self._values
+        changed = (each.where for each in (*suspects, *self._read_again) if not each.is_the_same)
+        place = next(changed, None)
+        if not (place or suspects is self._read_each_time):
+            # They are equal, and the next steps compare the objects that are there now.
+            self._remember_objects()
+        return place
 
     def advanced(self) -> str | None:
         """Return which iterator that the forward may read has gone on; None if none has."""
@@ -134,6 +127,27 @@ class OutsideValues:
 
     def _current_layouts(self) -> list[Any]:
         return list(zip(map(_kind, self._tensors), map(Tensor.stride, self._tensors), strict=True))
+
+    def _remember_objects(self) -> None:
+        """Remember which objects are there now, to compare them in each step."""
+        now = [(each, each.read()) for each in self._values]
+        lasting = [(each.read, value) for each, value in now if each.read() is value]
+        self._places = Places([*((read, value) for _, read, value in self._code), *lasting])
+        small = (value for _, value in now if isinstance(value, (*CONTAINERS, tuple)))
+        self._containers = ContainerItems(each for each in small if len(each) <= MOST_ITEMS)
+        # Those that are made when they are read, and those that change in place while they stay the
+        # same object, and have no items that could be compared as objects.
+        self._read_each_time = [
+            each
+            for each, value in now
+            if isinstance(value, (*NUMBERS, *MAPPINGS)) or each.read() is not value
+        ]
+
+    def _other_code(self) -> str | None:
+        """Return the place of code that is other code now."""
+        changed = (where for where, read, value in self._code if read() is not value)
+        place = next(changed, None)
+        return place if place is None or isinstance(place, str) else place()
 
     def _other_class(self) -> str | None:
         """Return which module has another class of its own; torch may have put one around it."""

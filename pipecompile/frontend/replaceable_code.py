@@ -8,16 +8,14 @@ tensors, and what runs when a module is called.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from functools import partial
-from operator import is_
+from collections.abc import Callable, Iterable, Iterator
 from types import FunctionType, ModuleType
 from typing import Any
 
 from torch import Tensor
 
 from pipecompile.frontend.code_names import OF_TENSORS
-from pipecompile.frontend.compared_value import GONE, Read
+from pipecompile.frontend.places import Attribute, Item, Read
 
 __all__ = ["CodeRead", "PlaceText", "functions_among", "operators_of_tensors", "run_by_a_call"]
 
@@ -32,22 +30,20 @@ CALLING = ("__call__", "forward")
 """What runs if code calls a module."""
 
 
-def operators_of_tensors() -> CodeRead:
-    """Return the read of what operators call of tensors, which no code names."""
+def operators_of_tensors() -> Iterator[CodeRead]:
+    """Yield the reads of what operators call of tensors, which no code names."""
     own = vars(Tensor)
-    return _all_at_once("torch.Tensor", own.get, {name: own.get(name) for name in OPERATORS})
+    for name in OPERATORS:
+        read = Item(own, name)
+        yield f"torch.Tensor.{name}", read, read()
 
 
-def functions_among(module: ModuleType, names: Iterable[str]) -> CodeRead:
-    """Return the read of the functions of a Python module that have these names."""
-    attributes = vars(module)
-    found = {name: attributes[name] for name in names}
-    functions = {
-        name: value
-        for name, value in found.items()
-        if callable(value) and not isinstance(value, (type, ModuleType))
-    }
-    return _all_at_once(module.__name__, attributes.get, functions)
+def functions_among(module: ModuleType, names: Iterable[str]) -> Iterator[CodeRead]:
+    """Yield the reads of the functions of a Python module that have these names."""
+    for name in names:
+        value = vars(module)[name]
+        if callable(value) and not isinstance(value, (type, ModuleType)):
+            yield f"{module.__name__}.{name}", Item(vars(module), name), value
 
 
 def run_by_a_call(kind: type) -> Iterator[CodeRead]:
@@ -56,20 +52,4 @@ def run_by_a_call(kind: type) -> Iterator[CodeRead]:
         value = getattr(kind, name, None)
         # Another descriptor may give another object each time.
         if isinstance(value, FunctionType):
-            yield f"{kind.__qualname__}.{name}", partial(getattr, kind, name, GONE), value
-
-
-def _all_at_once(where: str, get: Callable[[str], Any], values: Mapping[str, Any]) -> CodeRead:
-    """Return one read of all `values` at a place by name: whether they are the same objects."""
-    read = partial(_are_all, get, list(values), list(values.values()))
-    return partial(_replaced, where, get, values), read, True
-
-
-def _are_all(get: Callable[[str], Any], names: Iterable[str], values: Iterable[Any]) -> bool:
-    """Return whether `get` returns these `values` for these `names`."""
-    return all(map(is_, map(get, names), values))
-
-
-def _replaced(where: str, get: Callable[[str], Any], values: Mapping[str, Any]) -> str:
-    """Return the place of the first of these `values` that was replaced."""
-    return f"{where}.{next(name for name, value in values.items() if get(name) is not value)}"
+            yield f"{kind.__qualname__}.{name}", Attribute(kind, name), value

@@ -72,7 +72,9 @@ class UnregisteredModules:
         }
 
     def _current_items(self) -> AttributeItems:
-        return AttributeItems((module, _names(module)) for _, module in self._modules)
+        return AttributeItems(
+            (module, ("training", *_names(module))) for _, module in self._modules
+        )
 
 
 def _names(module: nn.Module) -> Sequence[str]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import OrderedDict, deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from operator import call, is_, itemgetter
@@ -163,8 +163,12 @@ class ContainerItems:
         # Most are tables of hooks, and empty. Of these it is enough to know that they still are.
         self._empty = [each for each in containers if not each]
         self._filled = [each for each in containers if each]
+        # The names of modules and tensors may be compared as a whole, and so faster.
+        self._tables = [each for each in self._filled if _has_names(each)]
+        self._others = [each for each in self._filled if not _has_names(each)]
         self._mappings = [each for each in self._filled if isinstance(each, dict)]
-        self._lengths, self._items = list(map(len, self._filled)), list(self._current_items())
+        self._lengths, self._names = list(map(len, self._filled)), self._current_names()
+        self._items = list(self._current_items())
 
     def are_the_same(self) -> bool:
         """Return whether each item is the same object. If not, it may still be an equal one."""
@@ -172,43 +176,74 @@ class ContainerItems:
         return (
             not any(self._empty)
             and list(map(len, self._filled)) == self._lengths
+            and self._current_names() == self._names
             and all(map(is_, self._current_items(), self._items))
         )
 
+    def _current_names(self) -> list[str]:
+        return list(chain.from_iterable(self._tables))
+
     def _current_items(self) -> Iterator[Any]:
         values = map(dict.values, self._mappings)
-        return chain.from_iterable(chain(self._filled, values))
+        return chain.from_iterable(chain(self._others, values))
 
 
 class AttributeItems:
     """The values of some attributes of modules, given by name, to find out cheaply later that none
     of them has changed.
 
-    The attributes are compared, the mode of each module, and the items of containers among them.
+    The attributes are compared, and the items of containers among them.
     """
 
     def __init__(self, names: Iterable[tuple[nn.Module, Sequence[str]]]) -> None:
-        pairs = list(names)
-        self._attributes = [vars(module) for module, _ in pairs]
-        self._getters = [itemgetter("training", *each) for _, each in pairs]
+        self._attributes, self._others = list[dict[str, Any]](), list[dict[str, Any]]()
+        self._getters = list[Callable[[dict[str, Any]], tuple[Any, ...]]]()
+        empty: dict[tuple[str, ...], list[dict[str, Any]]] = {}
+        for module, watched in names:
+            attributes = vars(module)
+            self._attributes.append(attributes)
+            tables = [name for name in watched if name in INTERNAL and attributes[name] == {}]
+            if tables:
+                empty.setdefault(tuple(tables), []).append(attributes)
+            if others := [name for name in watched if name not in tables]:
+                self._others.append(attributes)
+                self._getters.append(_getter(others))
+        # Modules of one kind have the same tables empty, and are asked by one getter.
+        self._of_empty = [(_getter(names), modules) for names, modules in empty.items()]
+        self._empty = [list(map(getter, modules)) for getter, modules in self._of_empty]
         self._lengths, self._settings = self._current_lengths(), list(self._current_settings())
-        self._containers = ContainerItems(self._settings)
+        self._containers = ContainerItems(chain(self._settings, *chain.from_iterable(self._empty)))
 
     def are_the_same(self) -> bool:
         """Return whether each item is the same object. If not, it may still be an equal one."""
         if self._current_lengths() != self._lengths:
             return False
         try:
-            settings_are_the_same = all(map(is_, self._current_settings(), self._settings))
+            return (
+                all(map(is_, self._current_settings(), self._settings))
+                # Equal is enough here: what is like a table that is empty is empty too.
+                and [list(map(getter, each)) for getter, each in self._of_empty] == self._empty
+                and self._containers.are_the_same()
+            )
         except KeyError:  # an attribute has another name
             return False
-        return settings_are_the_same and self._containers.are_the_same()
 
     def _current_lengths(self) -> list[int]:
         return list(map(len, self._attributes))
 
     def _current_settings(self) -> Iterator[Any]:
-        return chain.from_iterable(map(call, self._getters, self._attributes))
+        return chain.from_iterable(map(call, self._getters, self._others))
+
+
+def _has_names(container: Any) -> bool:
+    """Return whether this is a dict whose keys are all strings."""
+    return isinstance(container, dict) and all(isinstance(key, str) for key in container)
+
+
+def _getter(names: Sequence[str]) -> Callable[[dict[str, Any]], tuple[Any, ...]]:
+    """Return what gets the items with these names as a tuple."""
+    # The first name twice, since a getter of a single item returns no tuple.
+    return itemgetter(names[0], *names)
 
 
 @contextlib.contextmanager

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from itertools import compress
 from operator import attrgetter, is_
 from types import MethodType
 from typing import Any
@@ -42,7 +43,7 @@ from pipecompile.training.model_changes import (
     changed_setting,
 )
 
-__all__ = ["Program", "modes_of", "modes_of_both"]
+__all__ = ["Program", "modes_of_both"]
 
 
 class Program:
@@ -67,7 +68,7 @@ class Program:
         self._autocast, self._default_dtype = current_autocast(), torch.get_default_dtype()
         self._default_device = torch.get_default_device().type
         self.remember()
-        self.modes = modes_of(self.named_modules)
+        self.modes = self.current_modes()
         # Before it is cut: all stages of the graph then make their tensors where they run.
         apply_passes(module.graph, [LeaveMeta(device)])
         self.stages: tuple[StageModule, ...] = emit(
@@ -133,13 +134,24 @@ class Program:
                     "one (with padding, for example)"
                 )
 
+    def current_modes(self) -> tuple[bool, ...]:
+        """Return which of the modules are in train mode now."""
+        return tuple(map(_mode_of, self._modules))
+
+    @property
+    def trained_modules(self) -> list[str]:
+        """The paths of the modules that are in train mode in this program."""
+        paths = (path for path, _ in self._named_modules)
+        return list(compress(paths, self.modes))
+
     def remember(self) -> None:
         """Remember the model as it is now, for `check_unchanged`, without the values of tensors and
         what its forward sets.
         """
         model = self.captured.model
         # Listed once: a step of a small model takes a millisecond, and so does the list.
-        self.named_modules = tuple(model.named_modules())
+        self._named_modules = tuple(model.named_modules())
+        self._modules = [module for _, module in self._named_modules]
         self._outside_values = self.captured.outside_values()
         if self._outside_values.looks_past_classes:
             # What the forward read of modules was not seen.
@@ -152,7 +164,7 @@ class Program:
         self._named_parameters = list(joined_modules(model, self._loss).named_parameters())
         # The parameters of the model and of the loss, as they are if they are unchanged.
         self.parameters = [parameter for _, parameter in self._named_parameters]
-        self._trained_as = list(map(_trained_as, self.parameters))
+        self._kinds = self._current_kinds()
 
     def check_unchanged(self) -> None:
         """Raise InputError if the model is not as it was when the graph was captured, or autocast,
@@ -185,7 +197,7 @@ class Program:
                 "with the tensor itself"
             )
         # A conversion of the model replaces buffers too, but its parameters say it best.
-        if list(map(_trained_as, self.parameters)) != self._trained_as:
+        if self._current_kinds() != self._kinds:
             self._refuse_changed_parameter()
         # Objects are compared first, in one pass, since a small step takes only a millisecond.
         if not self._items.are_the_same():
@@ -215,10 +227,15 @@ class Program:
                 "loss_fn has other parameters than when the model was compiled; compile it again"
             )
 
+    def _current_kinds(self) -> tuple[list[bool], list[torch.dtype]]:
+        """Return of each parameter whether it is trained, and its type."""
+        return list(map(_is_trained, self.parameters)), list(map(_dtype_of, self.parameters))
+
     def _refuse_changed_parameter(self) -> None:
-        pairs = zip(self._named_parameters, self._trained_as, strict=True)
-        for (name, parameter), (trained, dtype) in pairs:
-            if _trained_as(parameter) != (trained, dtype):
+        for (name, parameter), trained, dtype in zip(
+            self._named_parameters, *self._kinds, strict=True
+        ):
+            if (parameter.requires_grad, parameter.dtype) != (trained, dtype):
                 raise InputError(changed_parameter(name, parameter, trained, dtype))
 
     def refuse_hooks(self) -> None:
@@ -229,20 +246,12 @@ class Program:
         gradients of several parameters.
         """
         # Most have none, which is found without a loop in Python.
-        tables = *map(_hooks_of, self.parameters), *map(_late_hooks_of, self.parameters)
-        if not (any(tables) or self._tied):
+        if any(map(_hooks_of, self.parameters)) or any(map(_late_hooks_of, self.parameters)):
+            for name, parameter in self._named_parameters:
+                _refuse_hooks_of(name, parameter)
+        if not self._tied:
             return
         for name, parameter in self._named_parameters:
-            if parameter._post_accumulate_grad_hooks:
-                raise InputError(
-                    f"{name} has a post-accumulate hook, which would run after each microbatch and "
-                    "not once a step; remove it, and act after `step`"
-                )
-            if parameter._backward_hooks and has_joint_hook(parameter):
-                raise InputError(
-                    f"{name} has a hook on the gradients of several tensors, which would run for "
-                    "each stage and microbatch; remove it, and act after `step`"
-                )
             if name in self._tied and has_hook(parameter):
                 raise InputError(
                     f"{name} has a hook on its gradient, but is tied over stages "
@@ -275,13 +284,10 @@ class Program:
     @contextmanager
     def mode(self) -> Iterator[None]:
         """Put modules into the modes of this program for the block."""
-        before = {
-            part: part.training
-            for path, part in self.named_modules
-            if part.training != (path in self.modes)
-        }
+        modes = self.current_modes()
+        others = [] if modes == self.modes else self._parts_in_other_modes()
         # Not by `.train()`: it sets all modules below too, and each has a mode of its own here.
-        for part, flag in before.items():
+        for part, flag in others:
             part.training = not flag
         is_training = self.captured.model.training
         for stage in self.stages:
@@ -291,12 +297,32 @@ class Program:
         try:
             yield
         finally:
-            for part, flag in before.items():
+            for part, flag in others:
                 part.training = flag
 
+    def _parts_in_other_modes(self) -> list[tuple[nn.Module, bool]]:
+        """Return the modules that are in another mode than in this program, with their modes."""
+        pairs = zip(self._modules, self.modes, strict=True)
+        return [(part, part.training) for part, mode in pairs if part.training != mode]
 
-# Getters in C, since each step asks all parameters.
-_trained_as = attrgetter("requires_grad", "dtype")
+
+def _refuse_hooks_of(name: str, parameter: nn.Parameter) -> None:
+    """Raise InputError for hooks of a parameter that a step would not run once a step."""
+    if parameter._post_accumulate_grad_hooks:
+        raise InputError(
+            f"{name} has a post-accumulate hook, which would run after each microbatch and "
+            "not once a step; remove it, and act after `step`"
+        )
+    if parameter._backward_hooks and has_joint_hook(parameter):
+        raise InputError(
+            f"{name} has a hook on the gradients of several tensors, which would run for "
+            "each stage and microbatch; remove it, and act after `step`"
+        )
+
+
+# Getters in C, since each step asks all modules and parameters.
+_mode_of = attrgetter("training")
+_is_trained, _dtype_of = attrgetter("requires_grad"), attrgetter("dtype")
 _hooks_of = attrgetter("_backward_hooks")
 _late_hooks_of = attrgetter("_post_accumulate_grad_hooks")
 
@@ -306,11 +332,6 @@ def modes_of_both(program: Program, remainder: Program | None) -> Iterator[None]
     """Put modules into the modes of a program, which are also those of its remainder."""
     with program.mode(), nullcontext() if remainder is None else remainder.mode():
         yield
-
-
-def modes_of(named_modules: Iterable[tuple[str, nn.Module]]) -> frozenset[str]:
-    """Return the paths of the modules that are in train mode."""
-    return frozenset(path for path, part in named_modules if part.training)
 
 
 def _settings(captured: Capture) -> Iterator[tuple[str, Any]]:

@@ -24,7 +24,7 @@ from pipecompile.graph.model_state import named_state
 from pipecompile.ir.plan import Plan
 from pipecompile.runtime.local_share import LocalShare
 from pipecompile.training.materialisation import bind, on_meta
-from pipecompile.training.program import Program, modes_of
+from pipecompile.training.program import Program
 
 __all__ = ["DeclaredShape", "Programs"]
 
@@ -69,7 +69,7 @@ class Programs:
         )
         self.declared = [self.planned]
         self._programs = {(self.planned.modes, 0): self.planned}
-        self._remainders: dict[tuple[frozenset[str], int, int], Program] = {}
+        self._remainders: dict[tuple[tuple[bool, ...], int, int], Program] = {}
 
     def declare(self, shape: DeclaredShape) -> None:
         """Cut the graph for one more shape; CaptureError if it cannot be cut like the plan."""
@@ -81,7 +81,7 @@ class Programs:
 
     def current(self, shape: int) -> Program:
         """Return the program for a declared shape and the modes that the modules are in now."""
-        modes = modes_of(self.planned.named_modules)
+        modes = self.planned.current_modes()
         if (modes, shape) not in self._programs:
             # A graph of the changed model could not be cut where the planned one was.
             self.planned.check_unchanged()

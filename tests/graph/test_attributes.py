@@ -175,7 +175,7 @@ def test_values_as_text(value: object, text: str) -> None:
 def test_a_change_is_one_of_items(case: str) -> None:
     change, _ = CHANGES[case]
     module = model()
-    items = AttributeItems((part, settings_of(part)) for part in module.modules())
+    items = AttributeItems((part, ["training", *settings_of(part)]) for part in module.modules())
     assert items.are_the_same()
     change(module)
     assert not items.are_the_same()
@@ -195,4 +195,22 @@ def test_only_the_named_attributes_are_compared() -> None:
     module.names.add("b")
     assert items.are_the_same()
     module.number = 2
+    assert not items.are_the_same()
+
+
+@pytest.mark.parametrize("name", ["_forward_hooks", "_buffers"])
+def test_a_table_in_the_place_of_an_empty_one_has_to_be_empty(name: str) -> None:
+    module = nn.Linear(1, 1)
+    items = AttributeItems([(module, [name]), (nn.Linear(1, 1), [name])])
+    setattr(module, name, type(vars(module)[name])())
+    assert items.are_the_same()
+    vars(module)[name]["added"] = nn.Identity()
+    assert not items.are_the_same()
+
+
+def test_names_in_each_others_place_have_changed() -> None:
+    module: Any = nn.Module()
+    module.table = {"a": 1, "b": 1}
+    items = AttributeItems([(module, ["table"])])
+    module.table["a"] = module.table.pop("a")
     assert not items.are_the_same()

@@ -76,6 +76,29 @@ class Moderate(nn.Module):
         return value * 2
 
 
+def with_a_hook_for_one_call() -> nn.Module:
+    """A layer whose first result is doubled."""
+    layer = nn.Linear(6, 6)
+
+    def doubled(_module: nn.Module, _arguments: Any, result: Tensor) -> Tensor:
+        handle.remove()
+        return result * 2
+
+    handle = layer.register_forward_hook(doubled)
+    return layer
+
+
+def with_hooks_that_come() -> nn.Module:
+    """A layer over rows that know of each other, whose calls leave hooks behind."""
+
+    class Installing(nn.Linear):
+        def forward(self, value: Tensor) -> Tensor:
+            self.register_forward_hook(lambda *_: None)
+            return super().forward(value - value.mean(0))
+
+    return Installing(6, 6)
+
+
 def ask(model: nn.Module, *shape: int, batch_dim: int = 0) -> None:
     torch.manual_seed(0)
     size = (4, *shape)
@@ -99,6 +122,7 @@ DEPENDENT = {
     "a mean of a known number": (Mixed(lambda v: (v - 1) * v.shape[0] ** -0.5), (6,)),
     "one way for many": (Mixed(lambda v: v.sin() if len(v) > 5 else v.cos()), (6,)),
     "numbered from the end": (Mixed(lambda v: v + torch.arange(-len(v), 0)[:, None]), (6,)),
+    "centred, with hooks that calls leave": (with_hooks_that_come(), (6,)),
     "in a dictionary": (Mixed(lambda v: {"a": v, "b": v.flip(0)}), (6,)),
 }
 INDEPENDENT = {
@@ -110,6 +134,7 @@ INDEPENDENT = {
     "chance that nobody seeds": (Drawing(), (6,)),
     "lstm, batch first, with its states": (nn.LSTM(6, 6, 2, batch_first=True), (5, 6)),
     "noise in eval mode": (Mixed(lambda v: v + torch.randn_like(v)), (6,)),
+    "a hook that removes itself": (with_a_hook_for_one_call(), (6,)),
     "a running mean": (Counting(), (6,)),
     "a switch": (Switching(), (6,)),
     "a scalar": (Mixed(lambda v: (v, v.mean())), (6,)),

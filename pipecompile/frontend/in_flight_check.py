@@ -35,7 +35,7 @@ from pipecompile.frontend.signature import Arguments
 from pipecompile.frontend.training_step import SEED, TrainingStep, training_steps
 from pipecompile.graph.restored_state import is_same_tensor
 
-__all__ = ["check_in_flight", "may_disturb"]
+__all__ = ["check_in_flight", "may_disturb", "other_data"]
 
 SHOWN = 3  # places in a message
 
@@ -44,7 +44,7 @@ def check_in_flight(capture: Capture, module: fx.GraphModule, call: Arguments) -
     """Raise CaptureError if the graph differs from the model with two microbatches in flight."""
     # The second microbatch has other data, so that what it takes from the first shows.
     tensors = capture.inputs.flatten(call)
-    others = _other_data(tensors, capture.inputs.batch_dims)
+    others = other_data(tensors, capture.inputs.batch_dims)
     apart = _TwoMicrobatches(capture, module, (tensors, others))
     with suppress(ModelFailsError):
         if apart.difference_in_flight is None:
@@ -217,7 +217,7 @@ def _writers(module: fx.GraphModule) -> Iterator[str]:
             yield f"{path}{line}"
 
 
-def _other_data(tensors: Sequence[Tensor], dims: Sequence[int | None]) -> list[Tensor]:
+def other_data(tensors: Sequence[Tensor], dims: Sequence[int | None]) -> list[Tensor]:
     """Return other samples for the same inputs: half of these, each twice, or other numbers if all
     samples are alike.
     """

@@ -70,12 +70,12 @@ class Places:
     """The objects that are in many places, given as what reads each and what it has read."""
 
     def __init__(self, objects: Iterable[tuple[Read, Any]]) -> None:
-        tables: dict[int, _Table] = {}
+        tables: dict[int, _KnownItems] = {}
         owners: dict[str, dict[int, tuple[Any, Any]]] = {}
         others: list[tuple[Read, Any]] = []
         for read, value in objects:
             if isinstance(read, (Item, NoItem)) and type(read.items) in (dict, MappingProxyType):
-                tables.setdefault(id(read.items), _Table(read.items)).note(read, value)
+                tables.setdefault(id(read.items), _KnownItems(read.items)).note(read, value)
             elif isinstance(read, Attribute) and value is not GONE:
                 owners.setdefault(read.name, {})[id(read.owner)] = read.owner, value
             else:
@@ -112,7 +112,7 @@ class Places:
         )
 
 
-class _Table:
+class _KnownItems:
     """What is known of a mapping: its items that are `present`, and the names that are `absent`."""
 
     def __init__(self, items: Mapping[str, Any]) -> None:

@@ -16,6 +16,7 @@ from pipecompile.frontend.batch_dims import part_of
 from pipecompile.frontend.capture import capture, captures, is_first_choice
 from pipecompile.frontend.captured_graph import KEYS_IN_ORDER, Capture
 from pipecompile.frontend.digest import digest
+from pipecompile.frontend.late_loss import refuse_late_loss
 from pipecompile.frontend.plain_tensors import plain_tensors_kept
 from pipecompile.frontend.proof import Proof, proven_capture
 from pipecompile.frontend.refusals import UnsupportedError
@@ -89,11 +90,13 @@ def capture_target(
     with plain_tensors_kept(target.model):
         if verify and target.has_values:
             captured, module, proof = proven_capture(target.model, sample, options.leaf)
+            wanted = target.cut_targets(options.microbatches)[0]
+            refuse_late_loss(target, sample, wanted)
             # What samples know of each other shows only where they are cut apart.
             if options.microbatches > 1:
                 refuse_dependent_rows(target.model, sample, _microbatch(target, options, 1))
                 if target.loss_reduction == "mean":
-                    refuse_batch_counts(target, sample, target.cut_targets(options.microbatches)[0])
+                    refuse_batch_counts(target, sample, wanted)
             _log(chain(_remarks(captured), [_proof_text(proof)]))
         else:
             proof = None

@@ -33,6 +33,7 @@ So more may be found than is read, but nothing that changes during training is l
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
@@ -104,6 +105,7 @@ BY_VALUE = (getattr, hasattr, vars, attrgetter, methodcaller)
 """What reads attributes by names that code computes, also if code has another name for it."""
 OF_CACHES = frozenset({"use_cache"})
 """What configs of transformers say of caches, which pipelines leave out: a trainer sets it."""
+SPACE = re.compile(r"\s")
 LEADING_NOWHERE = (*PLAIN, *NUMBERS, type)
 HOLDING_ITEMS = (*CONTAINERS, *MAPPINGS, tuple)
 """The name of a place; where there was nothing, what returns it once there is."""
@@ -127,7 +129,8 @@ class NameSearch:
         self._names = names
         self._foreign: dict[str, bool] = {}
         self._shapes: dict[int, ObjectShape] = {}
-        self._attributes: dict[type, Mapping[str, Any]] = {}
+        # By id, since a class may be equal to another one; with the class, which so keeps its id.
+        self._attributes: dict[int, tuple[type, Mapping[str, Any]]] = {}
         named_modules = list(model.named_modules())
         before: FoundNames | None = None
         self._packages = {package_of(type(module).__module__) for _, module in named_modules}
@@ -150,17 +153,26 @@ class NameSearch:
         self._seen = {id(module) for _, module in named_modules}
         self._noted: set[int] = set()
         self._nameless: set[int] = set()
-        self._made: set[Any] = set()
-        self._called: set[type] = set()
+        self._made: set[int] = set()
+        self._called: set[int] = set()
         self._known_globals: dict[int, set[str]] = {}
+        self._of_user: list[tuple[FunctionType, CodeNames]] = []
         for path, module in named_modules:
             self._look_in_module(path, module)
-        while self._found:
-            self._look_up(*self._found.popleft())
+        self._look_up_all()
+        if self._reads_environment():
+            # A function may be given the name of a variable by another one.
+            for function, reads in self._of_user:
+                self._look_at_strings(function, reads)
+            self._look_up_all()
         self._note_absent_of_tensors()
         self.code += operators_of_tensors()
         by_value = (each.__name__ for each in BY_VALUE if self.has_found(each))
         self._names = self._names.with_computing(by_value)
+
+    def _look_up_all(self) -> None:
+        while self._found:
+            self._look_up(*self._found.popleft())
 
     @property
     def found_names(self) -> FoundNames:
@@ -179,7 +191,7 @@ class NameSearch:
 
     def has_found(self, value: Any) -> bool:
         """Return whether code may have this function, object or Python module, by any name."""
-        return id(value) in self._seen or value in self._made
+        return id(value) in self._seen or id(value) in self._made
 
     def _look_in_module(self, path: str, module: nn.Module) -> None:
         self._look_in_class(type(module))
@@ -333,6 +345,8 @@ class NameSearch:
             self._follow(name, sys.modules.get(name))
         if reads.names & BY_STRING:
             self._look_at_strings(function, reads)
+        elif not is_installed(package_of(module)):
+            self._of_user.append((function, reads))
 
     def _look_at_strings(self, function: FunctionType, reads: CodeNames) -> None:
         """Look at the variables of the environment, and at the Python modules, that the strings of
@@ -341,10 +355,15 @@ class NameSearch:
         values: list[Any] = [*function.__code__.co_consts, function.__globals__.get("__name__")]
         values += (function.__globals__.get(name) for name in reads.globals)
         values += map(content, function.__closure__ or ())
-        for text in {each for each in values if isinstance(each, str)}:
-            if reads.names & OF_ENVIRONMENT:
-                self._look(f"os.environ[{text!r}]", partial(os.environ.get, text))
+        # No name has spaces.
+        for text in {each for each in values if isinstance(each, str) and not SPACE.search(each)}:
+            self._look(f"os.environ[{text!r}]", partial(os.environ.get, text))
             self._follow(text, sys.modules.get(text))
+
+    def _reads_environment(self) -> bool:
+        """Return whether code reads variables of the environment, by any name."""
+        found = self.has_found(os.environ) or self.has_found(os.getenv)
+        return found or bool(self._names.names & OF_ENVIRONMENT)
 
     def _look_at_globals(self, function: FunctionType, named: frozenset[str]) -> None:
         """Look at the globals that a function names."""
@@ -405,9 +424,9 @@ class NameSearch:
 
     def _note_calling(self, kind: type) -> None:
         """Note what runs when a module of this class is called."""
-        if kind not in self._called:
+        if id(kind) not in self._called:
             self.code += run_by_a_call(kind)
-        self._called.add(kind)
+        self._called.add(id(kind))
 
     def _look_in_slots(self, where: str, value: Any) -> None:
         for slots in self._shape_of(value).slots:
@@ -444,7 +463,7 @@ class NameSearch:
 
     def _own(self, kind: type) -> Mapping[str, Any]:
         """Return the attributes of a class; the same object each time, by which they are told."""
-        return self._attributes.setdefault(kind, vars(kind))
+        return self._attributes.setdefault(id(kind), (kind, vars(kind)))[1]
 
     def _look_at_read(self, where: str, kind: type) -> set[str]:
         """Look at the attributes of a class that were read of its object at `where` by a name that
@@ -461,8 +480,8 @@ class NameSearch:
 
     def _look_at_making(self, kind: type) -> None:
         """Note what makes objects of a class that code names. No forward makes modules."""
-        if not is_of_all_models(kind) and kind not in self._made:
-            self._made.add(kind)
+        if not is_of_all_models(kind) and id(kind) not in self._made:
+            self._made.add(id(kind))
             for base in kind.__mro__:
                 if not self._is_foreign(base.__module__):
                     own = self._own(base)

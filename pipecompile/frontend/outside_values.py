@@ -133,7 +133,7 @@ class OutsideValues:
         now = [(each, each.read()) for each in self._values]
         lasting = [(each.read, value) for each, value in now if each.read() is value]
         self._places = Places([*((read, value) for _, read, value in self._code), *lasting])
-        small = (value for _, value in now if isinstance(value, (*CONTAINERS, tuple)))
+        small = (value for _, value in lasting if isinstance(value, (*CONTAINERS, tuple)))
         self._containers = ContainerItems(each for each in small if len(each) <= MOST_ITEMS)
         # Those that are made when they are read, and those that change in place while they stay the
         # same object, and have no items that could be compared as objects.

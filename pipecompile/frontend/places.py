@@ -13,9 +13,11 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
-from operator import attrgetter, call, is_, itemgetter
+from operator import attrgetter, call, is_
 from types import MappingProxyType
 from typing import Any
+
+from pipecompile.graph.attributes import getter_of
 
 __all__ = ["GONE", "Attribute", "Item", "NoItem", "Places", "Read"]
 
@@ -54,7 +56,7 @@ class NoItem:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Attribute:
-    """The read of an attribute of an object."""
+    """The read of an attribute of an object; its name has no dots."""
 
     owner: Any
     name: str
@@ -74,8 +76,11 @@ class Places:
         owners: dict[str, dict[int, tuple[Any, Any]]] = {}
         others: list[tuple[Read, Any]] = []
         for read, value in objects:
+            # A proxy is that of a class: both have their items without making them.
             if isinstance(read, (Item, NoItem)) and type(read.items) in (dict, MappingProxyType):
-                tables.setdefault(id(read.items), _KnownItems(read.items)).note(read, value)
+                if id(read.items) not in tables:
+                    tables[id(read.items)] = _KnownItems(read.items)
+                tables[id(read.items)].note(read, value)
             elif isinstance(read, Attribute) and value is not GONE:
                 owners.setdefault(read.name, {})[id(read.owner)] = read.owner, value
             else:
@@ -83,8 +88,7 @@ class Places:
         others += (each.absence for each in tables.values() if each.absent)
         filled = [each for each in tables.values() if each.present]
         self._tables = [each.items for each in filled]
-        # The first name twice, since a getter of a single item returns no tuple.
-        self._getters = [itemgetter(next(iter(each.present)), *each.present) for each in filled]
+        self._getters = [getter_of(each.present) for each in filled]
         self._owners = [
             (attrgetter(name), [owner for owner, _ in each.values()])
             for name, each in owners.items()

@@ -18,7 +18,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from itertools import chain
 
 import torch
 from torch import Tensor, nn
@@ -41,8 +40,8 @@ power of two, which changes no digit."""
 def refuse_dependent_rows(model: nn.Module, first: Arguments, second: Arguments) -> None:
     """Raise InputError if outputs for the rows of one microbatch depend on those of the other.
 
-    A model that fails in eval mode, or draws random numbers, writes to buffers or loses a hook
-    there, is not asked.
+    A model that fails in eval mode, or draws random numbers or writes to buffers there, is not
+    asked.
     """
     with restored_state(model), torch.no_grad(), _normalised_alone(model):
         for module in model.modules():
@@ -106,11 +105,13 @@ def _all_outputs(
     """Return the output tensors for both calls together, for the first alone, and for each of them
     twice; None if the model is not to be asked.
     """
-    before, hooks = _states(model), _hooks(model)
     try:
+        # A hook may remove itself in its first call.
+        _outputs(model, first, second)
+        before = _states(model)
         both = _outputs(model, first, second)
         # Compared after one call: a switch that each call turns is as it was after two.
-        writes = not all(map(torch.equal, before, _states(model))) or not hooks <= _hooks(model)
+        writes = not all(map(torch.equal, before, _states(model)))
         pairs = [_outputs(model, each, each) for each in (first, second)]
         alone = tensor_leaves(model(*first.args, **first.kwargs))
     except Exception:
@@ -202,9 +203,3 @@ def _states(model: nn.Module) -> list[Tensor]:
     """Return copies of the states of generators and of the buffers."""
     generators = [torch.get_rng_state(), *map(torch.cuda.get_rng_state, cuda_devices(model))]
     return [*generators, *(buffer.clone() for buffer in model.buffers())]
-
-
-def _hooks(model: nn.Module) -> set[int]:
-    """Return the keys of the forward hooks of all modules, each of which there is once."""
-    tables = ((*part._forward_pre_hooks, *part._forward_hooks) for part in model.modules())
-    return set(chain.from_iterable(tables))

@@ -31,6 +31,7 @@ __all__ = [
     "ModuleAttributes",
     "attributes_restored",
     "deep_copy",
+    "getter_of",
     "hook_codes",
     "is_collecting",
     "is_same_constant",
@@ -163,8 +164,8 @@ class ContainerItems:
         # Most are tables of hooks, and empty. Of these it is enough to know that they still are.
         self._empty = [each for each in containers if not each]
         self._filled = [each for each in containers if each]
-        # The names of modules and tensors may be compared as a whole, and so faster.
-        self._tables = [each for each in self._filled if _has_names(each)]
+        # Names may be compared as a whole, and so faster.
+        self._named = [each for each in self._filled if _has_names(each)]
         self._others = [each for each in self._filled if not _has_names(each)]
         self._mappings = [each for each in self._filled if isinstance(each, dict)]
         self._lengths, self._names = list(map(len, self._filled)), self._current_names()
@@ -181,7 +182,7 @@ class ContainerItems:
         )
 
     def _current_names(self) -> list[str]:
-        return list(chain.from_iterable(self._tables))
+        return list(chain.from_iterable(self._named))
 
     def _current_items(self) -> Iterator[Any]:
         values = map(dict.values, self._mappings)
@@ -196,33 +197,36 @@ class AttributeItems:
     """
 
     def __init__(self, names: Iterable[tuple[nn.Module, Sequence[str]]]) -> None:
-        self._attributes, self._others = list[dict[str, Any]](), list[dict[str, Any]]()
-        self._getters = list[Callable[[dict[str, Any]], tuple[Any, ...]]]()
+        watched = list(names)
+        self._modules = [module for module, _ in watched]
+        self._attributes = list(map(vars, self._modules))
         empty: dict[tuple[str, ...], list[dict[str, Any]]] = {}
-        for module, watched in names:
-            attributes = vars(module)
-            self._attributes.append(attributes)
-            tables = [name for name in watched if name in INTERNAL and attributes[name] == {}]
+        others: list[tuple[Callable[[Any], tuple[Any, ...]], dict[str, Any]]] = []
+        for attributes, (_, of_module) in zip(self._attributes, watched, strict=True):
+            tables = [name for name in of_module if name in INTERNAL and attributes[name] == {}]
             if tables:
                 empty.setdefault(tuple(tables), []).append(attributes)
-            if others := [name for name in watched if name not in tables]:
-                self._others.append(attributes)
-                self._getters.append(_getter(others))
+            if rest := [name for name in of_module if name not in tables]:
+                others.append((getter_of(rest), attributes))
         # Modules of one kind have the same tables empty, and are asked by one getter.
-        self._of_empty = [(_getter(names), modules) for names, modules in empty.items()]
-        self._empty = [list(map(getter, modules)) for getter, modules in self._of_empty]
+        self._of_empty = [(getter_of(tables), modules) for tables, modules in empty.items()]
+        self._empty = self._current_empty()
+        self._getters = [getter for getter, _ in others]
+        self._others = [attributes for _, attributes in others]
         self._lengths, self._settings = self._current_lengths(), list(self._current_settings())
         self._containers = ContainerItems(chain(self._settings, *chain.from_iterable(self._empty)))
 
     def are_the_same(self) -> bool:
         """Return whether each item is the same object. If not, it may still be an equal one."""
+        if not all(map(is_, map(vars, self._modules), self._attributes)):
+            return False
         if self._current_lengths() != self._lengths:
             return False
         try:
             return (
                 all(map(is_, self._current_settings(), self._settings))
-                # Equal is enough here: what is like a table that is empty is empty too.
-                and [list(map(getter, each)) for getter, each in self._of_empty] == self._empty
+                # What equals a table that is empty is empty too.
+                and self._current_empty() == self._empty
                 and self._containers.are_the_same()
             )
         except KeyError:  # an attribute has another name
@@ -234,16 +238,20 @@ class AttributeItems:
     def _current_settings(self) -> Iterator[Any]:
         return chain.from_iterable(map(call, self._getters, self._others))
 
+    def _current_empty(self) -> list[list[tuple[Any, ...]]]:
+        return [list(map(getter, modules)) for getter, modules in self._of_empty]
+
+
+def getter_of(names: Iterable[Any]) -> Callable[[Any], tuple[Any, ...]]:
+    """Return what gets the items with these names, of which there are some, as a tuple."""
+    first, *others = names
+    # The first one twice, since a getter of a single item returns no tuple.
+    return itemgetter(first, first, *others)
+
 
 def _has_names(container: Any) -> bool:
     """Return whether this is a dict whose keys are all strings."""
     return isinstance(container, dict) and all(isinstance(key, str) for key in container)
-
-
-def _getter(names: Sequence[str]) -> Callable[[dict[str, Any]], tuple[Any, ...]]:
-    """Return what gets the items with these names as a tuple."""
-    # The first name twice, since a getter of a single item returns no tuple.
-    return itemgetter(names[0], *names)
 
 
 @contextlib.contextmanager

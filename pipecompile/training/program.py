@@ -164,7 +164,7 @@ class Program:
         self._named_parameters = list(joined_modules(model, self._loss).named_parameters())
         # The parameters of the model and of the loss, as they are if they are unchanged.
         self.parameters = [parameter for _, parameter in self._named_parameters]
-        self._kinds = self._current_kinds()
+        self._trained_as = self._now_trained_as()
 
     def check_unchanged(self) -> None:
         """Raise InputError if the model is not as it was when the graph was captured, or autocast,
@@ -197,7 +197,7 @@ class Program:
                 "with the tensor itself"
             )
         # A conversion of the model replaces buffers too, but its parameters say it best.
-        if self._current_kinds() != self._kinds:
+        if self._now_trained_as() != self._trained_as:
             self._refuse_changed_parameter()
         # Objects are compared first, in one pass, since a small step takes only a millisecond.
         if not self._items.are_the_same():
@@ -227,13 +227,13 @@ class Program:
                 "loss_fn has other parameters than when the model was compiled; compile it again"
             )
 
-    def _current_kinds(self) -> tuple[list[bool], list[torch.dtype]]:
+    def _now_trained_as(self) -> tuple[list[bool], list[torch.dtype]]:
         """Return of each parameter whether it is trained, and its type."""
         return list(map(_is_trained, self.parameters)), list(map(_dtype_of, self.parameters))
 
     def _refuse_changed_parameter(self) -> None:
         for (name, parameter), trained, dtype in zip(
-            self._named_parameters, *self._kinds, strict=True
+            self._named_parameters, *self._trained_as, strict=True
         ):
             if (parameter.requires_grad, parameter.dtype) != (trained, dtype):
                 raise InputError(changed_parameter(name, parameter, trained, dtype))

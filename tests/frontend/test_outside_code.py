@@ -479,6 +479,35 @@ class WithSlots:
         self.scale_1 = 2.0
 
 
+class EqualClasses(type):
+    """Its classes are all equal."""
+
+    def __eq__(cls, other: object) -> bool:
+        return isinstance(other, EqualClasses)
+
+    def __hash__(cls) -> int:
+        return 1
+
+
+class Equal(metaclass=EqualClasses):
+    number = 2.0
+
+    def scale(self) -> float:
+        return self.number
+
+
+class EqualToo(metaclass=EqualClasses):
+    number = 2.0
+
+    def scale(self) -> float:
+        return self.number
+
+
+def number_of(variable: str) -> float:
+    return float(os.environ.get(variable, "2.0"))
+
+
+EQUAL, EQUAL_TOO, of_environment = Equal(), EqualToo(), os.environ
 VARIABLE = "TEST_OUTSIDE"
 ONE = 1  # part of names that code computes
 GET, OF_OWN = getattr, functools.partial(getattr, OwnConfig)
@@ -633,6 +662,21 @@ COMPUTED: dict[str, tuple[Forward, Change, str]] = {
         lambda x: x * float(os.environ[VARIABLE]),
         lambda patch: patch.setenv(VARIABLE, "3.0"),
         "TEST_OUTSIDE",
+    ),
+    "a variable of the environment by another name": (
+        lambda x: x * float(of_environment.get(VARIABLE, "2.0")),
+        lambda patch: patch.setenv(VARIABLE, "3.0"),
+        "TEST_OUTSIDE",
+    ),
+    "a variable of the environment that a helper is told": (
+        lambda x: x * number_of("PIPECOMPILE_TEST_OUTSIDE_TOO"),
+        lambda patch: patch.setenv("PIPECOMPILE_TEST_OUTSIDE_TOO", "3.0"),
+        "PIPECOMPILE_TEST_OUTSIDE_TOO",
+    ),
+    "one of two classes that are equal": (
+        lambda x: x * EQUAL.scale() * EQUAL_TOO.scale(),
+        put("number", 3.0, EqualToo),
+        "EqualToo.number",
     ),
     "by another name that its class has for it": (
         lambda x: x * ALIASED.alias,

@@ -99,6 +99,18 @@ def with_hooks_that_come() -> nn.Module:
     return Installing(6, 6)
 
 
+def with_a_hook_that_is_registered_anew() -> nn.Module:
+    """A layer over rows that know of each other, whose hook comes anew in each call."""
+    model = Mixed(lambda value: value - value.mean(0))
+
+    def anew(_module: nn.Module, _arguments: Any) -> None:
+        handles.pop().remove()
+        handles.append(model.register_forward_pre_hook(anew))
+
+    handles = [model.register_forward_pre_hook(anew)]
+    return model
+
+
 def ask(model: nn.Module, *shape: int, batch_dim: int = 0) -> None:
     torch.manual_seed(0)
     size = (4, *shape)
@@ -123,6 +135,7 @@ DEPENDENT = {
     "one way for many": (Mixed(lambda v: v.sin() if len(v) > 5 else v.cos()), (6,)),
     "numbered from the end": (Mixed(lambda v: v + torch.arange(-len(v), 0)[:, None]), (6,)),
     "centred, with hooks that calls leave": (with_hooks_that_come(), (6,)),
+    "centred, with a hook that comes anew": (with_a_hook_that_is_registered_anew(), (6,)),
     "in a dictionary": (Mixed(lambda v: {"a": v, "b": v.flip(0)}), (6,)),
 }
 INDEPENDENT = {

@@ -214,3 +214,11 @@ def test_names_in_each_others_place_have_changed() -> None:
     items = AttributeItems([(module, ["table"])])
     module.table["a"] = module.table.pop("a")
     assert not items.are_the_same()
+
+
+def test_other_attributes_as_a_whole_are_a_change() -> None:
+    module: Any = nn.Identity()
+    module.number = 1.0
+    items = AttributeItems([(module, ["number"])])
+    module.__dict__ = {**vars(module)}
+    assert not items.are_the_same()

@@ -10,7 +10,8 @@ microbatch by then, or another rank runs the forward.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -60,6 +61,7 @@ def _losses(
     """Return the tensors that the loss returns for a call, after the forwards `then`."""
     model, loss = target.model, target.loss_module or nn.Identity()
     with (
+        _gradients_put_aside(target.model_with_loss),
         restored_state(model),
         restored_state(loss),
         callable_restored(target.loss_fn, *hooks_of_user(model)),
@@ -73,6 +75,19 @@ def _losses(
         torch.manual_seed(SEED)
         returned = tensor_leaves(target.trained_by(output, wanted))
         return [each.detach().clone() for each in returned]
+
+
+@contextmanager
+def _gradients_put_aside(model: nn.Module) -> Iterator[None]:
+    """Leave the gradients of parameters as they are: a loss may go back by itself."""
+    before = [(parameter, parameter.grad) for parameter in model.parameters()]
+    try:
+        for parameter, _ in before:
+            parameter.grad = None
+        yield
+    finally:
+        for parameter, gradient in before:
+            parameter.grad = gradient
 
 
 def _are_the_same(losses: Sequence[Tensor], others: Sequence[Tensor]) -> bool:

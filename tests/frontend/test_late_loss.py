@@ -208,3 +208,18 @@ def test_the_model_and_the_loss_are_as_before() -> None:
     assert isinstance(loss, nn.Module)
     assert not loss.get_buffer("mean").any()
     assert torch.equal(torch.get_rng_state(), random)
+
+
+def test_gradients_are_as_before_although_a_loss_goes_back_by_itself() -> None:
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        own = functional.mse_loss(output, target)
+        own.backward(retain_graph=True)
+        return own
+
+    model, batch = layers(), torch.randn(8, 6)
+    call, given = Arguments((batch,), {}), torch.ones(6)
+    model[0].bias.grad = given
+    refuse_late_loss(Target(model, call, loss), call, batch)
+    assert model[0].bias.grad is given
+    assert torch.equal(given, torch.ones(6))
+    assert model[0].weight.grad is None

@@ -24,7 +24,7 @@ from pipecompile.frontend.kept_state import hooks_of_user
 from pipecompile.frontend.signature import Arguments
 from pipecompile.frontend.target import Target
 from pipecompile.frontend.training_step import SEED, restored_state
-from pipecompile.graph.pytrees import tensor_leaves
+from pipecompile.graph.pytrees import map_tensors, tensor_leaves
 from pipecompile.graph.restored_state import is_same_tensor
 
 __all__ = ["refuse_late_loss"]
@@ -68,7 +68,8 @@ def _losses(
         deterministic_kernels(),
     ):
         torch.manual_seed(SEED)
-        output = model(*call.args, **call.kwargs)
+        # In containers of its own: the next forward may fill the same ones.
+        output = map_tensors(lambda value: value, model(*call.args, **call.kwargs))
         for each in then:
             with restored_state(model):
                 model(*each.args, **each.kwargs)

@@ -19,6 +19,7 @@ from pipecompile.frontend.late_loss import refuse_late_loss
 from pipecompile.frontend.signature import Arguments
 from pipecompile.frontend.target import Target
 
+OUTPUTS = dict[str, Tensor]()
 MESSAGE = "loss_fn uses what the forward leaves beside its output"
 Loss = Callable[[Any, Any], Any]
 
@@ -223,3 +224,18 @@ def test_gradients_are_as_before_although_a_loss_goes_back_by_itself() -> None:
     assert model[0].bias.grad is given
     assert torch.equal(given, torch.ones(6))
     assert model[0].weight.grad is None
+
+
+def test_outputs_may_be_returned_in_one_dict() -> None:
+    class InOneDict(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = layers()
+
+        def forward(self, value: Tensor) -> dict[str, Tensor]:
+            OUTPUTS["output"] = self.layers(value)
+            return OUTPUTS
+
+    call = Arguments((torch.randn(8, 6),), {})
+    target = Target(InOneDict(), call, lambda outputs, wanted: (outputs["output"] - wanted).norm())
+    refuse_late_loss(target, call, torch.zeros(8, 6))

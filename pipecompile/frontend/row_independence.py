@@ -23,7 +23,9 @@ import torch
 from torch import Tensor, nn
 
 from pipecompile.errors import InputError
+from pipecompile.frontend.callable_state import callable_restored
 from pipecompile.frontend.data_probe import cuda_devices
+from pipecompile.frontend.kept_state import hooks_of_user
 from pipecompile.frontend.signature import Arguments, InputStructure
 from pipecompile.frontend.training_step import fill_zeros, restored_state
 from pipecompile.graph.pytrees import tensor_leaves
@@ -43,7 +45,8 @@ def refuse_dependent_rows(model: nn.Module, first: Arguments, second: Arguments)
     A model that fails in eval mode, or draws random numbers or writes to buffers there, is not
     asked.
     """
-    with restored_state(model), torch.no_grad(), _normalised_alone(model):
+    kept = callable_restored(*hooks_of_user(model))
+    with restored_state(model), kept, torch.no_grad(), _normalised_alone(model):
         for module in model.modules():
             module.training = False
         fill_zeros(model)

@@ -139,7 +139,7 @@ class Program:
         return tuple(map(_mode_of, self._modules))
 
     @property
-    def trained_modules(self) -> list[str]:
+    def modules_in_train_mode(self) -> list[str]:
         """The paths of the modules that are in train mode in this program."""
         paths = (path for path, _ in self._named_modules)
         return list(compress(paths, self.modes))

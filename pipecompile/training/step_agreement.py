@@ -168,7 +168,7 @@ class StepAgreement:
                 "the number of samples": minibatch.samples,
                 "the number of microbatches": len(inputs),
                 "the input of the last microbatch": last,
-                "the set of modules in train mode": sorted(program.trained_modules),
+                "the set of modules in train mode": sorted(program.modules_in_train_mode),
                 "the seed": minibatch.seed,
                 **_named_flags(flags),
             }

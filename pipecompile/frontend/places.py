@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from operator import attrgetter, call, is_
-from types import MappingProxyType
 from typing import Any
 
 from pipecompile.graph.attributes import getter_of
+from pipecompile.graph.table_writes import AskedAfterWrites, table_of
 
 __all__ = ["GONE", "Attribute", "Item", "NoItem", "Places", "Read"]
 
@@ -76,26 +76,24 @@ class Places:
         owners: dict[str, dict[int, tuple[Any, Any]]] = {}
         others: list[tuple[Read, Any]] = []
         for read, value in objects:
-            # A proxy is that of a class: both have their items without making them.
-            if isinstance(read, (Item, NoItem)) and type(read.items) in (dict, MappingProxyType):
-                if id(read.items) not in tables:
-                    tables[id(read.items)] = _KnownItems(read.items)
-                tables[id(read.items)].note(read, value)
+            table = table_of(read.items) if isinstance(read, (Item, NoItem)) else None
+            if isinstance(read, (Item, NoItem)) and table is not None:
+                known = tables.setdefault(id(table), _KnownItems(table))
+                known.note(read, value)
             elif isinstance(read, Attribute) and value is not GONE:
                 owners.setdefault(read.name, {})[id(read.owner)] = read.owner, value
             else:
                 others.append((read, value))
-        others += (each.absence for each in tables.values() if each.absent)
-        filled = [each for each in tables.values() if each.present]
-        self._tables = [each.items for each in filled]
-        self._getters = [getter_of(each.present) for each in filled]
+        known_items = _ItemsOfTables(tables.values())
+        self._in_tables = AskedAfterWrites(
+            known_items.are_the_same, [each.table for each in tables.values()]
+        )
         self._owners = [
             (attrgetter(name), [owner for owner, _ in each.values()])
             for name, each in owners.items()
         ]
         self._others = [read for read, _ in others]
         self._objects = [
-            *chain.from_iterable(map(call, self._getters, [each.present for each in filled])),
             *(value for each in owners.values() for _, value in each.values()),
             *(value for _, value in others),
         ]
@@ -103,24 +101,23 @@ class Places:
     def are_the_same(self) -> bool:
         """Return whether each place has the same object. If not, it may still have an equal one."""
         try:
-            return all(map(is_, self._current_objects(), self._objects))
-        except (AttributeError, KeyError, ValueError):  # something is gone
+            return self._in_tables.holds() and all(map(is_, self._current_objects(), self._objects))
+        except (AttributeError, ValueError):  # something is gone
             return False
 
     def _current_objects(self) -> Iterator[Any]:
         # Without loops in Python over what is there: a step of a small model takes a millisecond.
         return chain(
-            chain.from_iterable(map(call, self._getters, self._tables)),
             chain.from_iterable(map(getter, owners) for getter, owners in self._owners),
             map(call, self._others),
         )
 
 
 class _KnownItems:
-    """What is known of a mapping: its items that are `present`, and the names that are `absent`."""
+    """What is known of a table: its items that are `present`, and the names that are `absent`."""
 
-    def __init__(self, items: Mapping[str, Any]) -> None:
-        self.items = items
+    def __init__(self, table: dict[str, Any]) -> None:
+        self.table = table
         self.present = dict[str, Any]()
         self.absent = set[str]()
 
@@ -133,7 +130,28 @@ class _KnownItems:
         else:
             self.present[read.name] = value
 
-    @property
-    def absence(self) -> tuple[Read, Any]:
-        """The read of all that is absent, and what it has read."""
-        return partial(self.items.keys().isdisjoint, frozenset(self.absent)), True
+
+class _ItemsOfTables:
+    """The items that are known of some tables, and those that these do not have."""
+
+    def __init__(self, known: Iterable[_KnownItems]) -> None:
+        filled = [each for each in known if each.present]
+        self._tables = [each.table for each in filled]
+        self._getters = [getter_of(each.present) for each in filled]
+        self._items = list(self._current_items([each.present for each in filled]))
+        self._are_absent = [
+            partial(each.table.keys().isdisjoint, frozenset(each.absent))
+            for each in known
+            if each.absent
+        ]
+
+    def are_the_same(self) -> bool:
+        try:
+            return all(map(is_, self._current_items(self._tables), self._items)) and all(
+                map(call, self._are_absent)
+            )
+        except KeyError:  # one is gone
+            return False
+
+    def _current_items(self, tables: Iterable[Mapping[str, Any]]) -> Iterator[Any]:
+        return chain.from_iterable(map(call, self._getters, tables))

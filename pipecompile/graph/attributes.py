@@ -11,11 +11,13 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from operator import call, is_, itemgetter
+from operator import attrgetter, is_, itemgetter
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from pipecompile.graph.table_writes import AskedAfterWrites
 
 __all__ = [
     "ABSENT",
@@ -163,20 +165,31 @@ class ContainerItems:
         containers = [container for container, _ in nested.values()]
         # Most are tables of hooks, and empty. Of these it is enough to know that they still are.
         self._empty = [each for each in containers if not each]
-        self._filled = [each for each in containers if each]
-        # Names may be compared as a whole, and so faster.
-        self._named = [each for each in self._filled if _has_names(each)]
-        self._others = [each for each in self._filled if not _has_names(each)]
-        self._mappings = [each for each in self._filled if isinstance(each, dict)]
-        self._lengths, self._names = list(map(len, self._filled)), self._current_names()
-        self._items = list(self._current_items())
+        tables = [each for each in containers if each and type(each) is dict]
+        self._in_tables = AskedAfterWrites(_Items(tables).are_the_same, tables)
+        self._others = _Items([each for each in containers if each and type(each) is not dict])
 
     def are_the_same(self) -> bool:
         """Return whether each item is the same object. If not, it may still be an equal one."""
+        return not any(self._empty) and self._others.are_the_same() and self._in_tables.holds()
+
+
+class _Items:
+    """The items that these containers had, none of which is empty."""
+
+    def __init__(self, containers: Sequence[Any]) -> None:
+        self._containers = containers
+        # Names may be compared as a whole, and so faster.
+        self._named = [each for each in containers if _has_names(each)]
+        self._others = [each for each in containers if not _has_names(each)]
+        self._mappings = [each for each in containers if isinstance(each, dict)]
+        self._lengths, self._names = list(map(len, containers)), self._current_names()
+        self._items = list(self._current_items())
+
+    def are_the_same(self) -> bool:
         # Without loops in Python: a step of a small model takes a millisecond.
         return (
-            not any(self._empty)
-            and list(map(len, self._filled)) == self._lengths
+            list(map(len, self._containers)) == self._lengths
             and self._current_names() == self._names
             and all(map(is_, self._current_items(), self._items))
         )
@@ -200,34 +213,28 @@ class AttributeItems:
         watched = list(names)
         self._modules = [module for module, _ in watched]
         self._attributes = list(map(vars, self._modules))
-        empty: dict[tuple[str, ...], list[dict[str, Any]]] = {}
-        others: list[tuple[Callable[[Any], tuple[Any, ...]], dict[str, Any]]] = []
+        alike: dict[tuple[str, ...], list[dict[str, Any]]] = {}
         for attributes, (_, of_module) in zip(self._attributes, watched, strict=True):
-            tables = [name for name in of_module if name in INTERNAL and attributes[name] == {}]
-            if tables:
-                empty.setdefault(tuple(tables), []).append(attributes)
-            if rest := [name for name in of_module if name not in tables]:
-                others.append((getter_of(rest), attributes))
-        # Modules of one kind have the same tables empty, and are asked by one getter.
-        self._of_empty = [(getter_of(tables), modules) for tables, modules in empty.items()]
-        self._empty = self._current_empty()
-        self._getters = [getter for getter, _ in others]
-        self._others = [attributes for _, attributes in others]
+            if of_module:
+                alike.setdefault(tuple(of_module), []).append(attributes)
+        # Modules of one kind have the same names, and are asked by one getter.
+        self._alike = [(getter_of(names), modules) for names, modules in alike.items()]
         self._lengths, self._settings = self._current_lengths(), list(self._current_settings())
-        self._containers = ContainerItems(chain(self._settings, *chain.from_iterable(self._empty)))
+        self._values = AskedAfterWrites(self._have_the_same, self._attributes)
+        self._containers = ContainerItems(self._settings)
 
     def are_the_same(self) -> bool:
         """Return whether each item is the same object. If not, it may still be an equal one."""
-        if not all(map(is_, map(vars, self._modules), self._attributes)):
-            return False
-        if self._current_lengths() != self._lengths:
-            return False
+        return (
+            all(map(is_, map(_attributes_of, self._modules), self._attributes))
+            and self._values.holds()
+            and self._containers.are_the_same()
+        )
+
+    def _have_the_same(self) -> bool:
         try:
-            return (
-                all(map(is_, self._current_settings(), self._settings))
-                # What equals a table that is empty is empty too.
-                and self._current_empty() == self._empty
-                and self._containers.are_the_same()
+            return self._current_lengths() == self._lengths and all(
+                map(is_, self._current_settings(), self._settings)
             )
         except KeyError:  # an attribute has another name
             return False
@@ -236,10 +243,13 @@ class AttributeItems:
         return list(map(len, self._attributes))
 
     def _current_settings(self) -> Iterator[Any]:
-        return chain.from_iterable(map(call, self._getters, self._others))
+        return chain.from_iterable(
+            chain.from_iterable(map(getter, modules)) for getter, modules in self._alike
+        )
 
-    def _current_empty(self) -> list[list[tuple[Any, ...]]]:
-        return [list(map(getter, modules)) for getter, modules in self._of_empty]
+
+# In C, since each step asks all modules.
+_attributes_of = attrgetter("__dict__")
 
 
 def getter_of(names: Iterable[Any]) -> Callable[[Any], tuple[Any, ...]]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 import copy
 import inspect
 import operator
+from collections import OrderedDict
 from dataclasses import asdict, astuple, dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -360,6 +361,16 @@ def test_a_hook_in_the_place_of_another() -> None:
     handle.remove()
     model.first.register_forward_hook(lambda module, args, output: output * 3)
     with pytest.raises(InputError, match=r"^first has other forward hooks than when"):
+        pipeline.step(X, X)
+
+
+def test_a_hook_in_a_table_that_took_the_place_of_an_empty_one() -> None:
+    model = Scaled()
+    pipeline = compiled(model)
+    model.last._forward_hooks = OrderedDict()
+    pipeline.step(X, X)
+    model.last.register_forward_hook(lambda *_: None)
+    with pytest.raises(InputError, match="last has other forward hooks"):
         pipeline.step(X, X)
 
 

@@ -35,7 +35,6 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from contextvars import ContextVar
 from functools import partial
@@ -47,14 +46,11 @@ from weakref import ProxyTypes, ReferenceType
 from torch import Tensor, fx, nn
 
 from pipecompile.frontend.attribute_reads import ALL
-from pipecompile.frontend.code_names import ANY, MATCHED, OF_TENSORS, CodeNames, names_in
+from pipecompile.frontend.code_names import MATCHED, CodeNames, names_in
 from pipecompile.frontend.compared_value import (
-    COMPARED,
     MAPPINGS,
     MOST_ITEMS,
     NUMBERS,
-    ComparedValue,
-    comparable,
     content,
     itself,
     referent,
@@ -63,29 +59,25 @@ from pipecompile.frontend.found_attributes import (
     aliased_names,
     attributes_of,
     data_names,
-    function_names,
     may_be_hidden,
     names_there,
-    new_name,
     newest_name,
-    own_names,
 )
 from pipecompile.frontend.found_names import FIRST_NAMES, FoundNames
+from pipecompile.frontend.found_places import FoundPlaces
 from pipecompile.frontend.implicit_reads import MAKING, REGISTRY, operators
 from pipecompile.frontend.known_reads import NOTHING_KNOWN, KnownReads
 from pipecompile.frontend.object_shape import ObjectShape
 from pipecompile.frontend.packages import (
-    NAMESPACES,
     has_own_attributes,
     is_installed,
     is_of_all_models,
-    is_of_others,
     names_foreign_module,
     package_of,
 )
-from pipecompile.frontend.places import GONE, Attribute, Item, NoItem, Read
+from pipecompile.frontend.places import GONE, Attribute, Item
+from pipecompile.frontend.readable_names import ReadableNames
 from pipecompile.frontend.replaceable_code import (
-    CodeRead,
     functions_among,
     operators_of_tensors,
     run_by_a_call,
@@ -108,7 +100,6 @@ OF_CACHES = frozenset({"use_cache"})
 SPACE = re.compile(r"\s")
 LEADING_NOWHERE = (*PLAIN, *NUMBERS, type)
 HOLDING_ITEMS = (*CONTAINERS, *MAPPINGS, tuple)
-"""The name of a place; where there was nothing, what returns it once there is."""
 
 
 class NameSearch:
@@ -126,33 +117,25 @@ class NameSearch:
         names: FoundNames = FIRST_NAMES,
     ) -> None:
         self._known = known
-        self._names = names
-        self._foreign: dict[str, bool] = {}
         self._shapes: dict[int, ObjectShape] = {}
         # By id, since a class may be equal to another one; with the class, which so keeps its id.
         self._attributes: dict[int, tuple[type, Mapping[str, Any]]] = {}
         named_modules = list(model.named_modules())
         before: FoundNames | None = None
         self._packages = {package_of(type(module).__module__) for _, module in named_modules}
-        # What is found is followed later: objects may lead to others a thousand times over.
-        self._found: deque[tuple[str, Any]] = deque()
+        self._readable = ReadableNames(names, known, self._packages)
         with collector_paused():
             # A function that is found may name attributes of what was found before it.
-            while before != self._names:
-                before = self._names
+            while before != self.found_names:
+                before = self.found_names
                 self._search(named_modules)
 
     def _search(self, named_modules: Iterable[tuple[str, nn.Module]]) -> None:
         """Find all that the names lead to that are known now; there may be more names then."""
-        self.values: list[ComparedValue] = []
-        self.code: list[CodeRead] = []
-        self.modules: list[tuple[str, nn.Module]] = []
-        self.tensors: list[tuple[str, Tensor]] = []
-        self.iterators: list[tuple[str, Iterator[Any]]] = []
+        self.found = FoundPlaces()
+        self._readable = ReadableNames(self.found_names, self._known, self._packages)
         # What modules of the model hold is compared by itself.
         self._seen = {id(module) for _, module in named_modules}
-        self._noted: set[int] = set()
-        self._nameless: set[int] = set()
         self._made: set[int] = set()
         self._called: set[int] = set()
         self._known_globals: dict[int, set[str]] = {}
@@ -165,29 +148,29 @@ class NameSearch:
             for function, reads in self._of_user:
                 self._look_at_strings(function, reads)
             self._look_up_all()
-        self._note_absent_of_tensors()
-        self.code += operators_of_tensors()
+        self.found.note_absent_of_tensors(self.found_names.may_be_absent)
+        self.found.code += operators_of_tensors()
         by_value = (each.__name__ for each in BY_VALUE if self.has_found(each))
-        self._names = self._names.with_computing(by_value)
+        self._readable.names = self._readable.names.with_computing(by_value)
 
     def _look_up_all(self) -> None:
-        while self._found:
-            self._look_up(*self._found.popleft())
+        while self.found.to_follow:
+            self._look_up(*self.found.to_follow.popleft())
 
     @property
     def found_names(self) -> FoundNames:
         """What a search that may find the same begins with, to be done in one pass."""
-        return self._names
+        return self._readable.names
 
     @property
     def names(self) -> frozenset[str]:
         """All names in the code that was found."""
-        return self._names.names
+        return self.found_names.names
 
     @property
     def looks_past_classes(self) -> bool:
         """Whether code names what reads an attribute without asking the class of its object."""
-        return self._names.look_past_classes
+        return self.found_names.look_past_classes
 
     def has_found(self, value: Any) -> bool:
         """Return whether code may have this function, object or Python module, by any name."""
@@ -199,82 +182,27 @@ class NameSearch:
             self._note_calling(type(module))
         self._look_at_read(path, type(module))
         attributes = vars(module)
-        for name in self._names.among(attributes):
+        for name in self.found_names.among(attributes):
             if not self._known.may_read(path, name):
                 continue
             where, value = f"{path}.{name}".lstrip("."), attributes[name]
             # The others are compared by the modules' owner.
             if isinstance(value, (*NUMBERS, *MAPPINGS)) and self._known.must_stay(path, name):
-                self._look(where, Item(attributes, name))
+                self.found.look(where, Item(attributes, name))
             if self._known.has_noted(type(value)):
-                self._noted.add(id(value))
-            self._follow(where, value)
+                self._readable.noted.add(id(value))
+            self.found.follow(where, value)
         for name, tensor in (*module._parameters.items(), *module._buffers.items()):
-            self._follow(f"{path}.{name}".lstrip("."), tensor)
+            self.found.follow(f"{path}.{name}".lstrip("."), tensor)
         self._look_in_slots(path, module)
         if not self._known.runs_itself(path):
             for hook in (*module._forward_pre_hooks.values(), *module._forward_hooks.values()):
-                self._follow("a hook", hook)
-
-    def _look(self, where: str, read: Read, *, is_shared: bool = False) -> None:
-        """Note what is at a place that a function reads, and follow it.
-
-        A table that `is_shared` by all models of a package may get entries for others.
-        """
-        value = read()
-        if is_shared and isinstance(value, dict) and len(value) <= MOST_ITEMS:
-            self.code.append((where, read, value))
-            for key, item in value.items():
-                self.code.append((f"{where}[{key!r}]", Item(value, key), item))
-        elif type(value) not in ProxyTypes and isinstance(value, COMPARED):
-            self.values.append(ComparedValue(where, read, value, comparable(value)))
-        else:
-            self.code.append((where, read, value))
-        self._follow(where, value)
-
-    def _look_among(
-        self, where: str, items: Mapping[str, Any], names: Iterable[str], module: Any = None
-    ) -> None:
-        """Look at the items called `names`, which are those of a Python module if one is given."""
-        is_shared = module is not None and is_installed(package_of(module))
-        for name in names:
-            self._look(f"{where}.{name}", Item(items, name), is_shared=is_shared)
-
-    def _note_absent(self, where: str, items: Mapping[str, Any], names: Iterable[str]) -> None:
-        """Note that none of the `names` that code would find among `items` is there yet."""
-        # One look for all of them: they are many.
-        if absent := frozenset(names) - items.keys():
-            read = NoItem(items, absent)
-            self.code.append((partial(new_name, where, items, absent), read, True))
-
-    def _note_absent_of_tensors(self) -> None:
-        """Note that tensors have none of the attributes that code would find there."""
-        absent = self._names.may_be_absent - OF_TENSORS
-        found = [(where, attributes_of(tensor)) for where, tensor in self.tensors]
-        for where, attributes in found:
-            if attributes:
-                self._note_absent(where, attributes, absent)
-        # Most have no attributes at all: one look for all of them.
-        empty = [(where, attributes) for where, attributes in found if not attributes]
-        tables = [attributes for _, attributes in empty]
-
-        def place() -> str:
-            where, attributes = next(each for each in empty if not absent.isdisjoint(each[1]))
-            return new_name(where, attributes, absent)
-
-        def read() -> bool:
-            return not any(tables) or all(map(absent.isdisjoint, tables))
-
-        self.code.append((place, read, True))
-
-    def _follow(self, where: str, value: Any) -> None:
-        """Look up in `value` later what can be reached in it."""
-        self._found.append((where, value))
+                self.found.follow("a hook", hook)
 
     def _look_up(self, where: str, value: Any) -> None:
         """Look up in `value`, and in what it consists of, the names that can reach it."""
         if type(value) in ProxyTypes:  # of what is gone not even the class can be asked
-            self._look(where, partial(referent, value))
+            self.found.look(where, partial(referent, value))
             return
         if isinstance(value, type):
             self._look_in_class(value)
@@ -283,12 +211,12 @@ class NameSearch:
             return
         self._seen.add(id(value))
         if isinstance(value, Tensor):
-            self.tensors.append((where, value))
+            self.found.tensors.append((where, value))
             attributes = attributes_of(value)
-            self._look_among(where, attributes, self._names.among(attributes))
+            self.found.look_among(where, attributes, self.found_names.among(attributes))
             return
         if isinstance(value, Iterator):
-            self.iterators.append((where, value))
+            self.found.iterators.append((where, value))
         if isinstance(value, FunctionType):
             self._look_in_function(value)
         elif has_own_attributes(value, self._packages):
@@ -296,53 +224,59 @@ class NameSearch:
         elif isinstance(value, ModuleType):
             self._look_in_foreign(value)
         if isinstance(value, nn.Module):  # that the model does not register
-            self.modules.append((where, value))
+            self.found.modules.append((where, value))
             self._note_calling(type(value))
             for name, child in value.named_children():
-                self._follow(f"{where}.{name}", child)
+                self.found.follow(f"{where}.{name}", child)
         if isinstance(value, (attrgetter, methodcaller)):
             texts = (each for each in value.__reduce__()[1] if isinstance(each, str))
-            self._names = self._names.with_texts(each.split(".") for each in texts)
+            self._readable.names = self._readable.names.with_texts(
+                each.split(".") for each in texts
+            )
         if isinstance(value, ContextVar):
-            self._look(f"{where}.get()", partial(value.get, GONE))
+            self.found.look(f"{where}.get()", partial(value.get, GONE))
         if isinstance(value, ReferenceType):
-            self._look(f"{where}()", value)
+            self.found.look(f"{where}()", value)
         for part in self._shape_of(value).parts:
-            self._look(f"{where}.{part}", Attribute(value, part))
+            self.found.look(f"{where}.{part}", Attribute(value, part))
         if isinstance(value, HOLDING_ITEMS) and len(value) <= MOST_ITEMS:
             items = plain_container(value)
             for item in items.values() if isinstance(items, (dict, *MAPPINGS)) else items:
                 if isinstance(item, NUMBERS):
-                    self._look(where, partial(itself, item))
+                    self.found.look(where, partial(itself, item))
                 elif not is_of_all_models(item):
-                    self._nameless.add(id(item))
-                    self._follow(where, item)
+                    self._readable.nameless.add(id(item))
+                    self.found.follow(where, item)
 
     def _look_in_function(self, function: FunctionType) -> None:
         # It may say the module of a function that it wraps. Code that was made by `exec` has none,
         # and what generates code (torch.fx) lets it call the functions of the user.
         module: str = function.__globals__.get("__name__") or ""
-        if module and self._is_foreign(module) and self._is_foreign(function.__module__):
+        if (
+            module
+            and self._readable.is_foreign(module)
+            and self._readable.is_foreign(function.__module__)
+        ):
             return
         reads = names_in(function.__code__)
-        self._names = self._names.with_code(reads)
+        self._readable.names = self._readable.names.with_code(reads)
         of_globals = reads.globals
         if reads.computing:
             texts = (function.__globals__.get(name) for name in reads.globals)
-            self._names = self._names.with_texts(texts)
+            self._readable.names = self._readable.names.with_texts(texts)
         if reads.computing and not is_installed(package_of(module)):
-            self._names = self._names.with_computing(
+            self._readable.names = self._readable.names.with_computing(
                 name
                 for name, owner in reads.computing
                 if not names_foreign_module(function.__globals__, owner)
             )
             if reads.names & ANY_GLOBAL:
                 of_globals = of_globals.union(data_names(function.__globals__))
-                self._note_functions(module, function.__globals__)
+                self.found.note_functions(module, function.__globals__)
         self._look_at_globals(function, of_globals)
         self._look_at_parts(function)
         for name in reads.imports:
-            self._follow(name, sys.modules.get(name))
+            self.found.follow(name, sys.modules.get(name))
         if reads.names & BY_STRING:
             self._look_at_strings(function, reads)
         elif not is_installed(package_of(module)):
@@ -357,13 +291,13 @@ class NameSearch:
         values += map(content, function.__closure__ or ())
         # No name has spaces.
         for text in {each for each in values if isinstance(each, str) and not SPACE.search(each)}:
-            self._look(f"os.environ[{text!r}]", partial(os.environ.get, text))
-            self._follow(text, sys.modules.get(text))
+            self.found.look(f"os.environ[{text!r}]", partial(os.environ.get, text))
+            self.found.follow(text, sys.modules.get(text))
 
     def _reads_environment(self) -> bool:
         """Return whether code reads variables of the environment, by any name."""
         found = self.has_found(os.environ) or self.has_found(os.getenv)
-        return found or bool(self._names.names & OF_ENVIRONMENT)
+        return found or bool(self.names & OF_ENVIRONMENT)
 
     def _look_at_globals(self, function: FunctionType, named: frozenset[str]) -> None:
         """Look at the globals that a function names."""
@@ -373,41 +307,49 @@ class NameSearch:
         known = self._known_globals.setdefault(id(of_module), set())
         names = (named & of_module.keys()) - known
         known |= names
-        self._look_among(module, of_module, names, module)
+        self.found.look_among(module, of_module, names, module)
         # What is not there now is found among the builtins, until somebody sets it.
-        self._note_absent(module, of_module, named)
+        self.found.note_absent(module, of_module, named)
 
     def _look_at_parts(self, function: FunctionType) -> None:
         """Look at what a function has besides its names: attributes, code, what it encloses, and
         defaults.
         """
         code, where, attributes = function.__code__, function.__qualname__, vars(function)
-        self._look_among(where, attributes, self._names.among(attributes))
+        self.found.look_among(where, attributes, self.found_names.among(attributes))
         if REGISTRY in attributes:
-            self._look(f"{where}.{REGISTRY}", Item(attributes, REGISTRY))
-        self.code.append((where, Attribute(function, "__code__"), code))
+            self.found.look(f"{where}.{REGISTRY}", Item(attributes, REGISTRY))
+        self.found.code.append((where, Attribute(function, "__code__"), code))
         for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
-            self._look(f"{name} in {where}", Attribute(cell, "cell_contents"))
+            self.found.look(f"{name} in {where}", Attribute(cell, "cell_contents"))
         # Who calls a function without defaults gives all arguments, whatever it has later.
         for part in ("__defaults__", "__kwdefaults__"):
             read = Attribute(function, part)
             if isinstance(read(), tuple) and all(isinstance(each, PLAIN) for each in read()):
-                self.code.append((f"{part} of {where}", read, read()))
+                self.found.code.append((f"{part} of {where}", read, read()))
             elif read():
-                self._look(f"{part} of {where}", read)
+                self.found.look(f"{part} of {where}", read)
 
     def _look_in_object(self, where: str, value: Any) -> None:
         attributes = attributes_of(value)
-        names = {*self._named_of(where, value, attributes), *self._computed(value, attributes)}
-        names.update(attributes.keys() & aliased_names(type(value), self._names.names))
+        names = {
+            *self._readable.named_of(where, value, attributes),
+            *self._readable.computed(value, attributes),
+        }
+        names.update(attributes.keys() & aliased_names(type(value), self.names))
         if is_installed(package_of(type(value).__module__)):
             names -= OF_CACHES
-        self._look_among(where, attributes, names)
+        self.found.look_among(where, attributes, names)
         if isinstance(value, ModuleType):
+            if self._readable.is_read_by_text(value):
+                self.found.note_functions(value.__name__, attributes)
             return
         self._look_in_class(type(value))
-        inherited = {*self._inherited(type(value).__mro__), *self._look_at_read(where, type(value))}
-        self._note_absent(where, attributes, self._names.may_be_absent | inherited)
+        inherited = {
+            *self._readable.inherited(type(value).__mro__),
+            *self._look_at_read(where, type(value)),
+        }
+        self.found.note_absent(where, attributes, self.found_names.may_be_absent | inherited)
         self._note_new(where, value, attributes, type(value))
         self._look_in_slots(where, value)
 
@@ -415,24 +357,24 @@ class NameSearch:
         """Note the functions of torch or another foreign package that code names, and look in the
         Python modules of it.
         """
-        names = list(self._names.among(vars(module)))
+        names = list(self.found_names.among(vars(module)))
         for name in names:
             value = vars(module)[name]
             if isinstance(value, ModuleType):
-                self._follow(f"{module.__name__}.{name}", value)
-        self.code += functions_among(module, names)
+                self.found.follow(f"{module.__name__}.{name}", value)
+        self.found.code += functions_among(module, names)
 
     def _note_calling(self, kind: type) -> None:
         """Note what runs when a module of this class is called."""
         if id(kind) not in self._called:
-            self.code += run_by_a_call(kind)
+            self.found.code += run_by_a_call(kind)
         self._called.add(id(kind))
 
     def _look_in_slots(self, where: str, value: Any) -> None:
         for slots in self._shape_of(value).slots:
-            named = self._named_of(where, value, slots)
-            for name in {*named, *self._computed(value, slots)}:
-                self._look(f"{where}.{name}".lstrip("."), Attribute(value, name))
+            named = self._readable.named_of(where, value, slots)
+            for name in {*named, *self._readable.computed(value, slots)}:
+                self.found.look(f"{where}.{name}".lstrip("."), Attribute(value, name))
 
     def _shape_of(self, value: Any) -> ObjectShape:
         """Return the shape of a value, which is the same for all objects of most classes."""
@@ -448,18 +390,20 @@ class NameSearch:
             self._look_in_class(type(kind))
         for base in kind.__mro__:
             is_generated = issubclass(base, fx.GraphModule) and base is not fx.GraphModule
-            is_own = is_generated or not self._is_foreign(base.__module__)
+            is_own = is_generated or not self._readable.is_foreign(base.__module__)
             if is_own and id(base) not in self._seen:
                 self._seen.add(id(base))
-                if MATCHED in self._names.names:
-                    self._names = self._names.with_texts([vars(base).get(MATCHED)])
+                if MATCHED in self.names:
+                    self._readable.names = self._readable.names.with_texts(
+                        [vars(base).get(MATCHED)]
+                    )
                 own = self._own(base)
-                data = self._computed(base, own)
-                names = {*self._names.among(own), *operators(base, self._names.names), *data}
-                self._look_among(base.__qualname__, own, names, base.__module__)
+                data = self._readable.computed(base, own)
+                names = {*self.found_names.among(own), *operators(base, self.names), *data}
+                self.found.look_among(base.__qualname__, own, names, base.__module__)
                 self._note_new(base.__qualname__, base, own, base)
-                inherited = self._inherited(base.__mro__[1:])
-                self._note_absent(base.__qualname__, own, inherited)
+                inherited = self._readable.inherited(base.__mro__[1:])
+                self.found.note_absent(base.__qualname__, own, inherited)
 
     def _own(self, kind: type) -> Mapping[str, Any]:
         """Return the attributes of a class; the same object each time, by which they are told."""
@@ -472,9 +416,9 @@ class NameSearch:
         hidden = set[str]()
         # All that was read is its dict, which has nothing of its class.
         for base in () if self._known.has_read(where, ALL) else kind.__mro__:
-            if not self._is_foreign(base.__module__):
+            if not self._readable.is_foreign(base.__module__):
                 read = [name for name in vars(base) if self._known.has_read(where, name)]
-                self._look_among(base.__qualname__, self._own(base), read, base.__module__)
+                self.found.look_among(base.__qualname__, self._own(base), read, base.__module__)
                 hidden.update(filter(partial(may_be_hidden, base), read))
         return hidden
 
@@ -483,74 +427,13 @@ class NameSearch:
         if not is_of_all_models(kind) and id(kind) not in self._made:
             self._made.add(id(kind))
             for base in kind.__mro__:
-                if not self._is_foreign(base.__module__):
+                if not self._readable.is_foreign(base.__module__):
                     own = self._own(base)
-                    self._look_among(base.__qualname__, own, MAKING & own.keys())
-
-    def _inherited(self, bases: Iterable[type]) -> Iterator[str]:
-        """Yield the attributes of these `bases` that code names: an object or a class below them
-        that gets one of that name has it in their place.
-        """
-        for base in bases:
-            if not self._is_foreign(base.__module__):
-                named = {*self._names.among(vars(base)), *operators(base, self._names.names)}
-                yield from filter(partial(may_be_hidden, base), named)
-
-    def _computed(self, owner: Any, attributes: Mapping[str, Any]) -> list[str]:
-        """Return those attributes of `owner`, an object, a class or a Python module, that code of
-        the user may read by a name that it computes.
-        """
-        if not self._is_read_by_text(owner):
-            return []
-        # A Python module may hold all of a program, and a module of the model its training.
-        if isinstance(owner, ModuleType):
-            self._note_functions(owner.__name__, attributes)
-            return data_names(attributes)
-        holds_values = isinstance(owner, type) and issubclass(owner, nn.Module)
-        return data_names(attributes) if holds_values else own_names(attributes)
-
-    def _note_functions(self, where: str, attributes: Mapping[str, Any]) -> None:
-        """Note functions that are called by names that code computes, without following them."""
-        for name in function_names(attributes):
-            self.code.append((f"{where}.{name}", Item(attributes, name), attributes[name]))
+                    self.found.look_among(base.__qualname__, own, MAKING & own.keys())
 
     def _note_new(self, where: str, owner: Any, attributes: Mapping[str, Any], kind: type) -> None:
         """Note that `owner` has no attribute yet that such code would find."""
-        if self._is_read_by_text(owner):
+        if self._readable.is_read_by_text(owner):
             known = names_there(attributes, kind)
             read = partial(known.issuperset, attributes)
-            self.code.append((partial(newest_name, where, attributes, known), read, True))
-
-    def _is_read_by_text(self, owner: Any) -> bool:
-        """Return whether code of the user may read what the user's `owner` has by names that it
-        computes; what is read of modules of the model, and of some objects, is known.
-        """
-        if not self._names.computing or id(owner) in self._noted:
-            return False
-        kind = owner if isinstance(owner, type) else type(owner)
-        module = owner.__name__ if isinstance(owner, ModuleType) else kind.__module__
-        return module in NAMESPACES or not is_of_others(module)
-
-    def _named_of(self, where: str, value: Any, attributes: Iterable[str]) -> list[str]:
-        """Return those of the attributes of an object that some code names; names that tensors have
-        too only if the code reads them of something with the object's name, unless it has none of
-        its own, as an item of a container.
-        """
-        if id(value) in self._nameless and not is_installed(package_of(type(value).__module__)):
-            read = partial(self._known.has_read, where)
-            return [name for name in attributes if name in self._names.names or read(name)]
-        # "config" of "layers.0.config" and of "config in forward", and the classes for `self`.
-        called = {ANY, where.partition(" ")[0].rpartition(".")[2]}
-        called.update(base.__qualname__ for base in type(value).__mro__)
-        return [
-            name
-            for name in attributes
-            if self._known.has_read(where, name) or self._names.have(name, called)
-        ]
-
-    def _is_foreign(self, module: str | None) -> bool:
-        # There are few packages, and many functions and classes in them.
-        package = package_of(module)
-        if package not in self._foreign:
-            self._foreign[package] = is_of_others(package, self._packages)
-        return self._foreign[package]
+            self.found.code.append((partial(newest_name, where, attributes, known), read, True))

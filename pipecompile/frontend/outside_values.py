@@ -59,27 +59,27 @@ class OutsideValues:
         search = NameSearch(model, known, names)
         self.found_names = search.found_names
         self.looks_past_classes = search.looks_past_classes
-        self._values = [*search.values, *_hooks_of_all_modules()]
+        self._values = [*search.found.values, *_hooks_of_all_modules()]
         flags = [(where, read, read()) for where, read in asked_flags(search)]
-        self._code = [*search.code, *flags]
+        self._code = [*search.found.code, *flags]
         self._read_again = read_again
         self._remember_objects()
         # Parameters are compared by their owner.
         laid_out = [
             (where, each)
-            for where, each in search.tensors
+            for where, each in search.found.tensors
             if not (isinstance(each, nn.Parameter) or is_irregular(each))
         ]
         # The model's parameters are asked by their owner.
         own = set(map(id, model.parameters()))
-        self._found_tensors = [each for each in search.tensors if id(each[1]) not in own]
+        self._found_tensors = [each for each in search.found.tensors if id(each[1]) not in own]
         self._all_tensors = [tensor for _, tensor in self._found_tensors]
         self._trained = self._currently_trained()
         self._tensor_places = [where for where, _ in laid_out]
         self._tensors = [each for _, each in laid_out]
         self._layouts = self._current_layouts()
-        self._iterators = [(where, each, position(each)) for where, each in search.iterators]
-        self._unregistered = UnregisteredModules(search.modules)
+        self._iterators = [(where, each, position(each)) for where, each in search.found.iterators]
+        self._unregistered = UnregisteredModules(search.found.modules)
         self._named_modules = list(model.named_modules())
         self._modules = [module for _, module in self._named_modules]
         self._kinds = list(map(type, self._modules))

@@ -77,5 +77,5 @@ def _in_attributes(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _outside(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    for found in NameSearch(model).values:
+    for found in NameSearch(model).found.values:
         yield from ((found.where, tensor) for tensor in tensors_in(found.value))

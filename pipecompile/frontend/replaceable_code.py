@@ -20,6 +20,7 @@ from pipecompile.frontend.places import Attribute, Item, Read
 __all__ = ["CodeRead", "PlaceText", "functions_among", "operators_of_tensors", "run_by_a_call"]
 
 PlaceText = str | Callable[[], str]
+"""The name of a place; where there was nothing, what returns it once there is."""
 CodeRead = tuple[PlaceText, Read, Any]
 """A place, what reads it now, and what was there."""
 OPERATORS = sorted(

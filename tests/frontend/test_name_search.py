@@ -51,7 +51,7 @@ def passes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def places(search: NameSearch) -> list[str]:
-    return sorted(each.where for each in search.values)
+    return sorted(each.where for each in search.found.values)
 
 
 def test_a_search_with_the_names_of_an_earlier_one_is_one_pass(passes: list[int]) -> None:

@@ -495,7 +495,7 @@ def test_a_large_container_is_compared_by_what_it_is(monkeypatch: pytest.MonkeyP
 
 def test_torch_and_the_standard_library_are_not_followed() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.GELU(), nn.TransformerEncoderLayer(4, 2))
-    assert not NameSearch(model).values
+    assert not NameSearch(model).found.values
 
 
 class Link:
@@ -540,8 +540,8 @@ def test_installed_packages_without_a_module_of_the_model_are_not_followed() -> 
             return x
 
     search = NameSearch(Named())
-    named = [where for where, *_ in search.code if isinstance(where, str)]
-    places = named + [each.where for each in search.values]
+    named = [where for where, *_ in search.found.code if isinstance(where, str)]
+    places = named + [each.where for each in search.found.values]
     assert any(where.endswith(".pytest") for where in places)
     assert not any("_pytest" in where for where in places)
 

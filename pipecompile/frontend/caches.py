@@ -7,11 +7,15 @@ from __future__ import annotations
 
 import functools
 import gc
+import sys
 from collections.abc import Iterator
 from types import CodeType, FunctionType
 from typing import TYPE_CHECKING, Any
+from weakref import ref
 
-from pipecompile.frontend.nested_values import contains_tensor
+from torch._subclasses.fake_tensor import FakeTensor
+
+from pipecompile.frontend.nested_values import contains_tensor, tensors_in
 
 __all__ = ["CacheUse"]
 
@@ -38,9 +42,7 @@ class CacheUse:
     def __init__(self) -> None:
         self._emptied: list[tuple[Cache, list[Entry]]] = []
         # `cache_info` counts hits and misses: if it changed, the cache was used.
-        self._before = [
-            (cache, cache.cache_info(), _holds_tensors(cache)) for cache in _all_caches()
-        ]
+        self._before = [(cache, cache.cache_info(), _entries(cache)) for cache in _all_caches()]
 
     @property
     def codes(self) -> frozenset[CodeType]:
@@ -51,15 +53,16 @@ class CacheUse:
     def clear(self) -> bool:
         """Clear the used caches that hold tensors; return whether one held some before its use."""
         held_before = False
-        for cache, info, held_tensors in self._before:
-            is_used = cache.cache_info() != info
-            if is_used and (held_tensors or _holds_tensors(cache)):
-                if held_tensors:
-                    self._emptied.append((cache, _entries(cache)))
-                cache.cache_clear()
-                # A cache that was empty before holds fakes only, and what was recorded is their
-                # computation.
-                held_before = held_before or held_tensors
+        for cache, info, entries in self._before:
+            # Only then it is looked for tensors: libraries have large caches of other things.
+            if cache.cache_info() == info or not _holds_tensors(cache):
+                continue
+            cache.cache_clear()
+            # A cache that had none before holds fakes only, and what was recorded is their
+            # computation.
+            if any(map(_has_values, entries)) or len(entries) != info.currsize:
+                self._emptied.append((cache, entries))
+                held_before = True
         return held_before
 
     def refill(self) -> None:
@@ -69,8 +72,14 @@ class CacheUse:
                 _put(cache, key, result)
 
 
+def _has_values(entry: Entry) -> bool:
+    return any(not isinstance(tensor, FakeTensor) for tensor in tensors_in(entry))
+
+
 def _entries(cache: Cache) -> list[Entry]:
     """Return the keys and results of a cache, the oldest first; none if they cannot be told."""
+    if not cache.cache_info().currsize:
+        return []
     table, referents = _table(cache), gc.get_referents(cache)
     if cache.cache_parameters()["maxsize"] is None:
         return list(table.items())
@@ -120,12 +129,36 @@ def _returning(*_: Any, **__: Any) -> Any:
     return "the result"
 
 
+class _KnownCaches:
+    """The caches that were found in this process: a search goes through all of its objects."""
+
+    def __init__(self) -> None:
+        self._found: list[ref[Cache]] = []
+        self._references = 0
+
+    def all(self) -> list[Cache]:
+        """Return all caches in this process."""
+        caches = [cache for known in self._found if (cache := known()) is not None]
+        # Each cache refers to its type: if as many do as did, and all are there, there is no other.
+        if len(caches) != len(self._found) or _references() != self._references:
+            referrers = gc.get_referrers(functools._lru_cache_wrapper)
+            caches = [each for each in referrers if type(each) is functools._lru_cache_wrapper]
+            self._found = list(map(ref, caches))
+            self._references = _references()
+        return caches
+
+
+_known_caches = _KnownCaches()
+
+
+def _references() -> int:
+    """Return how many references there are to the type of caches."""
+    return sys.getrefcount(functools._lru_cache_wrapper)
+
+
 def _all_caches() -> list[Cache]:
     """Return all caches in this process whose package may keep tensors in them."""
-    # Each cache refers to its type: one search in C over all objects that the collector tracks.
-    referrers = gc.get_referrers(functools._lru_cache_wrapper)
-    caches = [value for value in referrers if type(value) is functools._lru_cache_wrapper]
-    return [cache for cache in caches if _package_of(cache) not in IGNORED_PACKAGES]
+    return [each for each in _known_caches.all() if _package_of(each) not in IGNORED_PACKAGES]
 
 
 def _package_of(cache: Any) -> str:

@@ -39,18 +39,22 @@ class AskedAfterWrites:
     def __init__(self, is_so: Callable[[], bool], tables: Iterable[dict[str, Any]]) -> None:
         self._is_so = is_so
         self._tables = list(tables)
-        self._written = self._latest_write()
+        self._remember()
 
     def holds(self) -> bool:
         """Return whether it is still so, as it was when this was made."""
         if not HAS_VERSIONS:
             return self._is_so()
-        written = self._latest_write()
-        if written != self._written:
+        if any(self._empty) or self._latest_write() != self._written:
             if not self._is_so():
                 return False
-            self._written = written
+            self._remember()
         return True
+
+    def _remember(self) -> None:
+        self._written = self._latest_write()
+        # An empty one may become a copy of another (`update`), which is no write for torch.
+        self._empty = [each for each in self._tables if not each]
 
     def _latest_write(self) -> int:
         return max(map(dict_version, self._tables), default=0)

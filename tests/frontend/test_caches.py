@@ -235,3 +235,37 @@ def captured(width: int) -> fx.Graph:
 
 def test_a_cached_function_may_capture_a_model() -> None:
     assert "arange" in called(captured(WIDTH))
+
+
+def test_a_cache_that_holds_other_results_gets_no_fake_tensors() -> None:
+    @lru_cache
+    def positions_of(width: int) -> Tensor:
+        return torch.arange(width).float()
+
+    class Trap(Two):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.first(x) + positions_of(WIDTH)
+
+    before = positions_of(WIDTH + 1)
+    exact(Trap(), X)
+    assert positions_of(WIDTH + 1) is before
+    assert type(positions_of(WIDTH)) is Tensor
+
+
+def test_caches_that_come_and_go_between_captures() -> None:
+    for scale in (1.0, 2.0, 3.0):
+        exact(scaled_by_a_cache_of_its_own(scale), X)
+
+
+def scaled_by_a_cache_of_its_own(scale: float) -> nn.Module:
+    @lru_cache
+    def scale_of(width: int) -> Tensor:
+        return torch.full((width,), scale)
+
+    class Trap(Two):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.first(x) * scale_of(WIDTH)
+
+    model = Trap()
+    model(X)
+    return model

@@ -34,6 +34,14 @@ WRITES_TO_TABLES: dict[str, Callable[[dict[str, Any]], Any]] = {
     "by an operator": lambda table: table.__ior__({"a": 2}),
     "in another order": lambda table: table.update(a=table.pop("a")),
 }
+FILLINGS: dict[str, Callable[[dict[str, Any]], Any]] = {
+    "by one item": lambda table: table.__setitem__("a", 1),
+    "by those of another": lambda table: table.update({"a": 1, "b": 2}),
+    "by pairs": lambda table: table.update([("a", 1)]),
+    "by keywords": lambda table: table.update(a=1),
+    "by an operator": lambda table: table.__ior__({"a": 1}),
+    "by a default": lambda table: table.setdefault("a", 1),
+}
 WRITES_TO_OBJECTS: dict[str, Callable[[Any], Any]] = {
     "set": lambda owner: setattr(owner, "value", object()),
     "set past the class": lambda owner: object.__setattr__(owner, "value", object()),
@@ -71,6 +79,25 @@ def is_asked_after(write: Callable[[Any], Any], owner: Any, table: dict[str, Any
 def test_a_write_to_a_table_is_noticed(case: str, kind: type[dict[str, Any]]) -> None:
     table = kind(a=object(), b=object())
     assert is_asked_after(WRITES_TO_TABLES[case], table, table)
+
+
+@pytest.mark.parametrize("case", FILLINGS)
+@pytest.mark.parametrize("table_of_owner", [lambda owner: {}, vars], ids=["a dict", "attributes"])
+def test_that_an_empty_table_is_filled_is_noticed(
+    case: str, table_of_owner: Callable[[Owner], dict[str, Any]]
+) -> None:
+    table = table_of_owner(Owner())
+    assert is_asked_after(FILLINGS[case], table, table)
+    # Also where it was emptied, and that was seen.
+    table = {"a": 1}
+    question = Question()
+    asked = AskedAfterWrites(question, [table])
+    table.clear()
+    assert asked.holds()
+    count = question.asked
+    FILLINGS[case](table)
+    assert asked.holds()
+    assert question.asked > count
 
 
 @pytest.mark.parametrize("case", WRITES_TO_OBJECTS)

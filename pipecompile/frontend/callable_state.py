@@ -12,16 +12,19 @@ So are the globals that functions of the user name, and what classes of the user
 from __future__ import annotations
 
 import contextlib
+import random
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
-from types import CellType, FunctionType, MethodType, ModuleType
+from types import CellType, FunctionType, MemberDescriptorType, MethodType, ModuleType
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from pipecompile.frontend.code_names import names_in
+from pipecompile.frontend.found_attributes import attributes_of, slots_in
 from pipecompile.frontend.packages import has_own_attributes, is_of_others, package_of
 from pipecompile.graph.attributes import CONTAINERS, PLAIN, plain_container, restore_items
 from pipecompile.graph.model_state import has_values
@@ -29,6 +32,7 @@ from pipecompile.graph.restored_state import is_same_tensor
 
 __all__ = ["callable_restored"]
 
+GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
 MOST_ITEMS = 1024
 """Of a larger container only the items are put back, and not what is in them."""
 
@@ -39,7 +43,7 @@ MOST_BYTES = 2**26
 @contextlib.contextmanager
 def callable_restored(*functions: object) -> Iterator[None]:
     """Put back, after the block, what `functions` hold: tensors, attributes, globals, what they
-    enclose.
+    enclose, and the states of random generators.
     """
     state = _CallableState(functions)
     try:
@@ -59,6 +63,12 @@ class _CallableState:
         self._of_classes: list[tuple[type, str, Any]] = []
         self._globals: list[tuple[dict[str, Any], str, Any]] = []
         self._tensors: list[tuple[Tensor, Tensor]] = []
+        self._slots: list[tuple[Any, MemberDescriptorType, Any]] = []
+        # Those of Python and numpy themselves need no name to be drawn from.
+        self._generators: list[tuple[Callable[[Any], object], Any]] = [
+            (random.setstate, random.getstate()),
+            (np.random.set_state, np.random.get_state()),
+        ]
         while self._pending:
             self._add(self._pending.popleft())
 
@@ -78,6 +88,8 @@ class _CallableState:
             self._pending.extend(value.buffers())
         elif isinstance(value, (*CONTAINERS, tuple)):
             self._add_container(value)
+        elif isinstance(value, GENERATORS):
+            self._add_generator(value)
         else:
             self._add_parts(value)
 
@@ -103,8 +115,25 @@ class _CallableState:
             self._pending.extend((value.func, value.args, value.keywords))
         elif package_of(type(value).__module__) == package_of(__name__):
             return  # a pipeline that was compiled earlier
-        elif has_own_attributes(value, ()) and hasattr(value, "__dict__"):
-            self._pending.extend((vars(value), type(value)))
+        elif has_own_attributes(value, ()):
+            self._pending.extend((attributes_of(value), type(value)))
+            self._add_slots(value)
+
+    def _add_slots(self, value: Any) -> None:
+        for kind in type(value).__mro__:
+            for slot in slots_in(vars(kind)).values():
+                with contextlib.suppress(AttributeError):  # one may be unset
+                    self._slots.append((value, slot, slot.__get__(value)))
+                    self._pending.append(slot.__get__(value))
+
+    def _add_generator(self, value: Any) -> None:
+        if isinstance(value, np.random.Generator):
+            bits = value.bit_generator
+            self._generators.append((partial(setattr, bits, "state"), bits.state))
+        elif isinstance(value, random.Random):
+            self._generators.append((value.setstate, value.getstate()))
+        else:
+            self._generators.append((value.set_state, value.get_state()))
 
     def _add_class(self, kind: type) -> None:
         if not _is_of_user(kind.__module__):
@@ -128,6 +157,10 @@ class _CallableState:
             restore_items(container, items)
         for cell, contents in self._cells:
             cell.cell_contents = contents
+        for value, slot, contents in self._slots:
+            slot.__set__(value, contents)
+        for set_state, state in self._generators:
+            set_state(state)
         for kind, name, value in self._of_classes:
             if vars(kind).get(name) is not value:
                 setattr(kind, name, value)

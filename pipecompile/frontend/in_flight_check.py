@@ -240,4 +240,4 @@ def _halved(tensor: Tensor, dim: int) -> Tensor:
 def _changed(tensor: Tensor) -> Tensor:
     """Return other numbers; integers, which may be indices, only change places."""
     is_whole = not (tensor.is_floating_point() or tensor.is_complex())
-    return tensor.flip(tuple(range(tensor.dim()))) if is_whole else tensor * -0.5
+    return tensor.flip(tuple(range(tensor.dim()))) if is_whole else 0.25 - tensor / 2

@@ -10,9 +10,12 @@ microbatch by then, or another rank runs the forward.
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from functools import partial
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -30,23 +33,31 @@ from pipecompile.graph.restored_state import is_same_tensor
 __all__ = ["refuse_late_loss"]
 
 
-def refuse_late_loss(target: Target, call: Arguments, wanted: object) -> None:
-    """Raise InputError if the loss of a microbatch is another one after the forward of the next.
+def refuse_late_loss(
+    target: Target, call: Arguments, wanted: object, following: Arguments | None = None
+) -> None:
+    """Raise InputError if the loss of a microbatch, or one of its gradients, is another one after
+    the forward of the next, which is that of `following` if this has other data.
 
     What forwards write to buffers or set as attributes is put back in between: reading that is
     refused in steps, by its name. Nothing is refused where model or loss fail, or a loss is never
-    the same.
+    the same, although all generators that it may draw from are seeded.
     """
     if target.loss_fn is None:
         return
-    tensors = target.inputs.flatten(call)
-    other = target.inputs.unflatten(other_data(tensors, target.inputs.batch_dims))
+    early = partial(_loss_and_gradients, target, call, wanted)
     try:
-        once, again = (_losses(target, call, wanted) for _ in range(2))
-        late = _losses(target, call, wanted, then=[other])
+        late = partial(early, then=_other_call(target, call, following))
+        first, second = early(), late()
+        # A loss that goes its own way, such as by turns, has another one also at its own time.
+        is_other = (
+            not _are_the_same(first, second)
+            and _are_the_same(second, late())
+            and _are_the_same(first, early())
+        )
     except Exception:
         return  # a step says what is wrong with it
-    if _are_the_same(once, again) and not _are_the_same(once, late):
+    if is_other:
         raise InputError(
             "loss_fn uses what the forward leaves beside its output, such as what a hook keeps: "
             "on another rank that is not there, and in a pipeline the next microbatches may have "
@@ -54,11 +65,23 @@ def refuse_late_loss(target: Target, call: Arguments, wanted: object) -> None:
         )
 
 
+def _other_call(target: Target, call: Arguments, following: Arguments | None) -> Arguments:
+    """Return a call with other data, of which the model takes what follows in the sample."""
+    tensors = target.inputs.flatten(call)
+    if following is not None:
+        next_tensors = target.inputs.flatten(following)
+        if not _are_the_same(tensors, next_tensors):
+            return following
+    return target.inputs.unflatten(other_data(tensors, target.inputs.batch_dims))
+
+
 @torch.enable_grad()
-def _losses(
-    target: Target, call: Arguments, wanted: object, then: Sequence[Arguments] = ()
+def _loss_and_gradients(
+    target: Target, call: Arguments, wanted: object, then: Arguments | None = None
 ) -> list[Tensor]:
-    """Return the tensors that the loss returns for a call, after the forwards `then`."""
+    """Return the tensors that the loss returns for a call, and their gradients for the output and
+    for what the loss trains, after a forward of the call `then`.
+    """
     model, loss = target.model, target.loss_module or nn.Identity()
     with (
         _gradients_put_aside(target.model_with_loss),
@@ -67,15 +90,32 @@ def _losses(
         callable_restored(target.loss_fn, *hooks_of_user(model)),
         deterministic_kernels(),
     ):
-        torch.manual_seed(SEED)
+        _seed()
         # In containers of its own: the next forward may fill the same ones.
         output = map_tensors(lambda value: value, model(*call.args, **call.kwargs))
-        for each in then:
+        if then is not None:
             with restored_state(model):
-                model(*each.args, **each.kwargs)
-        torch.manual_seed(SEED)
+                model(*then.args, **then.kwargs)
+        _seed()
         returned = tensor_leaves(target.trained_by(output, wanted))
-        return [each.detach().clone() for each in returned]
+        values = [each.detach().clone() for each in returned]
+        return [*values, *_gradients(returned, [*tensor_leaves(output), *loss.parameters()])]
+
+
+def _gradients(returned: Sequence[Tensor], trained: Sequence[Tensor]) -> list[Tensor]:
+    roots = [each.sum() for each in returned if each.requires_grad]
+    leaves = [each for each in trained if each.requires_grad]
+    gradients: Sequence[Tensor | None] = ()
+    # A loss that goes back by itself may leave no graph.
+    with suppress(RuntimeError):
+        gradients = torch.autograd.grad(roots, leaves, allow_unused=True)
+    return [each for each in gradients if each is not None]
+
+
+def _seed() -> None:
+    torch.manual_seed(SEED)
+    random.seed(SEED)
+    np.random.seed(SEED)
 
 
 @contextmanager

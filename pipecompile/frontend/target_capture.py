@@ -91,10 +91,11 @@ def capture_target(
         if verify and target.has_values:
             captured, module, proof = proven_capture(target.model, sample, options.leaf)
             wanted = target.cut_targets(options.microbatches)[0]
-            refuse_late_loss(target, sample, wanted)
+            following = _microbatch(target, options, 1) if options.microbatches > 1 else None
+            refuse_late_loss(target, sample, wanted, following)
             # What samples know of each other shows only where they are cut apart.
-            if options.microbatches > 1:
-                refuse_dependent_rows(target.model, sample, _microbatch(target, options, 1))
+            if following is not None:
+                refuse_dependent_rows(target.model, sample, following)
                 if target.loss_reduction == "mean":
                     refuse_batch_counts(target, sample, wanted)
             _log(chain(_remarks(captured), [_proof_text(proof)]))

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import itertools
+import random
 import weakref
 from collections import deque
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -96,12 +98,99 @@ def beside_the_loss(model: nn.Sequential) -> Loss:
     return lambda output, target: (functional.mse_loss(output, target), kept["mean"])
 
 
+def keeping(model: nn.Sequential) -> dict[str, Tensor]:
+    """What a hook keeps of the model."""
+    kept = dict[str, Tensor]()
+    model[1].register_forward_hook(lambda *call: kept.update(size=call[-1].detach().norm()))
+    return kept
+
+
+def in_the_gradient_alone(model: nn.Sequential) -> Loss:
+    kept = keeping(model)
+
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        straight = (output - output.detach()).sum()
+        return functional.mse_loss(output, target) + straight * kept["size"]
+
+    return loss
+
+
+def in_a_hook_of_the_output(model: nn.Sequential) -> Loss:
+    kept = keeping(model)
+
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        result = output * 1.0
+        result.register_hook(lambda gradient: gradient * kept["size"])
+        return functional.mse_loss(result, target)
+
+    return loss
+
+
+def in_the_gradient_of_its_parameter(model: nn.Sequential) -> Loss:
+    kept = keeping(model)
+
+    class Shifted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.shift = nn.Parameter(torch.zeros(6))
+
+        def forward(self, output: Tensor, target: Tensor) -> Tensor:
+            return functional.mse_loss(output + self.shift * kept["size"], target)
+
+    return Shifted()
+
+
+def beside_what_is_drawn(model: nn.Sequential) -> Loss:
+    kept, generator = keeping(model), torch.Generator()
+
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        drawn = random.random() + np.random.rand() + torch.rand((), generator=generator)
+        return functional.mse_loss(output, target) * kept["size"] * drawn
+
+    return loss
+
+
 def plain(_model: nn.Sequential) -> Loss:
     return functional.mse_loss
 
 
 def drawing(_model: nn.Sequential) -> Loss:
     return lambda output, target: functional.mse_loss(functional.dropout(output), target)
+
+
+def choosing(_model: nn.Sequential) -> Loss:
+    return lambda output, target: functional.mse_loss(output, target) * random.choice([0.5, 1.0])
+
+
+def taking_turns(_model: nn.Sequential) -> Loss:
+    turns = itertools.cycle([0.5, 1.0])
+    return lambda output, target: functional.mse_loss(output, target) * next(turns)
+
+
+def drawing_of_its_own(_model: nn.Sequential) -> Loss:
+    numbers, generator = np.random.default_rng(0), torch.Generator()
+
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        drawn = torch.rand((), generator=generator) < 0.5
+        return functional.mse_loss(output, target) * drawn * numbers.integers(2)
+
+    return loss
+
+
+def taking_out(model: nn.Sequential) -> Loss:
+    """In the order in which a hook has put in: that is right."""
+    kept = deque[Tensor]()
+    model[1].register_forward_hook(lambda *call: kept.append(call[-1].detach()))
+    return lambda output, target: functional.mse_loss(output, target + kept.popleft())
+
+
+def going_back_alone(_model: nn.Sequential) -> Loss:
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        own = functional.mse_loss(output, target)
+        own.backward()
+        return own
+
+    return loss
 
 
 def counting(_model: nn.Sequential) -> Loss:
@@ -159,8 +248,26 @@ REFUSED = [
     by_a_tensor,
     by_a_reference,
     beside_the_loss,
+    in_the_gradient_alone,
+    in_a_hook_of_the_output,
+    in_the_gradient_of_its_parameter,
+    beside_what_is_drawn,
 ]
-ALLOWED = [plain, drawing, counting, warming, averaging, logged, failing, constant]
+ALLOWED = [
+    plain,
+    drawing,
+    choosing,
+    taking_turns,
+    drawing_of_its_own,
+    taking_out,
+    going_back_alone,
+    counting,
+    warming,
+    averaging,
+    logged,
+    failing,
+    constant,
+]
 
 
 def ask(make: Callable[[nn.Sequential], Loss], samples: int = 4) -> None:
@@ -182,11 +289,63 @@ def test_what_a_loss_has_of_its_own_is_not(make: Callable[[Any], Loss]) -> None:
     ask(make)
 
 
-def test_alike_samples_hide_nothing() -> None:
+@pytest.mark.parametrize("value", [0.0, 1.0])
+def test_alike_samples_hide_nothing(value: float) -> None:
     model = layers()
-    call, loss = Arguments((torch.ones(4, 6),), {}), by_a_dict(model)
+    call, loss = Arguments((torch.full((4, 6), value),), {}), by_a_dict(model)
     with pytest.raises(InputError, match=MESSAGE):
         refuse_late_loss(Target(model, call, loss), call, torch.zeros(4, 6))
+
+
+def test_a_forward_that_takes_only_data_like_the_sample() -> None:
+    model = layers()
+
+    def refuse_unsorted(_module: nn.Module, given: tuple[Tensor]) -> None:
+        if not given[0][:, 0].diff().ge(0).all():
+            raise ValueError("rows must be sorted")
+
+    model[0].register_forward_pre_hook(refuse_unsorted)
+    batch = torch.arange(48.0).reshape(8, 6) / 48
+    call, following = Arguments((batch[:4],), {}), Arguments((batch[4:],), {})
+    target = Target(model, call, by_a_dict(model))
+    with pytest.raises(InputError, match=MESSAGE):
+        refuse_late_loss(target, call, torch.zeros(4, 6), following)
+
+
+class Slotted:
+    __slots__ = ("mean",)
+
+    def __init__(self) -> None:
+        self.mean: Any = 0.0
+
+
+def test_what_a_loss_draws_from_and_averages_is_as_before() -> None:
+    generator, numbers, slotted = torch.Generator(), np.random.default_rng(0), Slotted()
+    own = random.Random(0)
+
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        drawn = torch.rand((), generator=generator) + numbers.random() + own.random()
+        drawn = drawn + random.random() + np.random.rand()
+        slotted.mean = 0.9 * slotted.mean + output.detach().mean()
+        return functional.mse_loss(output, target) * drawn
+
+    def states() -> list[str]:
+        of_numpy = numbers.bit_generator.state, np.random.get_state()
+        return [*map(str, (generator.get_state().tolist(), own.getstate(), *of_numpy))]
+
+    before, of_python = states(), random.getstate()
+    pipecompile(
+        layers(),
+        torch.randn(8, 6),
+        k=2,
+        microbatches=2,
+        costs="flops",
+        loss_fn=loss,
+        sample_target=torch.randn(8, 6),
+    )
+    assert states() == before
+    assert random.getstate() == of_python
+    assert slotted.mean == 0.0
 
 
 def test_a_compile_refuses_it_before_a_step() -> None:
@@ -203,12 +362,12 @@ def test_the_model_and_the_loss_are_as_before() -> None:
     before = {name: value.clone() for name, value in model.state_dict().items()}
     loss, batch = averaging(model), torch.randn(8, 6)
     call = Arguments((batch,), {})
-    random = torch.get_rng_state()
+    state = torch.get_rng_state()
     refuse_late_loss(Target(model, call, loss), call, batch)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert isinstance(loss, nn.Module)
     assert not loss.get_buffer("mean").any()
-    assert torch.equal(torch.get_rng_state(), random)
+    assert torch.equal(torch.get_rng_state(), state)
 
 
 def test_gradients_are_as_before_although_a_loss_goes_back_by_itself() -> None:

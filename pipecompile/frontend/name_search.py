@@ -345,6 +345,7 @@ class NameSearch:
                 self.found.note_functions(value.__name__, attributes)
             return
         self._look_in_class(type(value))
+        self._note_identity(where, value, attributes)
         inherited = {
             *self._readable.inherited(type(value).__mro__),
             *self._look_at_read(where, type(value)),
@@ -352,6 +353,14 @@ class NameSearch:
         self.found.note_absent(where, attributes, self.found_names.may_be_absent | inherited)
         self._note_new(where, value, attributes, type(value))
         self._look_in_slots(where, value)
+
+    def _note_identity(self, where: str, value: Any, attributes: Mapping[str, Any]) -> None:
+        """Note the class of an object, and the table of its attributes, which may be replaced."""
+        self.found.code.append((f"the class of {where}", partial(type, value), type(value)))
+        # Another way to read attributes is code of the user, and may not give the table itself.
+        if attributes and type(value).__getattribute__ is object.__getattribute__:
+            read = Attribute(value, "__dict__")
+            self.found.code.append((f"{where}.__dict__", read, attributes))
 
     def _look_in_foreign(self, module: ModuleType) -> None:
         """Note the functions of torch or another foreign package that code names, and look in the
@@ -403,7 +412,10 @@ class NameSearch:
                 self.found.look_among(base.__qualname__, own, names, base.__module__)
                 self._note_new(base.__qualname__, base, own, base)
                 inherited = self._readable.inherited(base.__mro__[1:])
-                self.found.note_absent(base.__qualname__, own, inherited)
+                absent = self.found_names.may_be_absent.union(inherited)
+                self.found.note_absent(base.__qualname__, own, absent)
+                order = Attribute(base, "__mro__")
+                self.found.code.append((f"the bases of {base.__qualname__}", order, order()))
 
     def _own(self, kind: type) -> Mapping[str, Any]:
         """Return the attributes of a class; the same object each time, by which they are told."""

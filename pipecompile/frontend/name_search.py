@@ -97,6 +97,7 @@ BY_VALUE = (getattr, hasattr, vars, attrgetter, methodcaller)
 """What reads attributes by names that code computes, also if code has another name for it."""
 OF_CACHES = frozenset({"use_cache"})
 """What configs of transformers say of caches, which pipelines leave out: a trainer sets it."""
+PLAIN_READING: Any = object.__getattribute__
 SPACE = re.compile(r"\s")
 LEADING_NOWHERE = (*PLAIN, *NUMBERS, type)
 HOLDING_ITEMS = (*CONTAINERS, *MAPPINGS, tuple)
@@ -358,7 +359,7 @@ class NameSearch:
         """Note the class of an object, and the table of its attributes, which may be replaced."""
         self.found.code.append((f"the class of {where}", partial(type, value), type(value)))
         # Another way to read attributes is code of the user, and may not give the table itself.
-        if attributes and type(value).__getattribute__ is object.__getattribute__:
+        if attributes and type(value).__getattribute__ is PLAIN_READING:
             read = Attribute(value, "__dict__")
             self.found.code.append((f"{where}.__dict__", read, attributes))
 

@@ -12,6 +12,7 @@ from torch import Tensor, fx, nn
 
 from pipecompile.frontend.signature import Arguments
 from pipecompile.graph.pytrees import tensor_leaves
+from pipecompile.graph.random_streams import seed_generators
 from pipecompile.graph.ties import names_of_read_state
 
 __all__ = ["difference_text", "first_deviating_call", "first_reader"]
@@ -58,9 +59,9 @@ def first_deviating_call(
 
     None if no such node deviates. Graph and model run from one `seed`.
     """
-    torch.manual_seed(seed)
+    seed_generators(seed)
     expected = _results_by_leaf(model, module, call)
-    torch.manual_seed(seed)
+    seed_generators(seed)
     comparison = _ComparingInterpreter(module, expected, is_same)
     try:
         comparison.run(*inputs)

@@ -28,6 +28,7 @@ from pipecompile.frontend.signature import Arguments
 from pipecompile.frontend.target import Target
 from pipecompile.frontend.training_step import SEED, restored_state
 from pipecompile.graph.pytrees import map_tensors, tensor_leaves
+from pipecompile.graph.random_streams import seed_generators
 from pipecompile.graph.restored_state import is_same_tensor
 
 __all__ = ["refuse_late_loss"]
@@ -113,7 +114,7 @@ def _gradients(returned: Sequence[Tensor], trained: Sequence[Tensor]) -> list[Te
 
 
 def _seed() -> None:
-    torch.manual_seed(SEED)
+    seed_generators(SEED)
     random.seed(SEED)
     np.random.seed(SEED)
 

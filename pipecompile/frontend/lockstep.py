@@ -18,6 +18,7 @@ from torch import Tensor, fx
 
 from pipecompile.frontend.data_probe import cuda_devices
 from pipecompile.graph.autograd_context import leave_context
+from pipecompile.graph.random_streams import seed_generators
 from pipecompile.graph.storages import storage_key
 
 __all__ = ["can_run_in_lockstep", "forwards_in_lockstep"]
@@ -35,7 +36,7 @@ def forwards_in_lockstep(
     states: list[list[Tensor]] = []
     for number, (forward, inputs) in enumerate(zip(forwards, batches, strict=True)):
         forward.args_iter = iter(inputs)
-        torch.manual_seed(seed + number)
+        seed_generators(seed + number)
         states.append([each.get_state() for each in generators])
     for node in module.graph.nodes:
         numbers = range(len(batches))

@@ -22,6 +22,7 @@ from pipecompile.frontend.deterministic_kernels import deterministic_kernels
 from pipecompile.frontend.foreign_leaves import foreign_leaves
 from pipecompile.graph.attributes import attributes_restored
 from pipecompile.graph.pytrees import tensor_leaves
+from pipecompile.graph.random_streams import seed_generators
 from pipecompile.graph.restored_state import is_same_tensor, tensors_restored
 
 __all__ = [
@@ -85,7 +86,7 @@ def training_steps(
         waiting: list[Sequence[Tensor]] = []
         for index, run in enumerate(forwards):
             # Graph and model draw in the same order, so one global seed gives both the same.
-            torch.manual_seed(SEED + index)
+            seed_generators(SEED + index)
             waiting.append(tensor_leaves(run()))
             if not in_flight:
                 steps.append(_after_backward(model, trainable, waiting.pop()))

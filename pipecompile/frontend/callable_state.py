@@ -120,7 +120,8 @@ class _CallableState:
             self._add_slots(value)
 
     def _add_slots(self, value: Any) -> None:
-        for kind in type(value).__mro__:
+        # Those of Python's own classes may be read only.
+        for kind in (each for each in type(value).__mro__ if "__slots__" in vars(each)):
             for slot in slots_in(vars(kind)).values():
                 with contextlib.suppress(AttributeError):  # one may be unset
                     self._slots.append((value, slot, slot.__get__(value)))

@@ -932,7 +932,7 @@ def test_an_attribute_of_a_nameless_object_that_is_called_as_one_of_tensors(
 
 
 def test_tables_of_installed_packages_get_entries_for_other_models(monkeypatch: Patch) -> None:
-    is_installed = "pipecompile.frontend.name_search.is_installed"
+    is_installed = "pipecompile.frontend.found_places.is_installed"
     monkeypatch.setattr(is_installed, lambda package: package == "tests")
     values = OutsideValues(Reading(lambda x: TABLE["doubled"](x)))
     monkeypatch.setitem(TABLE, "new", tripled)

@@ -1,11 +1,11 @@
-"""Does a loss know of a forward more than its output and target? A stage may have begun the next
-microbatch by then, or another rank runs the forward.
+"""Does a loss know of a forward more than its output and target, or a forward what a loss leaves? A
+stage may have begun the next microbatch before the loss, or another rank runs the forward.
 
     model.encoder.register_forward_hook(lambda *_, result: kept.update(features=result))
     def loss(output, target): return … + distance(kept["features"].detach(), …)
 
-    a loop       F0 L0
-    a pipeline   F0 F1 L0       the features are those of microbatch 1
+    a loop       F0 L0 F1 L1
+    a pipeline   F0 F1 L0 L1    the features are those of microbatch 1
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -34,11 +35,25 @@ from pipecompile.graph.restored_state import is_same_tensor
 __all__ = ["refuse_late_loss"]
 
 
+class _Taken(NamedTuple):
+    """What the loss of a microbatch returned, with its gradients for the output and for what the
+    loss trains, and the output of the next one.
+    """
+
+    loss: Sequence[Tensor]
+    next_output: Sequence[Tensor]
+
+    def is_same(self, other: _Taken) -> bool:
+        """Return whether all tensors are equal."""
+        return all(map(_are_the_same, self, other))
+
+
 def refuse_late_loss(
     target: Target, call: Arguments, wanted: object, following: Arguments | None = None
 ) -> None:
     """Raise InputError if the loss of a microbatch, or one of its gradients, is another one after
-    the forward of the next, which is that of `following` if this has other data.
+    the forward of the next, which is that of `following` if this has other data; or if that forward
+    gives something else before the loss.
 
     What forwards write to buffers or set as attributes is put back in between: reading that is
     refused in steps, by its name. Nothing is refused where model or loss fail, or a loss is never
@@ -46,24 +61,29 @@ def refuse_late_loss(
     """
     if target.loss_fn is None:
         return
-    early = partial(_loss_and_gradients, target, call, wanted)
     try:
-        late = partial(early, then=_other_call(target, call, following))
-        first, second = early(), late()
+        then = _other_call(target, call, following)
+        as_in_a_loop = partial(_taken, target, call, wanted, then, is_late=False)
+        as_in_a_pipeline = partial(_taken, target, call, wanted, then, is_late=True)
+        first, second = as_in_a_loop(), as_in_a_pipeline()
+        if first.is_same(second):
+            return
         # A loss that goes its own way, such as by turns, has another one also at its own time.
-        is_other = (
-            not _are_the_same(first, second)
-            and _are_the_same(second, late())
-            and _are_the_same(first, early())
-        )
+        if not (as_in_a_pipeline().is_same(second) and as_in_a_loop().is_same(first)):
+            return
     except Exception:
         return  # a step says what is wrong with it
-    if is_other:
+    if not _are_the_same(first.loss, second.loss):
         raise InputError(
             "loss_fn uses what the forward leaves beside its output, such as what a hook keeps: "
             "on another rank that is not there, and in a pipeline the next microbatches may have "
             "replaced it; return it from the model's forward, beside the output"
         )
+    raise InputError(
+        "the forward uses what loss_fn leaves, such as a number in a dict: on another rank that is "
+        "not there, and in a pipeline the forward of the next microbatch may come before the loss; "
+        "set it between steps"
+    )
 
 
 def _other_call(target: Target, call: Arguments, following: Arguments | None) -> Arguments:
@@ -77,13 +97,19 @@ def _other_call(target: Target, call: Arguments, following: Arguments | None) ->
 
 
 @torch.enable_grad()
-def _loss_and_gradients(
-    target: Target, call: Arguments, wanted: object, then: Arguments | None = None
-) -> list[Tensor]:
-    """Return the tensors that the loss returns for a call, and their gradients for the output and
-    for what the loss trains, after a forward of the call `then`.
+def _taken(
+    target: Target, call: Arguments, wanted: object, then: Arguments, *, is_late: bool
+) -> _Taken:
+    """Take the forward of a call, its loss, and the forward of another call, the loss before that
+    or, if it `is_late`, after it.
     """
     model, loss = target.model, target.loss_module or nn.Identity()
+
+    def next_output() -> list[Tensor]:
+        _seed()
+        with restored_state(model):
+            return _copies(model(*then.args, **then.kwargs))
+
     with (
         _gradients_put_aside(target.model_with_loss),
         restored_state(model),
@@ -94,13 +120,17 @@ def _loss_and_gradients(
         _seed()
         # In containers of its own: the next forward may fill the same ones.
         output = map_tensors(lambda value: value, model(*call.args, **call.kwargs))
-        if then is not None:
-            with restored_state(model):
-                model(*then.args, **then.kwargs)
+        later = next_output() if is_late else []
         _seed()
-        returned = tensor_leaves(target.trained_by(output, wanted))
-        values = [each.detach().clone() for each in returned]
-        return [*values, *_gradients(returned, [*tensor_leaves(output), *loss.parameters()])]
+        returned = target.trained_by(output, wanted)
+        values = _copies(returned)
+        trained = [*tensor_leaves(output), *loss.parameters()]
+        values += _gradients(tensor_leaves(returned), trained)
+        return _Taken(values, later or next_output())
+
+
+def _copies(values: object) -> list[Tensor]:
+    return [each.detach().clone() for each in tensor_leaves(values)]
 
 
 def _gradients(returned: Sequence[Tensor], trained: Sequence[Tensor]) -> list[Tensor]:

@@ -270,6 +270,46 @@ ALLOWED = [
 ]
 
 
+def by_a_number_in_a_dict(model: nn.Sequential) -> Loss:
+    kept = {"size": 1.0}
+    model[1].register_forward_hook(lambda *call: call[-1] * kept["size"])
+
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        kept["size"] = 1.0 + output.detach().abs().mean().item()
+        return functional.mse_loss(output, target)
+
+    return loss
+
+
+def by_an_attribute(model: nn.Sequential) -> Loss:
+    diary = Diary()
+    model[2].register_forward_hook(lambda *call: call[-1] + (diary.mean or 0.0))
+
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        result = functional.mse_loss(output, target)
+        diary.mean = result.item()
+        return result
+
+    return loss
+
+
+def by_a_count(model: nn.Sequential) -> Loss:
+    seen = [0]
+    model[0].register_forward_hook(lambda *call: call[-1] / (1 + seen[0]))
+
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        seen[0] += 1
+        return functional.mse_loss(output, target)
+
+    return loss
+
+
+@pytest.mark.parametrize("make", [by_a_number_in_a_dict, by_an_attribute, by_a_count])
+def test_what_a_loss_leaves_for_the_next_forward_is_refused(make: Callable[[Any], Loss]) -> None:
+    with pytest.raises(InputError, match="the forward uses what loss_fn leaves"):
+        ask(make)
+
+
 def ask(make: Callable[[nn.Sequential], Loss], samples: int = 4) -> None:
     model = layers()
     batch, wanted = torch.randn(samples, 6), torch.randn(samples, 6)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pipecompile import pipecompile
+from pipecompile import Pipeline, pipecompile
 from pipecompile.errors import InputError
 
 X = torch.randn(8, 4, generator=torch.Generator().manual_seed(0))
@@ -89,18 +89,15 @@ def own_model() -> nn.Module:
     return Own(config)
 
 
+def compiled(model: nn.Module) -> Pipeline:
+    loss = nn.functional.mse_loss
+    return pipecompile(model, X, k=2, microbatches=2, costs="flops", loss_fn=loss, sample_target=X)
+
+
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_step_names_what_was_replaced(change: Callable[[Any], None]) -> None:
     model = own_model()
-    pipeline = pipecompile(
-        model,
-        X,
-        k=2,
-        microbatches=2,
-        costs="flops",
-        loss_fn=nn.functional.mse_loss,
-        sample_target=X,
-    )
+    pipeline = compiled(model)
     pipeline.step(X, X)
     change(model)
     with pytest.raises(InputError, match=CHANGES[change]):
@@ -109,15 +106,7 @@ def test_a_step_names_what_was_replaced(change: Callable[[Any], None]) -> None:
 
 def test_attributes_that_no_code_names_may_come() -> None:
     model: Any = own_model()
-    pipeline = pipecompile(
-        model,
-        X,
-        k=2,
-        microbatches=2,
-        costs="flops",
-        loss_fn=nn.functional.mse_loss,
-        sample_target=X,
-    )
+    pipeline = compiled(model)
     type(model).author = type(model.config).author = "somebody"
     vars(model.config).update(author="somebody else")
     model.config.steps = 1

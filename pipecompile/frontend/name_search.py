@@ -358,8 +358,8 @@ class NameSearch:
     def _note_identity(self, where: str, value: Any, attributes: Mapping[str, Any]) -> None:
         """Note the class of an object, and the table of its attributes, which may be replaced."""
         self.found.code.append((f"the class of {where}", partial(type, value), type(value)))
-        # Another way to read attributes is code of the user, and may not give the table itself.
-        if attributes and type(value).__getattribute__ is PLAIN_READING:
+        # Another way to read attributes is code of the user, and may give another table each time.
+        if type(value).__getattribute__ is PLAIN_READING and attributes_of(value) is attributes:
             read = Attribute(value, "__dict__")
             self.found.code.append((f"{where}.__dict__", read, attributes))
 

@@ -254,7 +254,10 @@ def test_a_cache_that_holds_other_results_gets_no_fake_tensors() -> None:
 
 def test_caches_that_come_and_go_between_captures() -> None:
     for scale in (1.0, 2.0, 3.0):
-        exact(scaled_by_a_cache_of_its_own(scale), X)
+        model = scaled_by_a_cache_of_its_own(scale)
+        exact(model, X)
+        # A cache that was not found would be filled, and its tensor a constant.
+        assert "full" in called(capture(model, CALL).graph)
 
 
 def scaled_by_a_cache_of_its_own(scale: float) -> nn.Module:

@@ -965,8 +965,21 @@ class Hiding:
 HIDING = Hiding()
 
 
+class Copying:
+    @property
+    def __dict__(self) -> Any:  # type: ignore[override]
+        return {"scale": 2.0}
+
+
+COPYING = Copying()
+
+
 def test_an_object_may_hide_its_attributes() -> None:
     assert OutsideValues(Reading(lambda x: x if HIDING else -x)).changed() is None
+
+
+def test_an_object_may_show_another_table_each_time() -> None:
+    assert OutsideValues(Reading(lambda x: x if COPYING else -x)).changed() is None
 
 
 HOLDING: list[Any] = [2.0]

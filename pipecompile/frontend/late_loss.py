@@ -30,7 +30,7 @@ from pipecompile.frontend.target import Target
 from pipecompile.frontend.training_step import SEED, restored_state
 from pipecompile.graph.pytrees import map_tensors, tensor_leaves
 from pipecompile.graph.random_streams import seed_generators
-from pipecompile.graph.restored_state import is_same_tensor
+from pipecompile.graph.restored_state import is_same_tensor, tensors_restored
 
 __all__ = ["refuse_late_loss"]
 
@@ -55,9 +55,9 @@ def refuse_late_loss(
     the forward of the next, which is that of `following` if this has other data; or if that forward
     gives something else before the loss.
 
-    What forwards write to buffers or set as attributes is put back in between: reading that is
-    refused in steps, by its name. Nothing is refused where model or loss fail, or a loss is never
-    the same, although all generators that it may draw from are seeded.
+    What forwards write to buffers is put back in between: reading that is refused in steps, by its
+    name. Nothing is refused where model or loss fail, or a loss is never the same, although all
+    generators that it may draw from are seeded.
     """
     if target.loss_fn is None:
         return
@@ -69,15 +69,19 @@ def refuse_late_loss(
         if first.is_same(second):
             return
         # A loss that goes its own way, such as by turns, has another one also at its own time.
-        if not (as_in_a_pipeline().is_same(second) and as_in_a_loop().is_same(first)):
+        # Turns of two, three or four calls do not come out like this.
+        if not all(each().is_same(second) for each in [as_in_a_pipeline] * 2):
+            return
+        if not all(each().is_same(first) for each in [as_in_a_loop] * 2):
             return
     except Exception:
         return  # a step says what is wrong with it
     if not _are_the_same(first.loss, second.loss):
         raise InputError(
-            "loss_fn uses what the forward leaves beside its output, such as what a hook keeps: "
-            "on another rank that is not there, and in a pipeline the next microbatches may have "
-            "replaced it; return it from the model's forward, beside the output"
+            "loss_fn uses what the forward leaves beside its output, such as what a hook keeps or "
+            "what is set on a module: on another rank that is not there, and in a pipeline the next "
+            "microbatches may have replaced it; return it from the model's forward, beside the "
+            "output"
         )
     raise InputError(
         "the forward uses what loss_fn leaves, such as a number in a dict: on another rank that is "
@@ -107,7 +111,8 @@ def _taken(
 
     def next_output() -> list[Tensor]:
         _seed()
-        with restored_state(model):
+        # Attributes stay as that forward leaves them: a hook may keep its output on a module.
+        with tensors_restored(model, (*model.buffers(), *model.parameters())):
             return _copies(model(*then.args, **then.kwargs))
 
     with (

@@ -26,6 +26,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from pipecompile.errors import InputError, PipecompileError
 from pipecompile.frontend.attribute_reads import getter_patched
 from pipecompile.frontend.batch_counts import OUTPUT, refuse_counts
+from pipecompile.frontend.callable_state import callable_restored
 from pipecompile.frontend.signature import OutputStructure
 from pipecompile.frontend.target import LossFunction, Target
 from pipecompile.graph.storages import is_irregular, storage_key
@@ -76,7 +77,9 @@ class UserLoss:
             return torch.cat([tensor, tensor]) if tensor.dim() else tensor
 
         given = {OUTPUT: self.structure.unflatten(outputs), "the target": wanted}
-        with torch.random.fork_rng([each.device.index for each in outputs if each.is_cuda]):
+        devices = [each.device.index for each in outputs if each.is_cuda]
+        # These calls are no calls of the step: the loss counts none, and draws for none.
+        with torch.random.fork_rng(devices), callable_restored(self.target.loss_fn):
             refuse_counts(loss, given, tree_map_only(Tensor, twice, given))
 
     @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from typing import Any
 
@@ -182,6 +183,19 @@ def test_a_loss_module_is_asked_and_left_as_it_was() -> None:
     with pytest.raises(InputError, match="divided by the target"):
         compiled(loss, sample_target=(LABELS, ROWS))
     assert loss.calls == 0 and all(module.training for module in loss.modules())
+
+
+def test_a_loss_is_called_once_for_each_microbatch() -> None:
+    calls, generator = [0], random.Random(0)
+
+    def loss(output: Tensor, target: tuple[Tensor, int]) -> Tensor:
+        calls[0] += 1
+        return mean(output, target[0]) * generator.random()
+
+    compiled(loss, sample_target=(LABELS, 3)).step(X, (LABELS, 3))
+    assert calls == [4]
+    drawn = random.Random(0)
+    assert [drawn.random() for _ in range(5)][-1] == generator.random()
 
 
 @settings(max_examples=25, deadline=None)

@@ -82,6 +82,20 @@ def by_a_tensor(model: nn.Sequential) -> Loss:
     return lambda output, target: functional.mse_loss(output - kept, target)
 
 
+def by_an_attribute_of_a_layer(model: nn.Sequential) -> Loss:
+    layer: Any = model[1]
+    layer.register_forward_hook(lambda *call: setattr(layer, "features", call[-1].detach()))
+    return lambda output, target: functional.mse_loss(output, target) + layer.features.norm()
+
+
+def by_a_list_of_the_model(model: nn.Sequential) -> Loss:
+    kept: Any = model
+    kept.features = []
+    model.register_forward_pre_hook(lambda *_: kept.features.clear())
+    model[1].register_forward_hook(lambda *call: kept.features.append(call[-1].detach()))
+    return lambda output, target: functional.mse_loss(output, target) + kept.features[0].norm()
+
+
 def by_a_reference(model: nn.Sequential) -> Loss:
     kept = list[Any]()
 
@@ -167,6 +181,16 @@ def taking_turns(_model: nn.Sequential) -> Loss:
     return lambda output, target: functional.mse_loss(output, target) * next(turns)
 
 
+def doing_more_every_third_time(_model: nn.Sequential) -> Loss:
+    calls = itertools.count()
+
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        more = output.abs().mean() if next(calls) % 3 == 0 else 0.0
+        return functional.mse_loss(output, target) + more
+
+    return loss
+
+
 def drawing_of_its_own(_model: nn.Sequential) -> Loss:
     numbers, generator = np.random.default_rng(0), torch.Generator()
 
@@ -246,6 +270,8 @@ REFUSED = [
     by_an_object,
     by_a_class,
     by_a_tensor,
+    by_an_attribute_of_a_layer,
+    by_a_list_of_the_model,
     by_a_reference,
     beside_the_loss,
     in_the_gradient_alone,
@@ -258,6 +284,7 @@ ALLOWED = [
     drawing,
     choosing,
     taking_turns,
+    doing_more_every_third_time,
     drawing_of_its_own,
     taking_out,
     going_back_alone,

@@ -119,11 +119,20 @@ def in_a_module() -> tuple[nn.Module, Loss]:
 )
 def test_they_are_refused(made: Callable[[], tuple[nn.Module, Loss]]) -> None:
     model, loss = made()
-    x = torch.randn(4, 8)
-    pipeline = pipecompile(model, x, k=2, microbatches=2, costs="flops", loss_fn=loss)
+    x, rows = torch.randn(4, 8), torch.zeros(4)
+
+    def with_target(output: Any, target: Tensor) -> Tensor:
+        return loss(output, target) + target.sum()
+
+    options: dict[str, Any] = {"k": 2, "microbatches": 2, "costs": "flops"}
+    # Without a target the compile cannot call the loss.
+    pipeline = pipecompile(model, x, loss_fn=with_target, **options)
     with pytest.raises(InputError, match="which the model's forward sets"):
-        pipeline.step(x)
+        pipeline.step(x, rows)
     assert "__getattribute__" not in vars(nn.Module)
+    if made is not a_number:  # the same in each microbatch
+        with pytest.raises(InputError, match="loss_fn uses what the forward leaves"):
+            pipecompile(model, x, loss_fn=with_target, sample_target=rows, **options)
 
 
 def test_what_is_returned_may_be_read() -> None:

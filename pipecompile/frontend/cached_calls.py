@@ -8,6 +8,8 @@ and a graph in each microbatch.
         return torch.randn(length)
     def norm(model):                           refused: of the weights as they were at first
         return model.weight.norm()
+    def scaled(length):                        refused once FACTOR has changed
+        return torch.arange(length) * FACTOR
     table(8).add_(1)                           refused: the next call returns what was written
 """
 
@@ -18,8 +20,10 @@ from collections.abc import Collection, Iterable, Iterator
 from types import CodeType, FrameType
 
 from torch import Tensor
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from pipecompile.errors import CaptureError
+from pipecompile.frontend.guards import ValueRead
 from pipecompile.frontend.recording import Recording
 from pipecompile.graph.model_state import has_values
 from pipecompile.graph.storages import is_irregular, storage_key
@@ -28,10 +32,16 @@ __all__ = ["CachedCalls"]
 
 
 class CachedCalls:
-    """What a recording has seen of calls of cached functions, which have the code `codes`."""
+    """What a recording has seen of calls of cached functions, which have the code `codes`.
 
-    def __init__(self, recording: Recording, codes: Collection[CodeType]) -> None:
+    What these read of tensors in no module is added to `reads`.
+    """
+
+    def __init__(
+        self, recording: Recording, codes: Collection[CodeType], reads: list[ValueRead]
+    ) -> None:
         self._recording = recording
+        self._reads = reads
         # The compile itself may be part of a cached call.
         self._codes = frozenset(codes).difference(frame.f_code for frame in _frames())
         # The recording keeps these alive, so that no other storage gets their keys.
@@ -79,8 +89,20 @@ class CachedCalls:
             return False
         code = frame.f_code
         names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+        if has_values(tensor):
+            self._note_read(tensor, code.co_qualname)
+            return True
         is_given = any(frame.f_locals.get(name) is tensor for name in names)
-        return is_given or has_values(tensor) or storage_key(tensor) in self._made
+        return is_given or storage_key(tensor) in self._made
+
+    def _note_read(self, tensor: Tensor, function: str) -> None:
+        """Note that a function has read a tensor outside of modules, which the user may write to:
+        where it is given, its key is the object and not its values.
+        """
+        if not any(read.tensor is tensor and read.is_cached for read in self._reads):
+            with unset_fake_temporarily():
+                values = tensor.detach().clone()
+            self._reads.append(ValueRead(tensor, values, function, is_cached=True))
 
     def _refuse(self, frame: FrameType, what: str) -> None:
         raise CaptureError(

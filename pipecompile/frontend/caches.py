@@ -17,12 +17,14 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from pipecompile.frontend.nested_values import contains_tensor, tensors_in
 
-__all__ = ["CacheUse"]
+__all__ = ["CACHES", "CacheUse", "entries_of"]
 
 if TYPE_CHECKING:
     Cache = functools._lru_cache_wrapper[Any]
 
 Entry = tuple[Any, Any]
+CACHES = functools._lru_cache_wrapper
+"""The class of functions that have a cache."""
 RESULT = "the result"
 """What stands for the result in the code of a function that only returns one."""
 # The caches of these packages hold no tensors, and they are too many to look into.
@@ -42,7 +44,7 @@ class CacheUse:
     def __init__(self) -> None:
         self._emptied: list[tuple[Cache, list[Entry]]] = []
         # `cache_info` counts hits and misses: if it changed, the cache was used.
-        self._before = [(cache, cache.cache_info(), _entries(cache)) for cache in _all_caches()]
+        self._before = [(cache, cache.cache_info(), entries_of(cache)) for cache in _all_caches()]
 
     @property
     def codes(self) -> frozenset[CodeType]:
@@ -76,7 +78,7 @@ def _has_values(entry: Entry) -> bool:
     return any(not isinstance(tensor, FakeTensor) for tensor in tensors_in(entry))
 
 
-def _entries(cache: Cache) -> list[Entry]:
+def entries_of(cache: Cache) -> list[Entry]:
     """Return the keys and results of a cache, the oldest first; none if they cannot be told."""
     if not cache.cache_info().currsize:
         return []

@@ -76,17 +76,33 @@ class Guards:
 @dataclass(frozen=True)
 class ValueRead:
     """A tensor that is no input, parameter or buffer, its values when the forward made numbers of
-    them, and where that was.
+    them, or a function with a cache its result, and where that was.
     """
 
     tensor: Tensor
     values: Tensor
     where: str
+    is_cached: bool = False
 
     @property
     def holds(self) -> bool:
         """Whether the values are the same now."""
         return torch.equal(self.tensor, self.values)
+
+    @property
+    def change(self) -> str:
+        """What it means that the values are others, and what to do."""
+        changed = "a tensor that has changed since the model was compiled"
+        if self.is_cached:
+            return (
+                f"{self.where} has a cache (functools.lru_cache) and reads {changed}: the model "
+                "keeps the first result, and the graph would compute it anew; empty the cache and "
+                "compile the model again, or leave the cache out"
+            )
+        return (
+            f"{self.where} makes a number of {changed}, and the graph has the old number; compile "
+            "the model again, or compute with the tensor itself"
+        )
 
 
 def fake_input(tensor: Tensor, mode: FakeTensorMode, batch_dim: int | None) -> Tensor:

@@ -79,7 +79,7 @@ def refuse_late_loss(
     if not _are_the_same(first.loss, second.loss):
         raise InputError(
             "loss_fn uses what the forward leaves beside its output, such as what a hook keeps or "
-            "what is set on a module: on another rank that is not there, and in a pipeline the next "
+            "is set on a module: on another rank that is not there, and in a pipeline the next "
             "microbatches may have replaced it; return it from the model's forward, beside the "
             "output"
         )

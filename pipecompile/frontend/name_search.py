@@ -19,9 +19,9 @@ running anything, in the code of the forward and of all that it may call.
 A name that is in no place now, but that code would find there, is found too: an attribute that
 an object has of its class, a method that a class inherits, `getattr(config, "scale", 1.0)`.
 
-    x.dtype            a name that tensors have too: of an object only if it is called as the
-                       variable or attribute is that some code reads the name of, or if it has no
-                       name, as an item of a container, and is none of an installed package
+    x.dtype            a name that tensors have too: of an object of an installed package only if
+                       it is called as the variable or attribute is that some code reads the name
+                       of
     getattr(table, f"scale_{i}")
                        a name that the user's own code computes may be that of any value in the
                        user's classes, objects and Python modules, except for objects whose reads
@@ -46,6 +46,7 @@ from weakref import ProxyTypes, ReferenceType
 from torch import Tensor, fx, nn
 
 from pipecompile.frontend.attribute_reads import ALL
+from pipecompile.frontend.caches import CACHES, entries_of
 from pipecompile.frontend.code_names import MATCHED, CodeNames, names_in
 from pipecompile.frontend.compared_value import (
     MAPPINGS,
@@ -240,13 +241,15 @@ class NameSearch:
             self.found.look(f"{where}()", value)
         for part in self._shape_of(value).parts:
             self.found.look(f"{where}.{part}", Attribute(value, part))
+        if isinstance(value, CACHES) and not is_installed(package_of(value.__module__)):
+            for _, result in entries_of(value)[:MOST_ITEMS]:
+                self.found.look(f"{where}()", partial(itself, result))
         if isinstance(value, HOLDING_ITEMS) and len(value) <= MOST_ITEMS:
             items = plain_container(value)
             for item in items.values() if isinstance(items, (dict, *MAPPINGS)) else items:
                 if isinstance(item, NUMBERS):
                     self.found.look(where, partial(itself, item))
                 elif not is_of_all_models(item):
-                    self._readable.nameless.add(id(item))
                     self.found.follow(where, item)
 
     def _look_in_function(self, function: FunctionType) -> None:

@@ -22,14 +22,13 @@ __all__ = ["ReadableNames"]
 class ReadableNames:
     """The `names` that a search has found so far, as those of attributes of what it finds.
 
-    `noted` are the ids of objects of which all that was read is known, and `nameless` of those
-    that have no name themselves, as items of a container. For `packages` see `is_of_others`.
+    `noted` are the ids of objects of which all that was read is known. For `packages` see
+    `is_of_others`.
     """
 
     def __init__(self, names: FoundNames, known: KnownReads, packages: Collection[str]) -> None:
         self.names = names
         self.noted: set[int] = set()
-        self.nameless: set[int] = set()
         self._known = known
         self._packages = packages
         self._foreign: dict[str, bool] = {}
@@ -66,11 +65,12 @@ class ReadableNames:
         return module in NAMESPACES or not is_of_others(module)
 
     def named_of(self, where: str, value: Any, attributes: Iterable[str]) -> list[str]:
-        """Return those of the attributes of an object that some code names; names that tensors have
-        too only if the code reads them of something with the object's name, unless it has none of
-        its own, as an item of a container.
+        """Return those of the attributes of an object that some code names. Of an installed class,
+        and where it is known what was read, names that tensors have too count only if the code
+        reads them of something with the object's name.
         """
-        if id(value) in self.nameless and not is_installed(package_of(type(value).__module__)):
+        # An object of the user's may be passed on, and then has any name.
+        if id(value) not in self.noted and not is_installed(package_of(type(value).__module__)):
             read = partial(self._known.has_read, where)
             return [name for name in attributes if name in self.names.names or read(name)]
         # "config" of "layers.0.config" and of "config in forward", and the classes for `self`.

@@ -116,10 +116,10 @@ class ForwardRecorder(TorchFunctionMode):
         self.mode = mode
         self.options = options
         self.recording = Recording(root, state)
-        self._cached_calls = CachedCalls(self.recording, cached)
         self.failed_in: str | None = None
         self.asks_layout = ""
         self.values = ValueReads(self.recording, reads_inputs=options.reads_inputs)
+        self._cached_calls = CachedCalls(self.recording, cached, self.values.of_values)
         self.data_dependent: dict[str, str] = {}
         self.hooked: set[str] = set()
         self.assignments: dict[tuple[nn.Module, str], str] = {}

@@ -189,13 +189,8 @@ class Program:
                 "the model was compiled: tensors that its forward makes would lie elsewhere; set "
                 "it back, or compile the model again"
             )
-        stale = [read.where for read in self.captured.value_reads if not read.holds]
-        if stale:
-            raise InputError(
-                f"{stale[0]} makes a number of a tensor that has changed since the model was "
-                "compiled, and the graph has the old number; compile the model again, or compute "
-                "with the tensor itself"
-            )
+        if stale := next((read for read in self.captured.value_reads if not read.holds), None):
+            raise InputError(stale.change)
         # A conversion of the model replaces buffers too, but its parameters say it best.
         if self._now_trained_as() != self._trained_as:
             self._refuse_changed_parameter()

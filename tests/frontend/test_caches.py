@@ -13,8 +13,10 @@ from traps import CALL, WIDTH, Two, X
 from zoo import called
 from zoo.exact import exact
 
-from pipecompile.errors import CaptureError
+from pipecompile import pipecompile
+from pipecompile.errors import CaptureError, InputError
 from pipecompile.frontend.capture import capture
+from tests.plain_loop import mean_square
 
 
 def test_fake_tensor_left_in_an_lru_cache() -> None:
@@ -204,6 +206,46 @@ def test_a_cached_result_that_is_always_the_same_is_taken(name: str, filled: boo
     if filled:
         model(X)
     exact(model, X)
+
+
+FACTOR = torch.ones(WIDTH)
+
+
+@lru_cache
+def times_factor(width: int) -> Tensor:
+    return torch.arange(width) * FACTOR
+
+
+@lru_cache
+def doubled(values: Tensor) -> Tensor:
+    return values * 2.0
+
+
+@lru_cache
+def part_of_factor(width: int) -> Tensor:
+    return {"part": FACTOR}["part"][:width].square()
+
+
+@pytest.mark.parametrize(
+    "made", [lambda: times_factor(WIDTH), lambda: doubled(FACTOR), lambda: part_of_factor(WIDTH)]
+)
+def test_a_cached_result_of_a_tensor_that_changes_is_refused_then(
+    made: Callable[[], Tensor],
+) -> None:
+    class Trap(Two):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.second(self.first(x) + made())
+
+    for cached in (times_factor, doubled, part_of_factor):
+        cached.cache_clear()
+    pipeline = pipecompile(Trap(), X, k=2, microbatches=len(X), costs="flops", loss_fn=mean_square)
+    pipeline.step(X, None)
+    try:
+        FACTOR.add_(1.0)
+        with pytest.raises(InputError, match="has a cache .* and reads a tensor that has changed"):
+            pipeline.step(X, None)
+    finally:
+        FACTOR.sub_(1.0)
 
 
 def test_a_compile_leaves_in_caches_what_they_held() -> None:

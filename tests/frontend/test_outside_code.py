@@ -931,6 +931,111 @@ def test_an_attribute_of_a_nameless_object_that_is_called_as_one_of_tensors(
     assert result == read(model) or values.changed() == "of.mean"
 
 
+OF_ALL = Measured()
+
+
+def mean_of(anything: Any) -> float:
+    return float(anything.mean)
+
+
+class Known:
+    """Objects that methods and functions find by other names than their own."""
+
+    current: Any = Measured()
+
+    def __init__(self) -> None:
+        self.mean = 1.0
+
+    @classmethod
+    def latest(cls) -> Any:
+        return cls.current
+
+    def read(this) -> float:  # noqa: N805
+        return this.mean
+
+
+def in_a_class_of_a_function() -> tuple[Any, Callable[[], float]]:
+    class Local:
+        def __init__(self) -> None:
+            self.mean = 1.0
+
+        def read(self) -> float:
+            return self.mean
+
+    local = Local()
+    return local, lambda: local.read()
+
+
+def by_assignment() -> tuple[Any, Callable[[], float]]:
+    def read() -> float:
+        first = second = OF_ALL
+        del second
+        return float((third := first).mean + 0 * third.mean)
+
+    return OF_ALL, read
+
+
+def by_self_of_another_name() -> tuple[Any, Callable[[], float]]:
+    known = Known()
+    return known, lambda: known.read()
+
+
+@pytest.mark.parametrize(
+    "made",
+    [
+        lambda: (OF_ALL, lambda: mean_of(OF_ALL)),
+        lambda: (OF_ALL, lambda: sum(each.mean for each in (OF_ALL, Statistics()))),
+        lambda: (Known.current, lambda: Known.latest().mean),
+        in_a_class_of_a_function,
+        by_assignment,
+        by_self_of_another_name,
+    ],
+)
+def test_an_object_that_is_passed_on_has_other_names(
+    made: Callable[[], tuple[Any, Callable[[], float]]], monkeypatch: Patch
+) -> None:
+    owner, read = made()
+    values = OutsideValues(Reading(lambda x: x * read()))
+    monkeypatch.setattr(owner, "mean", 3.0)
+    assert (values.changed() or "").endswith(".mean")
+
+
+@functools.lru_cache
+def cached_settings() -> Any:
+    return SimpleNamespace(scale=2.0)
+
+
+@functools.cache
+def cached_table(_name: str) -> dict[str, float]:
+    return {"scale": 2.0}
+
+
+@functools.lru_cache(maxsize=1)
+def cached_pair() -> tuple[Any, list[float]]:
+    return SimpleNamespace(scale=2.0), [1.0]
+
+
+@pytest.mark.parametrize(
+    ("read", "change"),
+    [
+        (lambda: cached_settings().scale, lambda: setattr(cached_settings(), "scale", 3.0)),
+        (lambda: cached_table("a")["scale"], lambda: cached_table("a").update(scale=3.0)),
+        (lambda: cached_pair()[0].scale, lambda: setattr(cached_pair()[0], "scale", 3.0)),
+        (lambda: cached_pair()[1][0], lambda: cached_pair()[1].append(3.0)),
+    ],
+)
+def test_what_a_cached_function_returns_may_change(
+    read: Callable[[], float], change: Callable[[], None]
+) -> None:
+    for cached in (cached_settings, cached_table, cached_pair):
+        cached.cache_clear()
+    read()
+    values = OutsideValues(Reading(lambda x: x * read()))
+    assert values.changed() is None
+    change()
+    assert "cached_" in (values.changed() or "")
+
+
 def test_tables_of_installed_packages_get_entries_for_other_models(monkeypatch: Patch) -> None:
     is_installed = "pipecompile.frontend.found_places.is_installed"
     monkeypatch.setattr(is_installed, lambda package: package == "tests")

@@ -8,6 +8,7 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -28,6 +29,8 @@ from pipecompile.cost_models.protocol import CallCost, CostModel
 from pipecompile.cost_models.roofline import Roofline
 from pipecompile.cost_models.table import CostFunction, Function, Table
 from pipecompile.errors import FormatError, InputError
+from pipecompile.frontend.caches import fakes_out_of_caches
+from pipecompile.frontend.callable_state import callable_restored
 from pipecompile.frontend.captured_graph import Capture
 from pipecompile.frontend.target import Target
 from pipecompile.frontend.target_capture import Captured
@@ -241,11 +244,18 @@ def _operations(captured: Captured) -> Iterable[fx.Node]:
 
 
 @contextmanager
-def _kept_beside_the_graph(captured: Captured) -> Iterator[None]:
-    """Put back after the block what hooks write to and no graph has: attributes and buffers."""
+def _kept_beside_the_graph(target: Target, captured: Captured) -> Iterator[None]:
+    """Put back after the block what hooks and the loss write to and no graph has: attributes,
+    buffers, what the loss holds, and caches of functions, which would keep fake tensors.
+    """
     model, known = captured.capture.model, set(captured.module.buffers())
     others = [each for each in model.buffers() if has_values(each) and each not in known]
-    with attributes_restored(model), tensors_restored(model, others):
+    with (
+        attributes_restored(model),
+        tensors_restored(model, others),
+        callable_restored(target.loss_fn),
+        fakes_out_of_caches(),
+    ):
         yield
 
 
@@ -253,16 +263,17 @@ def profiled(target: Target, microbatches: int, captured: Captured, model: CostM
     """Return the cost graph by `model`: under the original parameter names, and with what may not
     be recomputed.
     """
-    inputs = captured.capture.inputs.flatten(captured.sample)
-    loss, targets = loss_of(target, microbatches, captured)
-    with _kept_beside_the_graph(captured):
-        graph = profile(
-            captured.module,
-            [target.on_device(tensor) for tensor in inputs],
-            model,
-            loss=loss,
-            targets=targets,
-        )
+    inputs = map(target.on_device, captured.capture.inputs.flatten(captured.sample))
+    with _kept_beside_the_graph(target, captured):
+        loss, targets = loss_of(target, microbatches, captured)
+    run = partial(profile, captured.module, list(inputs), model)
+    with _kept_beside_the_graph(target, captured):
+        try:
+            graph = run(loss=loss, targets=targets)
+        except _LossFailedError as error:
+            # It ran once: what it keeps without values, or more calls, made it fail.
+            _warn_of_left_out(error.cause)
+            graph = run(loss=None, targets=[])
     named = replace(
         _canonical(graph, captured.capture),
         fingerprint=captured.digest,
@@ -315,18 +326,35 @@ def loss_of(
         tree = torch.utils._pytree.tree_unflatten(
             [next(rest) if isinstance(leaf, Tensor) else leaf for leaf in leaves], spec
         )
-        return target.trained_by(captured.capture.outputs.unflatten(outputs), tree)
+        try:
+            return target.trained_by(captured.capture.outputs.unflatten(outputs), tree)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:
+            raise _LossFailedError(error) from error
 
     targets = [target.on_device(leaf) for leaf in leaves if isinstance(leaf, Tensor)]
     failure = _failure_without_values(loss, targets, captured.module)
     if failure is not None:
-        logger.warning(
-            "costs leave out the loss, since loss_fn does not run on tensors without values: %s: "
-            "%s; what it takes on the last stage comes on top",
-            *(type(failure).__name__, str(failure).partition("\n")[0]),
-        )
+        _warn_of_left_out(failure)
         return None, []
     return loss, targets
+
+
+class _LossFailedError(Exception):
+    """A loss function has raised its `cause`."""
+
+    def __init__(self, cause: Exception) -> None:
+        super().__init__(cause)
+        self.cause = cause
+
+
+def _warn_of_left_out(failure: Exception) -> None:
+    logger.warning(
+        "costs leave out the loss, since loss_fn does not run on tensors without values: %s: "
+        "%s; what it takes on the last stage comes on top",
+        *(type(failure).__name__, str(failure).partition("\n")[0]),
+    )
 
 
 def _failure_without_values(
@@ -345,6 +373,8 @@ def _failure_without_values(
     try:
         with silence_torch(), mode, own:
             loss(outputs, [mode.from_tensor(each, static_shapes=True) for each in targets])
+    except _LossFailedError as error:
+        return error.cause
     except Exception as error:
         return error
     return None

@@ -1,6 +1,8 @@
 """Caches of functions (functools.lru_cache) that a forward calls: they must not keep fake tensors.
 
 The capture makes a `CacheUse` before it runs a forward on fake tensors, and clears it afterwards.
+Other runs on fake tensors, of modules and losses that are called as they are, keep
+`fakes_out_of_caches`.
 """
 
 from __future__ import annotations
@@ -9,6 +11,7 @@ import functools
 import gc
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from types import CodeType, FunctionType
 from typing import TYPE_CHECKING, Any
 from weakref import ref
@@ -17,7 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from pipecompile.frontend.nested_values import contains_tensor, tensors_in
 
-__all__ = ["CACHES", "CacheUse", "entries_of"]
+__all__ = ["CACHES", "CacheUse", "entries_of", "fakes_out_of_caches"]
 
 if TYPE_CHECKING:
     Cache = functools._lru_cache_wrapper[Any]
@@ -27,7 +30,7 @@ CACHES = functools._lru_cache_wrapper
 """The class of functions that have a cache."""
 RESULT = "the result"
 """What stands for the result in the code of a function that only returns one."""
-# The caches of these packages hold no tensors, and they are too many to look into.
+# The caches that these packages define hold no tensors, and they are too many to look into.
 IGNORED_PACKAGES = frozenset(
     {"torch", "sympy", "mpmath", "functools", "typing", "re", "numpy", "networkx", "pipecompile"}
 )
@@ -44,7 +47,9 @@ class CacheUse:
     def __init__(self) -> None:
         self._emptied: list[tuple[Cache, list[Entry]]] = []
         # `cache_info` counts hits and misses: if it changed, the cache was used.
-        self._before = [(cache, cache.cache_info(), entries_of(cache)) for cache in _all_caches()]
+        self._before = [
+            (cache, cache.cache_info(), entries_of(cache)) for cache in _known_caches.of_user()
+        ]
 
     @property
     def codes(self) -> frozenset[CodeType]:
@@ -74,8 +79,33 @@ class CacheUse:
                 _put(cache, key, result)
 
 
+@contextmanager
+def fakes_out_of_caches() -> Iterator[None]:
+    """Take what has fake tensors out of caches after the block."""
+    before = [(cache, cache.cache_info()) for cache in _known_caches.of_user()]
+    try:
+        yield
+    finally:
+        for cache, info in before:
+            if cache.cache_info() != info and _holds_tensors(cache):
+                _take_out_fakes(cache)
+
+
+def _take_out_fakes(cache: Cache) -> None:
+    entries = entries_of(cache)
+    others = [entry for entry in entries if not any(map(_is_fake, tensors_in(entry)))]
+    if len(others) < len(entries):
+        cache.cache_clear()
+        for key, result in others:
+            _put(cache, key, result)
+
+
+def _is_fake(tensor: Any) -> bool:
+    return isinstance(tensor, FakeTensor)
+
+
 def _has_values(entry: Entry) -> bool:
-    return any(not isinstance(tensor, FakeTensor) for tensor in tensors_in(entry))
+    return not all(map(_is_fake, tensors_in(entry)))
 
 
 def entries_of(cache: Cache) -> list[Entry]:
@@ -136,18 +166,19 @@ class _KnownCaches:
 
     def __init__(self) -> None:
         self._found: list[ref[Cache]] = []
+        self._ignored: set[int] = set()
         self._references = 0
 
-    def all(self) -> list[Cache]:
-        """Return all caches in this process."""
+    def of_user(self) -> list[Cache]:
+        """Return the caches in this process that may hold tensors."""
         caches = [cache for known in self._found if (cache := known()) is not None]
         # Each cache refers to its type: if as many do as did, and all are there, there is no other.
         if len(caches) != len(self._found) or _references() != self._references:
-            referrers = gc.get_referrers(functools._lru_cache_wrapper)
-            caches = [each for each in referrers if type(each) is functools._lru_cache_wrapper]
+            caches = [each for each in gc.get_referrers(CACHES) if type(each) is CACHES]
             self._found = list(map(ref, caches))
+            self._ignored = set(map(id, filter(_is_ignored, caches)))
             self._references = _references()
-        return caches
+        return [each for each in caches if id(each) not in self._ignored]
 
 
 _known_caches = _KnownCaches()
@@ -155,16 +186,18 @@ _known_caches = _KnownCaches()
 
 def _references() -> int:
     """Return how many references there are to the type of caches."""
-    return sys.getrefcount(functools._lru_cache_wrapper)
+    return sys.getrefcount(CACHES)
 
 
-def _all_caches() -> list[Cache]:
-    """Return all caches in this process whose package may keep tensors in them."""
-    return [each for each in _known_caches.all() if _package_of(each) not in IGNORED_PACKAGES]
-
-
-def _package_of(cache: Any) -> str:
-    return str(getattr(cache, "__module__", "")).partition(".")[0]
+def _is_ignored(cache: Any) -> bool:
+    """Return whether an ignored package has defined a cache: `lru_cache(torch.eye)`, which says
+    that it is torch's, is the user's.
+    """
+    module, function = str(getattr(cache, "__module__", "")), cache.__wrapped__
+    if module.partition(".")[0] not in IGNORED_PACKAGES or not isinstance(function, FunctionType):
+        return False
+    # Where the package has the bare function under that name, somebody else gave it a cache.
+    return getattr(sys.modules.get(module), function.__qualname__, None) is not function
 
 
 def _holds_tensors(cache: Cache) -> bool:

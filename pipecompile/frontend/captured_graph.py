@@ -15,6 +15,7 @@ from pipecompile.errors import CaptureError
 from pipecompile.frontend.assigned_value import AssignedValue, PlacedValue
 from pipecompile.frontend.attribute_reads import ALL, is_own
 from pipecompile.frontend.batch_dims import output_dim
+from pipecompile.frontend.caches import fakes_out_of_caches
 from pipecompile.frontend.constant_answers import ConstantAnswer
 from pipecompile.frontend.data_probe import probe_data
 from pipecompile.frontend.found_names import FIRST_NAMES, FoundNames
@@ -26,7 +27,7 @@ from pipecompile.frontend.recording import SymbolicNumber
 from pipecompile.frontend.refusals import UnsupportedError
 from pipecompile.frontend.signature import Arguments, InputStructure, OutputStructure
 from pipecompile.frontend.unfit_models import refuse_names_of_graphs
-from pipecompile.graph.attributes import INTERNAL
+from pipecompile.graph.attributes import INTERNAL, attributes_restored
 from pipecompile.graph.data_answers import OtherPathError
 from pipecompile.graph.model_state import named_state
 from pipecompile.graph.propagation import propagate
@@ -187,7 +188,7 @@ class Capture:
         module.training = self.model.training
         # Also as they were recorded: torch fails on some of them where sizes are numbers.
         _refuse_irregular_values(module.graph)
-        _propagate(module, tensors)
+        self._propagate(module, tensors)
         _refuse_irregular_values(module.graph)
         self._refuse_foreign_writes(module)
         nodes = len(module.graph.nodes)
@@ -196,8 +197,13 @@ class Capture:
         apply_passes(module.graph, [KeepVersions()])
         if len(module.graph.nodes) > nodes:
             module.recompile()
-            _propagate(module, tensors)
+            self._propagate(module, tensors)
         return module
+
+    def _propagate(self, module: fx.GraphModule, tensors: Sequence[Tensor]) -> None:
+        """Put fake values on the nodes; what hooks of leaf modules do with them is undone."""
+        with attributes_restored(self.model), fakes_out_of_caches():
+            _propagate(module, tensors)
 
     def holds_for(self, call: Arguments) -> bool:
         """Return whether the forward takes the branches that were recorded, for all that is known

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
@@ -18,12 +19,17 @@ __all__ = ["loss_to_hold"]
 def loss_to_hold(model: nn.Module, loss_fn: Callable[[Any, Any], Any] | None) -> nn.Module | None:
     """Return a loss that is a module with parameters or buffers of its own; None for another one.
 
-    InputError if it shares some with the model, so that they would belong to several stages, if the
+    InputError if it is scripted, if it shares some with the model, so that they would belong to several stages, if the
     model has the name that the loss is to have, or if it has no shapes yet.
     """
     if not isinstance(loss_fn, nn.Module):
         return None
     own = dict(named_state(loss_fn))
+    if own and any(isinstance(each, torch.jit.ScriptModule) for each in loss_fn.modules()):
+        raise InputError(
+            "loss_fn is a scripted module with parameters or buffers; give the Python module that "
+            "it was made from"
+        )
     names = {id(tensor): name for name, tensor in named_state(model)}
     shared = [name for name, tensor in own.items() if id(tensor) in names]
     if len(shared) == len(own) and not any(own[name].requires_grad for name in shared):

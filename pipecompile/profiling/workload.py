@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import chain
 from operator import attrgetter
 from typing import Any
 
@@ -74,9 +75,9 @@ class Workload:
         }
         # The loss is called as it is, so it is not copied: it gets the tensors of the copy.
         loss, fakes = held_loss(self.module), dict(memo)
-        memo |= {id(each): each for each in unused} | {id(self.module.graph): graph}
+        memo |= {id(each): each for each in (*unused, loss)} | {id(self.module.graph): graph}
         with _CopiesWithoutValues():
-            module = copy.deepcopy(self.module, memo)
+            module = _copied(self.module, memo)
         stop_at_reads(module)
         hold_loss(module, loss)
         with nullcontext() if loss is None else swapped_state(loss, fakes):
@@ -111,6 +112,27 @@ class _CopiesWithoutValues(TorchFunctionMode):
         # Once for all that refer to it.
         fake = memo[id(value)] = without_values(value, "cpu")
         return fake
+
+
+def _copied(module: fx.GraphModule, memo: dict[int, Any]) -> fx.GraphModule:
+    """Return a copy of `module`, which shares what nobody can copy, such as a lock or a generator
+    of random numbers.
+    """
+    known = dict(memo)
+    try:
+        return copy.deepcopy(module, memo)
+    except Exception:
+        held = chain.from_iterable(vars(each).values() for each in module.modules())
+        known |= {id(value): value for value in held if not _can_be_copied(value, known)}
+        return copy.deepcopy(module, known)
+
+
+def _can_be_copied(value: Any, memo: dict[int, Any]) -> bool:
+    try:
+        copy.deepcopy(value, dict(memo))
+    except Exception:
+        return False
+    return True
 
 
 def _attribute_names(graph: fx.Graph) -> set[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 from collections.abc import Callable
 from operator import attrgetter
 from pathlib import Path
@@ -240,6 +241,10 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "the whole model": (of_model(lambda m: Projected(m)), "which is '0.weight' of the model"),
     "the name": (of_model(named), "the model has 'loss_fn' already"),
     "lazy": (of_model(lambda m: Projected(nn.LazyLinear(4))), "without a shape"),
+    "scripted": (
+        of_model(lambda m: torch.jit.script(nn.CrossEntropyLoss(weight=torch.ones(4)))),
+        "loss_fn is a scripted module",
+    ),
     "growing": (of_model(lambda m: Growing()), "trains a tensor of shape .* no output"),
 }
 
@@ -250,6 +255,28 @@ def test_what_no_stage_can_hold_is_refused(what: str) -> None:
     model, loss_fn = make()
     with pytest.raises(InputError, match=words):
         pipecompile(model, X, k=2, costs="flops", loss_fn=loss_fn, microbatches=2).step(X, Y)
+
+
+class Uncopied(Head):
+    """It holds what nobody can copy."""
+
+    def __init__(self, held: Any) -> None:
+        super().__init__()
+        self.held = held
+
+
+@pytest.mark.parametrize("held", [torch.Generator(), threading.Lock(), iter([1]).__next__])
+def test_a_loss_or_a_layer_may_hold_what_cannot_be_copied(held: Any) -> None:
+    class Layer(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(WIDTH, WIDTH)
+            self.held = held
+
+    model = nn.Sequential(*layers(), Layer()).double()
+    pipeline = pipecompile(
+        model, X, k=2, costs="flops", loss_fn=Uncopied(held).double(), microbatches=2
+    )
+    assert pipeline.step(X, Y).isfinite()
 
 
 def test_parameters_that_change_later_are_refused() -> None:

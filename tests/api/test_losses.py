@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -63,6 +64,46 @@ def test_a_loss_may_differentiate_by_itself(costs: Any, create_graph: bool) -> N
     options: dict[str, Any] = {"k": 2, "microbatches": 2, "costs": costs, "loss_fn": loss_fn}
     pipeline = pipecompile(model, X, sample_target=Y, **options)
     assert_steps_as_a_loop(pipeline, model, loss_fn)
+
+
+def taking_out() -> Callable[[Tensor, Tensor], Tensor]:
+    """A loss that has a scale for twenty calls."""
+    scales = [1.0] * 20
+    return lambda output, target: square(output, target) * scales.pop()
+
+
+def of_one_size() -> Callable[[Tensor, Tensor], Tensor]:
+    """A loss that keeps the last output, and fails on one without values after one with them."""
+    kept = list[Any]()
+
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        before, kept[:] = list(kept), [output.detach()]
+        assert not before or type(before[0]) is type(output.detach())
+        return square(output, target)
+
+    return loss
+
+
+def that_fails_when_profiled() -> Callable[[Tensor, Tensor], Tensor]:
+    """A loss that fails on outputs without values that require gradients."""
+
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        assert type(output) is Tensor or "observe" not in "".join(traceback.format_stack())
+        return square(output, target)
+
+    return loss
+
+
+@pytest.mark.parametrize("made", [taking_out, of_one_size, that_fails_when_profiled])
+def test_the_cost_of_a_loss_is_no_reason_to_fail(
+    made: Callable[[], Callable[[Tensor, Tensor], Tensor]],
+) -> None:
+    model, loss_fn = layers(), made()
+    options: dict[str, Any] = {"k": 2, "microbatches": 2, "costs": "flops", "loss_fn": loss_fn}
+    for self_check in (True, False):
+        pipeline = pipecompile(model, X, sample_target=Y, self_check=self_check, **options)
+        model.zero_grad()
+        assert_steps_as_a_loop(pipeline, model, loss_fn)
 
 
 def assert_steps_as_a_loop(

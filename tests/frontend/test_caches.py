@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache, lru_cache
+from functools import cache, lru_cache, partial
 from typing import Any
 
 import pytest
@@ -16,7 +16,7 @@ from zoo.exact import exact
 from pipecompile import pipecompile
 from pipecompile.errors import CaptureError, InputError
 from pipecompile.frontend.capture import capture
-from tests.plain_loop import mean_square
+from tests.plain_loop import mean_square, steps_alike
 
 
 def test_fake_tensor_left_in_an_lru_cache() -> None:
@@ -217,11 +217,6 @@ def times_factor(width: int) -> Tensor:
 
 
 @lru_cache
-def doubled(values: Tensor) -> Tensor:
-    return values * 2.0
-
-
-@lru_cache
 def part_of_factor(width: int) -> Tensor:
     return {"part": FACTOR}["part"][:width].square()
 
@@ -242,10 +237,68 @@ def test_a_cached_result_of_a_tensor_that_changes_is_refused_then(
     pipeline.step(X, None)
     try:
         FACTOR.add_(1.0)
-        with pytest.raises(InputError, match="has a cache .* and reads a tensor that has changed"):
+        with pytest.raises(InputError, match=r"has a cache .* and reads a tensor that has changed"):
             pipeline.step(X, None)
     finally:
         FACTOR.sub_(1.0)
+
+
+class Scaling(torch.autograd.Function):
+    """A function that takes its factors out of a cache."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * positions(WIDTH)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient * positions(WIDTH)
+
+
+class CachedLinear(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * positions(WIDTH)
+
+
+def by_hook() -> nn.Module:
+    layer = nn.Linear(WIDTH, WIDTH)
+    layer.register_forward_hook(lambda *call: call[-1] * positions(WIDTH))
+    return layer
+
+
+def by_function() -> nn.Module:
+    return Using(lambda _, x: Scaling.apply(x))
+
+
+cached_eye, cached_ramp = lru_cache(torch.eye), lru_cache(partial(torch.arange, float(WIDTH)))
+
+
+@pytest.mark.parametrize(
+    "made",
+    [
+        by_hook,
+        by_function,
+        lambda: CachedLinear(WIDTH, WIDTH),
+        lambda: Using(lambda _, x: x @ cached_eye(WIDTH)),
+        lambda: Using(lambda _, x: x * cached_ramp()),
+    ],
+)
+def test_what_is_called_as_it_is_leaves_no_fakes_in_caches(made: Callable[[], nn.Module]) -> None:
+    for cached in (positions, cached_eye, cached_ramp):
+        cached.cache_clear()
+    steps_alike(nn.Sequential(nn.Linear(WIDTH, WIDTH), made()), [X], microbatches=len(X))
+    assert type(positions(WIDTH)) is type(cached_eye(WIDTH)) is type(cached_ramp()) is Tensor
+
+
+def test_a_loss_leaves_no_fakes_in_caches() -> None:
+    positions.cache_clear()
+
+    def loss(output: Tensor, target: Any) -> Tensor:
+        return (output * positions(WIDTH)).square().mean()
+
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
+    steps_alike(model, [X], microbatches=len(X), loss_fn=loss, sample_target=X, self_check=False)
+    assert type(positions(WIDTH)) is Tensor
 
 
 def test_a_compile_leaves_in_caches_what_they_held() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -508,3 +509,47 @@ def test_a_module_of_torch_that_reads_a_number_is_one_node() -> None:
     captured_model = exact(nn.Sequential(nn.Linear(WIDTH, WIDTH), Reading(WIDTH, WIDTH)), X)
     assert captured_model.method == "recorded, data probed"
     assert captured_model.data_dependent == {"1"}
+
+
+def set_on_the_model(whole: Any) -> None:
+    whole.features = None
+    whole[0].register_forward_hook(lambda *call: setattr(whole, "features", call[-1].detach()))
+
+
+def counted_on_the_model(whole: Any) -> None:
+    whole.calls = 0
+    whole[0].register_forward_hook(lambda *_: setattr(whole, "calls", whole.calls + 1))
+
+
+def listed_on_the_model(whole: Any) -> None:
+    whole.features = []
+    whole[0].register_forward_hook(lambda *call: whole.features.append(call[-1].detach()))
+
+
+def set_on_another_layer(whole: Any) -> None:
+    whole[2].features = {}
+    whole[0].register_forward_pre_hook(lambda *call: whole[2].features.update(x=call[-1][0]))
+
+
+@pytest.mark.parametrize("self_check", [True, False])
+@pytest.mark.parametrize(
+    "hook", [set_on_the_model, counted_on_the_model, listed_on_the_model, set_on_another_layer]
+)
+def test_a_compile_leaves_the_attributes_that_hooks_of_layers_set(
+    hook: Callable[[Any], None], self_check: bool
+) -> None:
+    hooked: Any = model()
+    hook(hooked)
+    before = [dict(vars(each)) for each in hooked.modules()]
+    held = [copy.copy(value) for each in before for value in each.values()]
+    pipecompile(
+        hooked,
+        X[:4],
+        k=2,
+        microbatches=2,
+        loss_fn=mean_square,
+        costs="flops",
+        self_check=self_check,
+    )
+    assert [dict(vars(each)) for each in hooked.modules()] == before
+    assert [value for each in before for value in each.values()] == held

@@ -19,8 +19,8 @@ __all__ = ["loss_to_hold"]
 def loss_to_hold(model: nn.Module, loss_fn: Callable[[Any, Any], Any] | None) -> nn.Module | None:
     """Return a loss that is a module with parameters or buffers of its own; None for another one.
 
-    InputError if it is scripted, if it shares some with the model, so that they would belong to several stages, if the
-    model has the name that the loss is to have, or if it has no shapes yet.
+    InputError if it is scripted, if it shares some with the model, so that they would belong to
+    several stages, if the model has the name that the loss is to have, or if it has no shapes yet.
     """
     if not isinstance(loss_fn, nn.Module):
         return None

@@ -19,6 +19,7 @@ from pipecompile.graph.attributes import CONTAINERS, PLAIN, deep_copy, is_same_v
 __all__ = [
     "COMPARED",
     "MAPPINGS",
+    "MOST_COMPARED",
     "MOST_ITEMS",
     "NUMBERS",
     "ComparedValue",
@@ -29,7 +30,9 @@ __all__ = [
 ]
 
 MOST_ITEMS = 1024
-"""Of a larger container only the identity is compared."""
+"""What is in a larger container is not followed."""
+MOST_COMPARED = 2**16
+"""Of a larger container or array only the identity is compared."""
 MAPPINGS = (MappingProxyType, UserDict, ChainMap)
 BUFFERS = (bytearray, array, memoryview)
 ARRAYS = (numpy.ndarray, numpy.generic)
@@ -59,15 +62,15 @@ class ComparedValue:
 def comparable(value: Any) -> Any:
     """Return a copy or a form of a value that `is_same_value` compares to find any change of it."""
     if isinstance(value, (*CONTAINERS, tuple)):
-        return deep_copy(value) if len(value) <= MOST_ITEMS else value
+        return deep_copy(value) if len(value) <= MOST_COMPARED else value
     if isinstance(value, BUFFERS):
         view = memoryview(value)
-        is_small = view.nbytes <= MOST_ITEMS * view.itemsize
+        is_small = view.nbytes <= MOST_COMPARED * view.itemsize
         return (view.format, view.shape, view.tobytes()) if is_small else value
-    if isinstance(value, ARRAYS) and value.size <= MOST_ITEMS:
+    if isinstance(value, ARRAYS) and value.size <= MOST_COMPARED:
         # As bytes, of which NaN equals itself.
         return value.dtype.str, value.shape, value.tobytes()
-    if isinstance(value, MAPPINGS) and len(value) <= MOST_ITEMS:
+    if isinstance(value, MAPPINGS) and len(value) <= MOST_COMPARED:
         return deep_copy(dict(value))
     # Saving a model of transformers makes the name of a type of it.
     return str(value).removeprefix("torch.") if isinstance(value, torch.dtype) else value

@@ -13,10 +13,13 @@ from __future__ import annotations
 from collections import UserList, defaultdict
 from collections.abc import Collection, Iterator, Mapping
 from configparser import RawConfigParser
+from contextlib import nullcontext
 from functools import cache, cached_property, partial, partialmethod, singledispatchmethod
 from types import FunctionType, MethodType
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet, WeakValueDictionary
+
+import numpy
 
 from pipecompile.frontend.code_names import FORMATTING
 from pipecompile.frontend.packages import is_installed, package_of
@@ -61,6 +64,9 @@ PARTS: Mapping[type, tuple[str, ...]] = {
     WeakSet: ("data",),
     defaultdict: ("default_factory",),
     RawConfigParser: ("_sections", "_defaults"),
+    nullcontext: ("enter_result",),
+    numpy.poly1d: ("coeffs",),
+    numpy.vectorize: ("pyfunc",),
 }
 """Attributes of what leads to a function, which calls it with these, or to items."""
 REGISTRY = "registry"

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from pipecompile.frontend.compared_value import (
     MAPPINGS,
-    MOST_ITEMS,
+    MOST_COMPARED,
     NUMBERS,
     ComparedValue,
     comparable,
@@ -134,7 +134,7 @@ class OutsideValues:
         lasting = [(each.read, value) for each, value in now if each.read() is value]
         self._places = Places([*((read, value) for _, read, value in self._code), *lasting])
         small = (value for _, value in lasting if isinstance(value, (*CONTAINERS, tuple)))
-        self._containers = ContainerItems(each for each in small if len(each) <= MOST_ITEMS)
+        self._containers = ContainerItems(each for each in small if len(each) <= MOST_COMPARED)
         # Those that are made when they are read, and those that change in place while they stay the
         # same object, and have no items that could be compared as objects.
         self._read_each_time = [

@@ -31,6 +31,8 @@ INSTALLED = frozenset({"site-packages", "dist-packages"})
 """Folders of installed packages."""
 NAMESPACES = frozenset({"types", "argparse", "_thread"})
 """Parts of the standard library whose objects hold what a user gives them."""
+OF_SETTINGS = ("torch.optim.", "torch.distributions.")
+"""Parts of torch whose objects hold what a user sets: a learning rate, a mean."""
 
 
 def is_foreign(module: str | None) -> bool:
@@ -91,4 +93,5 @@ def has_own_attributes(value: Any, packages: Collection[str]) -> bool:
     module = type(value).__module__
     if isinstance(value, nn.Module):
         return True
-    return module in NAMESPACES or not is_of_others(module, packages)
+    is_of_settings = module in NAMESPACES or module.startswith(OF_SETTINGS)
+    return is_of_settings or not is_of_others(module, packages)

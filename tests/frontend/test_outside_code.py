@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import math
@@ -931,6 +932,44 @@ def test_an_attribute_of_a_nameless_object_that_is_called_as_one_of_tensors(
     assert result == read(model) or values.changed() == "of.mean"
 
 
+LONG_LIST = list(range(3000))
+LARGE_TABLE = {f"entry {number}": float(number) for number in range(3000)}
+LARGE_ARRAY = np.zeros(3000)
+NORMAL = torch.distributions.Normal(0.0, 1.0)
+OPTIMIZER = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
+SQUARE = np.poly1d([1.0, 0.0, 0.0])
+TIMES = np.vectorize(lambda value: value * Known.factor)
+SETTINGS = contextlib.nullcontext(SimpleNamespace(scale=1.0))
+
+
+@pytest.mark.parametrize(
+    ("read", "change"),
+    [
+        (lambda: LONG_LIST[-1], lambda: LONG_LIST.__setitem__(-1, -1)),
+        (lambda: LARGE_TABLE["entry 7"], lambda: LARGE_TABLE.update({"entry 7": 1.5})),
+        (lambda: LARGE_ARRAY.sum(), lambda: LARGE_ARRAY.__setitem__(5, LARGE_ARRAY[5] + 1)),
+        (lambda: NORMAL.loc, lambda: setattr(NORMAL, "loc", torch.ones(()))),
+        (
+            lambda: OPTIMIZER.param_groups[0]["lr"],
+            lambda: OPTIMIZER.param_groups[0].update(lr=OPTIMIZER.param_groups[0]["lr"] / 2),
+        ),
+        (lambda: SQUARE(2.0), lambda: SQUARE.coeffs.__setitem__(2, SQUARE.coeffs[2] + 1)),
+        (lambda: TIMES(2.0), lambda: setattr(Known, "factor", Known.factor + 1)),
+        (
+            lambda: SETTINGS.__enter__().scale,
+            lambda: setattr(SETTINGS.enter_result, "scale", SETTINGS.enter_result.scale + 1),
+        ),
+    ],
+)
+def test_large_values_and_objects_of_torch_and_numpy(
+    read: Callable[[], Any], change: Callable[[], None]
+) -> None:
+    values = OutsideValues(Reading(lambda x: x * read()))
+    assert values.changed() is None
+    change()
+    assert values.changed() is not None
+
+
 OF_ALL = Measured()
 
 
@@ -942,6 +981,7 @@ class Known:
     """Objects that methods and functions find by other names than their own."""
 
     current: Any = Measured()
+    factor = 2.0
 
     def __init__(self) -> None:
         self.mean = 1.0

@@ -939,7 +939,7 @@ NORMAL = torch.distributions.Normal(0.0, 1.0)
 OPTIMIZER = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
 SQUARE = np.poly1d([1.0, 0.0, 0.0])
 TIMES = np.vectorize(lambda value: value * Known.factor)
-SETTINGS = contextlib.nullcontext(SimpleNamespace(scale=1.0))
+ENTERED = contextlib.nullcontext(SimpleNamespace(scale=1.0))
 
 
 @pytest.mark.parametrize(
@@ -956,8 +956,8 @@ SETTINGS = contextlib.nullcontext(SimpleNamespace(scale=1.0))
         (lambda: SQUARE(2.0), lambda: SQUARE.coeffs.__setitem__(2, SQUARE.coeffs[2] + 1)),
         (lambda: TIMES(2.0), lambda: setattr(Known, "factor", Known.factor + 1)),
         (
-            lambda: SETTINGS.__enter__().scale,
-            lambda: setattr(SETTINGS.enter_result, "scale", SETTINGS.enter_result.scale + 1),
+            lambda: ENTERED.__enter__().scale,
+            lambda: setattr(ENTERED.enter_result, "scale", ENTERED.enter_result.scale + 1),
         ),
     ],
 )

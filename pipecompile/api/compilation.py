@@ -201,13 +201,11 @@ def _check_kinds(step_timeout: object, mesh: object, autocast: object, shapes: o
 @contextmanager
 def _unchanged(target: Target) -> Iterator[None]:
     """Leave the loss and what hooks keep as they were: they may count or average something."""
-    loss_fn, held = target.loss_fn, list(hooks_of_user(target.model_with_loss))
+    loss_fn = target.loss_fn
     kept: AbstractContextManager[object] = nullcontext()
-    if not isinstance(loss_fn, nn.Module):
-        held.append(loss_fn)
-    elif not lacks_values(loss_fn):
+    if isinstance(loss_fn, nn.Module) and not lacks_values(loss_fn):
         kept = restored_state(loss_fn)
-    with callable_restored(*held), kept:
+    with callable_restored(loss_fn, *hooks_of_user(target.model_with_loss)), kept:
         yield
 
 

@@ -13,7 +13,16 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-__all__ = ["ANY", "FORMATTING", "MATCHED", "OF_TENSORS", "CodeNames", "names_in", "strings_in"]
+__all__ = [
+    "ANY",
+    "FORMATTING",
+    "MATCHED",
+    "OF_TENSORS",
+    "CodeNames",
+    "names_in",
+    "stored_globals",
+    "strings_in",
+]
 
 OF_TENSORS = frozenset(dir(Tensor))
 ANY = "*"
@@ -26,6 +35,7 @@ MOST_TEXTS = 256
 """Of a larger collection nothing is taken for names."""
 ATTRIBUTE_LOADS = frozenset({"LOAD_ATTR", "LOAD_METHOD"})
 GLOBAL_LOADS = frozenset({"LOAD_GLOBAL", "LOAD_NAME"})
+GLOBAL_WRITES = frozenset({"STORE_GLOBAL", "DELETE_GLOBAL"})
 BY_TEXT = frozenset(
     {
         *("getattr", "hasattr", "attrgetter", "methodcaller", "vars", "globals", "__dict__"),
@@ -77,6 +87,14 @@ def names_in(code: CodeType) -> CodeNames:
     """Return the names that code reads, and those that functions in it read."""
     inner = (names_in(each) for each in code.co_consts if isinstance(each, CodeType))
     return reduce(CodeNames.joined, inner, _own_names(code))
+
+
+@cache
+def stored_globals(code: CodeType) -> frozenset[str]:
+    """Return the globals that code sets or deletes, and those that functions in it do."""
+    inner = (stored_globals(each) for each in code.co_consts if isinstance(each, CodeType))
+    found = dis.get_instructions(code)
+    return frozenset(e.argval for e in found if e.opname in GLOBAL_WRITES).union(*inner)
 
 
 def _own_names(code: CodeType) -> CodeNames:

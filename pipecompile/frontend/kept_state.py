@@ -43,10 +43,11 @@ def places_of_kept_state(module: fx.GraphModule) -> Iterator[str]:
 
 
 def hooks_of_user(model: nn.Module) -> Iterator[Any]:
-    """Yield the hooks of modules and of parameters that are not torch's own."""
+    """Yield the hooks of modules, of all modules and of parameters that are not torch's own."""
     of_modules = (vars(module)[table] for module in model.modules() for table in HOOKS)
     of_parameters = (parameter._backward_hooks or {} for parameter in model.parameters())
-    for table in chain(of_modules, of_parameters):
+    of_all = (getattr(nn.modules.module, table) for table in GLOBAL_HOOKS)
+    for table in chain(of_modules, of_parameters, of_all):
         yield from (hook for hook in table.values() if not _is_torch(hook))
 
 

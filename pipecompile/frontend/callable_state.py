@@ -15,7 +15,7 @@ from __future__ import annotations
 import contextlib
 import random
 import weakref
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator
 from functools import _lru_cache_wrapper, cached_property, partial, partialmethod
 from types import CellType, FunctionType, MethodType, ModuleType
@@ -40,10 +40,9 @@ from pipecompile.frontend.held_state import (
     in_slot,
     in_table,
     in_tensor,
-    items_of,
 )
 from pipecompile.frontend.packages import NAMESPACES, is_of_others, package_of
-from pipecompile.graph.attributes import CONTAINERS, PLAIN
+from pipecompile.graph.attributes import CONTAINERS, PLAIN, plain_container
 from pipecompile.graph.model_state import has_values
 from pipecompile.graph.storages import is_irregular
 
@@ -62,6 +61,7 @@ PARTS: dict[type, tuple[str, ...]] = {
     _lru_cache_wrapper: ("__wrapped__",),
 }
 """What callables of Python itself, and what stands for them in a class, are made of."""
+OF_ITEMS = (*CONTAINERS, OrderedDict, tuple)
 MOST_ITEMS = 1024
 """Of a larger container only the items are put back, and not what is in them."""
 
@@ -128,7 +128,10 @@ class _CallableState:
         elif issubclass(kind, GENERATORS):
             self._restores.append(in_generator(value))
         else:
-            self._add_object(value)
+            if issubclass(kind, OF_ITEMS):
+                self._add_container(value)
+            if kind not in OF_ITEMS:
+                self._add_object(value)
 
     def _add_tensor(self, tensor: Tensor, *, is_parameter: bool) -> None:
         if not has_values(tensor) or is_irregular(tensor) or is_lazy(tensor):
@@ -140,6 +143,13 @@ class _CallableState:
         if tensor.is_leaf and tensor.grad is not None:
             self._add_tensor(tensor.grad, is_parameter=True)
 
+    def _add_container(self, value: Any) -> None:
+        items = plain_container(value)
+        if items is not value:  # it is no tuple
+            self._restores.append(in_container(value, items))
+        if len(items) <= MOST_ITEMS:
+            self._pending.extend(items.values() if isinstance(items, dict) else items)
+
     def _add_object(self, value: Any) -> None:
         kind = type(value)
         for owner, names in PARTS.items():
@@ -149,18 +159,10 @@ class _CallableState:
             self._add_globals(value)
         elif issubclass(kind, _lru_cache_wrapper):
             self._restores.append(in_cache(value))
-        elif issubclass(kind, (*CONTAINERS, tuple)):
-            self._add_container(value)
         if issubclass(kind, nn.Module):
             self._add_module(value)
         elif kind.__module__ in NAMESPACES or _is_of_user(kind.__module__):
             self._add_attributes(value)
-
-    def _add_container(self, value: Any) -> None:
-        if issubclass(type(value), CONTAINERS):
-            self._restores.append(in_container(value))
-        if len(items := items_of(value)) <= MOST_ITEMS:
-            self._pending.extend(items)
 
     def _add_module(self, module: nn.Module) -> None:
         # The first call of a lazy module makes it another one, for good.

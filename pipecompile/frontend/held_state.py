@@ -35,7 +35,6 @@ __all__ = [
     "in_slot",
     "in_table",
     "in_tensor",
-    "items_of",
 ]
 
 Restore = Callable[[], object]
@@ -98,33 +97,33 @@ def in_array(array: Any) -> Restore:
     return restore
 
 
-def in_container(container: Any) -> Restore:
-    """Put back the items of a container, by the methods of Python's own class: one below it may
-    refuse them, or do more.
-    """
-    items = plain_container(container)
-    kinds = (OrderedDict, *CONTAINERS)
-    kind: Any = next(each for each in kinds if issubclass(type(container), each))
-    add = kind.extend if kind in (list, deque) else kind.update
+def in_container(container: Any, items: Any) -> Restore:
+    """Put back the items of a container, of which these are a copy."""
 
     def restore() -> None:
         now = plain_container(container)
         if len(now) != len(items) or not all(map(is_, _content(now), _content(items))):
-            kind.clear(container)
-            add(container, items)
+            _refill(container, items)
 
     return restore
 
 
-def items_of(container: Any) -> Any:
-    """Return the items of a container or a tuple, without the keys of a dict."""
-    items = plain_container(container)
-    return items.values() if isinstance(items, dict) else items
-
-
 def _content(container: Any) -> Any:
-    # Keys too, since a forward may iterate over them.
+    # Keys too, since code may iterate over them.
     return chain(container, container.values()) if isinstance(container, dict) else container
+
+
+def _refill(container: Any, items: Any) -> None:
+    """Fill a container by the methods of Python's own class: one below it may refuse what it is
+    given, or do more.
+    """
+    kinds = (OrderedDict, *CONTAINERS)
+    kind: Any = next(each for each in kinds if issubclass(type(container), each))
+    kind.clear(container)
+    if kind in (list, deque):
+        kind.extend(container, items)
+    else:
+        kind.update(container, items)
 
 
 def in_cell(cell: CellType) -> Restore:

@@ -195,7 +195,14 @@ class _CallableState:
         if not _is_of_user(function.__module__):
             return
         table, code = function.__globals__, function.__code__
-        for name in stored_globals(code) | (names_in(code).globals & table.keys()):
+        names = names_in(code)
+        self._add_items(table, stored_globals(code) | (names.globals & table.keys()))
+        for module in (table.get(name) for name in names.globals):
+            if issubclass(type(module), ModuleType) and _is_of_user(module.__name__):
+                self._add_items(vars(module), names.names & vars(module).keys())
+
+    def _add_items(self, table: dict[str, Any], names: Iterable[str]) -> None:
+        for name in names:
             self._restores.append(in_table(table, name))
             self._pending.append(table.get(name))
 

@@ -218,8 +218,8 @@ def in_generator(generator: Any) -> Restore:
 
 
 def in_cache(cache: Any) -> Restore:
-    """Make a cache of functools empty again if it is so now. One that holds something keeps what it
-    is given, as that of a function that is called with few arguments.
+    """Empty a cache of functools again that is empty now. Of one that holds something no single
+    result can be taken out.
     """
     is_empty = not cache.cache_info().currsize
 

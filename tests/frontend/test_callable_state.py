@@ -4,14 +4,18 @@ which calls them.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
+from itertools import product
+from types import ModuleType
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook
 
 from pipecompile import pipecompile
 from pipecompile.frontend.callable_state import callable_restored
@@ -125,6 +129,178 @@ def of_class() -> tuple[Loss, Told]:
     return CountingInClass(), lambda: (CountingInClass.calls, list(GIVEN))
 
 
+def of_new_global() -> tuple[Loss, Told]:
+    globals().pop("LATEST", None)
+
+    def loss(output: Tensor, target: Any) -> Tensor:
+        global LATEST
+        LATEST = mean_square(output, target)  # type: ignore[name-defined]
+        return LATEST  # type: ignore[name-defined,no-any-return]
+
+    return loss, lambda: "LATEST" in globals()
+
+
+SETTINGS = ModuleType("settings")
+
+
+def of_python_module() -> tuple[Loss, Told]:
+    vars(SETTINGS)["calls"] = 0
+
+    def loss(output: Tensor, target: Any) -> Tensor:
+        SETTINGS.calls += 1
+        return mean_square(output, target)
+
+    return loss, lambda: SETTINGS.calls
+
+
+class CountingInBase(CountingInClass):
+    """Only the class below it is the loss's own."""
+
+
+def of_base_class() -> tuple[Loss, Told]:
+    return CountingInBase(), of_class()[1]
+
+
+class CountingByMembers:
+    """Counts where no plain method of it does."""
+
+    @staticmethod
+    def log() -> None:
+        GIVEN.append(0)
+
+    @classmethod
+    def count(cls) -> None:
+        COUNTS["class"] += 1
+
+    @property
+    def scale(self) -> float:
+        COUNTS["property"] += 1
+        return 1.0
+
+    def __call__(self, output: Tensor, target: Any) -> Tensor:
+        self.log()
+        self.count()
+        return mean_square(output, target) * self.scale
+
+
+COUNTS = Counter[str]()
+
+
+def of_members() -> tuple[Loss, Told]:
+    return CountingByMembers(), lambda: (list(GIVEN), dict(COUNTS))
+
+
+def of_new_class_attribute() -> tuple[Loss, Told]:
+    class Late:
+        def __call__(self, output: Tensor, target: Any) -> Tensor:
+            Late.calls = 1  # type: ignore[attr-defined]
+            return mean_square(output, target)
+
+    return Late(), lambda: hasattr(Late, "calls")
+
+
+def of_unset_slot() -> tuple[Loss, Told]:
+    class Slotted:
+        __slots__ = ("calls",)
+
+        def __call__(self, output: Tensor, target: Any) -> Tensor:
+            self.calls = 1
+            return mean_square(output, target)
+
+    loss = Slotted()
+    return loss, lambda: hasattr(loss, "calls")
+
+
+def of_array() -> tuple[Loss, Told]:
+    calls = np.zeros(2)
+
+    def loss(output: Tensor, target: Any) -> Tensor:
+        calls[0] += 1
+        return mean_square(output, target)
+
+    return loss, calls.tolist
+
+
+class Ring(list[float]):
+    """A list that takes its items one by one, and counts them."""
+
+    total = 0
+
+    def append(self, value: float) -> None:
+        super().append(value)
+        self.total += 1
+
+    def extend(self, _: Any) -> None:
+        raise TypeError("use append")
+
+    def clear(self) -> None:
+        raise TypeError("it is never empty")
+
+
+def of_list_below() -> tuple[Loss, Told]:
+    ring = Ring([1.0])
+
+    def loss(output: Tensor, target: Any) -> Tensor:
+        ring.append(1.0)
+        return mean_square(output, target)
+
+    return loss, lambda: (list(ring), ring.total)
+
+
+class Task(nn.Module):
+    """A module that is not the model, with another one below it, which both count."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(8, 8))
+        self.seen, self.counting = list[int](), Counting()
+        self.mean = torch.ones(())
+
+    def forward(self, output: Tensor, target: Any) -> Tensor:
+        self.seen.append(1)
+        self.inner[0].calls = 1  # type: ignore[assignment]
+        self.inner.eval()
+        self.mean = self.mean * 0.9
+        return self.counting(self.inner(output), target) * self.mean
+
+    def loss(self, output: Tensor, target: Any) -> Tensor:
+        return self(output, target)  # type: ignore[no-any-return]
+
+    def told(self) -> object:
+        inner = self.inner.training, hasattr(self.inner[0], "calls")
+        return list(self.seen), self.counting.told(), float(self.mean), inner
+
+
+def of_module() -> tuple[Loss, Told]:
+    task = Task()
+    return task, task.told
+
+
+def of_method_of_module() -> tuple[Loss, Told]:
+    task = Task()
+    return task.loss, task.told
+
+
+def of_enclosed_task() -> tuple[Loss, Told]:
+    task = Task()
+    return lambda output, target: task(output, target), task.told
+
+
+@cache
+def projection(width: int) -> Tensor:
+    COUNTS["made"] += 1
+    return torch.randn(width, 4)
+
+
+def of_cache() -> tuple[Loss, Told]:
+    projection.cache_clear()
+
+    def loss(output: Tensor, target: Any) -> Tensor:
+        return mean_square(output @ projection(8), target @ projection(8))
+
+    return loss, lambda: (projection.cache_info().currsize, COUNTS["made"])
+
+
 KINDS = [
     of_globals,
     of_class,
@@ -135,11 +311,28 @@ KINDS = [
     of_function_attribute,
     of_default,
     of_enclosed_module,
+    of_new_global,
+    of_python_module,
+    of_base_class,
+    of_members,
+    of_new_class_attribute,
+    of_unset_slot,
+    of_array,
+    of_list_below,
+    of_module,
+    of_method_of_module,
+    of_enclosed_task,
+    of_cache,
 ]
 
 
-@pytest.mark.parametrize("costs", ["flops", "measured"])
-@pytest.mark.parametrize("kind", KINDS[:6])
+@pytest.mark.parametrize(
+    ("kind", "costs"),
+    [
+        *product((*KINDS[:6], of_base_class, of_members, of_new_global), ("flops", "measured")),
+        *product((of_module, of_method_of_module, of_cache), ("flops",)),
+    ],
+)
 def test_a_compile_leaves_the_state_of_a_loss(
     kind: Callable[[], tuple[Loss, Told]], costs: str
 ) -> None:
@@ -226,3 +419,14 @@ def test_a_hook_begins_to_count_at_the_first_step() -> None:
     for loss in losses:
         expected = [mean_square(model(x), x) for x in X.chunk(2)]
         assert torch.equal(loss, torch.stack(expected).mean())
+
+
+def test_a_compile_leaves_what_a_hook_of_all_modules_counts() -> None:
+    calls = Counter[str]()
+    handle = register_module_forward_hook(lambda *_: calls.update(("forward",)))
+    try:
+        model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
+        pipecompile(model, X, k=2, microbatches=2, loss_fn=mean_square, costs="flops")
+    finally:
+        handle.remove()
+    assert not calls

@@ -197,7 +197,8 @@ class _CallableState:
         table, code = function.__globals__, function.__code__
         names = names_in(code)
         self._add_items(table, stored_globals(code) | (names.globals & table.keys()))
-        for module in (table.get(name) for name in names.globals):
+        for name in names.globals:
+            module: Any = table.get(name)
             if issubclass(type(module), ModuleType) and _is_of_user(module.__name__):
                 self._add_items(vars(module), names.names & vars(module).keys())
 

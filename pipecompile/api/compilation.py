@@ -200,12 +200,14 @@ def _check_kinds(step_timeout: object, mesh: object, autocast: object, shapes: o
 
 @contextmanager
 def _unchanged(target: Target) -> Iterator[None]:
-    """Leave the loss and what hooks keep as they were: they may count or average something."""
-    loss_fn = target.loss_fn
+    """Leave the loss, what hooks keep and what classes of modules hold as they were: they may count
+    or average something.
+    """
+    loss_fn, classes = target.loss_fn, {type(module) for module in target.model.modules()}
     kept: AbstractContextManager[object] = nullcontext()
     if isinstance(loss_fn, nn.Module) and not lacks_values(loss_fn):
         kept = restored_state(loss_fn)
-    with callable_restored(loss_fn, *hooks_of_user(target.model_with_loss)), kept:
+    with callable_restored(loss_fn, *hooks_of_user(target.model_with_loss), *classes), kept:
         yield
 
 

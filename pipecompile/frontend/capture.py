@@ -32,11 +32,13 @@ from pipecompile.frontend.assigned_attributes import (
 )
 from pipecompile.frontend.assigned_value import AssignedValue
 from pipecompile.frontend.attribute_reads import AttributeReads
+from pipecompile.frontend.callable_state import callable_restored
 from pipecompile.frontend.captured_graph import Capture, CaptureNote, aliases_of
 from pipecompile.frontend.constant_answers import has_gradient_type
 from pipecompile.frontend.data_probe import ProbedAnswers, probe_data
 from pipecompile.frontend.export import export_capture
 from pipecompile.frontend.failing_model import ModelFailsError, refuse_failing
+from pipecompile.frontend.kept_state import hooks_of_user
 from pipecompile.frontend.leaves import leaf_paths
 from pipecompile.frontend.library_reads import LibraryReads
 from pipecompile.frontend.plain_tensors import plain_tensors_kept
@@ -268,12 +270,14 @@ def _capture_by(
             return record_forward(model, call, options, symbolic=method.symbolic)
 
     try:
-        forward = record()
-        after = ModuleAttributes.of(model)
-        changed = changed_attributes(before, after)
-        left_hooks = _left_hooks(forward, before, after)
-        if changed:
-            refuse_lasting_state(model, before, changed, forward, record)
+        # Hooks would keep tensors without values, which the next ones would compute with.
+        with callable_restored(*hooks_of_user(model)):
+            forward = record()
+            after = ModuleAttributes.of(model)
+            changed = changed_attributes(before, after)
+            left_hooks = _left_hooks(forward, before, after)
+            if changed:
+                refuse_lasting_state(model, before, changed, forward, record)
     finally:
         before.restore()
     read = reads.of(model)

@@ -16,10 +16,12 @@ from pipecompile.frontend.assigned_value import AssignedValue, PlacedValue
 from pipecompile.frontend.attribute_reads import ALL, is_own
 from pipecompile.frontend.batch_dims import output_dim
 from pipecompile.frontend.caches import fakes_out_of_caches
+from pipecompile.frontend.callable_state import callable_restored
 from pipecompile.frontend.constant_answers import ConstantAnswer
 from pipecompile.frontend.data_probe import probe_data
 from pipecompile.frontend.found_names import FIRST_NAMES, FoundNames
 from pipecompile.frontend.guards import Guards, ValueRead
+from pipecompile.frontend.kept_state import hooks_of_user
 from pipecompile.frontend.known_reads import KnownReads
 from pipecompile.frontend.library_reads import LibraryReads
 from pipecompile.frontend.outside_values import OutsideValues
@@ -202,7 +204,8 @@ class Capture:
 
     def _propagate(self, module: fx.GraphModule, tensors: Sequence[Tensor]) -> None:
         """Put fake values on the nodes; what hooks of leaf modules do with them is undone."""
-        with attributes_restored(self.model), fakes_out_of_caches():
+        kept = callable_restored(*hooks_of_user(self.model))
+        with attributes_restored(self.model), kept, fakes_out_of_caches():
             _propagate(module, tensors)
 
     def holds_for(self, call: Arguments) -> bool:

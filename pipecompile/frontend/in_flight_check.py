@@ -19,11 +19,12 @@ import torch
 from torch import Tensor, fx, nn
 
 from pipecompile.errors import CaptureError
+from pipecompile.frontend.callable_state import callable_restored
 from pipecompile.frontend.captured_graph import Capture
 from pipecompile.frontend.data_probe import cuda_devices
 from pipecompile.frontend.failing_model import ModelFailsError
 from pipecompile.frontend.hook_calls import RecordedHooks, recorded_hooks, replay_differs
-from pipecompile.frontend.kept_state import places_of_kept_state
+from pipecompile.frontend.kept_state import hooks_of_user, places_of_kept_state
 from pipecompile.frontend.kernel_noise import is_within_noise
 from pipecompile.frontend.lockstep import can_run_in_lockstep, forwards_in_lockstep
 from pipecompile.frontend.self_check import (
@@ -35,7 +36,7 @@ from pipecompile.frontend.signature import Arguments
 from pipecompile.frontend.training_step import SEED, TrainingStep, training_steps
 from pipecompile.graph.restored_state import is_same_tensor
 
-__all__ = ["check_in_flight", "may_disturb", "other_data"]
+__all__ = ["check_in_flight", "doubled", "may_disturb", "other_data"]
 
 SHOWN = 3  # places in a message
 
@@ -45,12 +46,14 @@ def check_in_flight(capture: Capture, module: fx.GraphModule, call: Arguments) -
     # The second microbatch has other data, so that what it takes from the first shows.
     tensors = capture.inputs.flatten(call)
     others = other_data(tensors, capture.inputs.batch_dims)
-    apart = _TwoMicrobatches(capture, module, (tensors, others))
-    with suppress(ModelFailsError):
-        if apart.difference_in_flight is None:
-            return
-        if apart.difference_in_turn is None:
-            raise apart.error()
+    # Larger numbers too, or a running maximum would stay that of the first.
+    for second in (list(map(doubled, others)), others):
+        apart = _TwoMicrobatches(capture, module, (tensors, second))
+        with suppress(ModelFailsError):
+            if apart.difference_in_flight is None:
+                return
+            if apart.difference_in_turn is None:
+                raise apart.error()
     # The model may not take the other data, and its graph may not be right for them: now both
     # microbatches have the same data.
     alike = _TwoMicrobatches(capture, module, (tensors, tensors))
@@ -162,7 +165,9 @@ class _TwoMicrobatches:
     ) -> list[TrainingStep]:
         fills_zeros = not self.capture.value_reads
         model = self.capture.model
-        return training_steps(model, forwards, in_flight=in_flight, fills_zeros=fills_zeros)
+        # Each begins with what hooks keep now, and not with what the run before has left.
+        with callable_restored(*hooks_of_user(model)):
+            return training_steps(model, forwards, in_flight=in_flight, fills_zeros=fills_zeros)
 
     def _difference(
         self,
@@ -235,6 +240,11 @@ def _halved(tensor: Tensor, dim: int) -> Tensor:
     size = tensor.shape[dim]
     index = torch.arange(size, device=tensor.device).flip(0) // 2
     return tensor.index_select(dim, index)
+
+
+def doubled(tensor: Tensor) -> Tensor:
+    """Return twice the numbers, which changes no digit; integers, which may be indices, stay."""
+    return tensor * 2 if tensor.is_floating_point() or tensor.is_complex() else tensor
 
 
 def _changed(tensor: Tensor) -> Tensor:

@@ -19,17 +19,25 @@ from pipecompile.frontend.capture import captures
 from pipecompile.frontend.captured_graph import Capture
 from pipecompile.frontend.digest import digest
 from pipecompile.frontend.failing_model import ModelFailsError
-from pipecompile.frontend.in_flight_check import check_in_flight, may_disturb
+from pipecompile.frontend.in_flight_check import (
+    check_in_flight,
+    doubled,
+    may_disturb,
+    other_data,
+)
 from pipecompile.frontend.kept_state import places_of_kept_state
 from pipecompile.frontend.refusals import UnsupportedError
 from pipecompile.frontend.self_check import (
     DifferenceError,
     check_capture,
+    refuse_changes,
     rewritten_copy,
 )
 from pipecompile.frontend.signature import Arguments, has_loose_keys, with_keys_reversed
 from pipecompile.frontend.training_step import TrainingStep, training_steps
+from pipecompile.graph.recomputability import written_buffers
 from pipecompile.graph.restored_state import is_same_tensor
+from pipecompile.graph.storages import storage_key
 from pipecompile.passes.data_dependence import GuardDataDependence
 
 __all__ = ["Proof", "proven_capture"]
@@ -70,6 +78,8 @@ def proven_capture(
             if step.writes_in_backward or _may_mix_microbatches(module):
                 check_in_flight(candidate, module, call)
             _check_other_data(candidate, module, call)
+            # A running maximum, say, is changed by other data alone.
+            refuse_changes(outside)
             candidate = _for_other_orders(candidate, module, call)
             return candidate, module, Proof(batches, time.perf_counter() - start)
         except StopIteration:
@@ -94,20 +104,32 @@ def _refuse_unseen_writes(
     capture: Capture, module: fx.GraphModule, call: Arguments, step: TrainingStep
 ) -> None:
     """Raise CaptureError if each forward writes other values to state and no node of the graph is
-    known to write: where the forward is recomputed, it would write once more.
+    known to write there: where the forward is recomputed, it would write once more.
     """
-    is_seen = any(node.meta["mutates"] for node in module.graph.nodes)
-    if not step.written or is_seen or step.writes_in_backward:
+    if not step.written or step.writes_in_backward:
+        return
+    seen = {storage_key(each) for each in written_buffers(module, list(module.graph.nodes))}
+    # Writes to parameters are refused, or known of modules of torch.nn.
+    buffers = dict(capture.model.named_buffers(remove_duplicate=False))
+    unseen = [
+        name for name in step.written if name in buffers and storage_key(buffers[name]) not in seen
+    ]
+    if not unseen:
         return
     inputs = capture.inputs.flatten(call)
-    *_, twice = training_steps(capture.model, [lambda: module(*inputs)] * 2)
-    for name in step.written:
-        if not is_same_tensor(step.buffers[name], twice.buffers[name]):
-            raise CaptureError(
-                f"{name}: the forward writes to it by another name in a module that is one node, "
-                "so that no operator shows it; write to it by its own name, and not through .data, "
-                "so that each microbatch sees it as in a loop"
-            )
+    # On other data too, since what it writes may depend on these alone.
+    others = other_data(inputs, capture.inputs.batch_dims)
+    for second in (inputs, others, list(map(doubled, others))):
+        forwards = [partial(module, *inputs), partial(module, *second)]
+        with suppress(ModelFailsError):
+            *_, twice = training_steps(capture.model, forwards)
+            for name in unseen:
+                if not is_same_tensor(step.buffers[name], twice.buffers[name]):
+                    raise CaptureError(
+                        f"{name}: the forward writes to it by another name in a module that is one "
+                        "node, so that no operator shows it; write to it by its own name, and not "
+                        "through .data, so that each microbatch sees it as in a loop"
+                    )
 
 
 def _batch_of(capture: Capture, call: Arguments) -> int:

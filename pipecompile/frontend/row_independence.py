@@ -65,6 +65,9 @@ def _refuse_changed_rows(
     inputs = InputStructure.of(model, first)
     tensors = inputs.flatten(first)
     rows = inputs.batch_size(tensors)
+    has_rows = [_batch_dim(own, small, rows) for own, small, *_ in zip(*outputs, strict=False)]
+    if all(dim is None for dim in has_rows):
+        _refuse_outputs_without_rows(inputs, tensors, outputs)
     for index, (own, small, *others) in enumerate(zip(*outputs, strict=False)):
         # Other outputs, such as a loss, have no row for each sample.
         dim = _batch_dim(own, small, rows)
@@ -79,6 +82,24 @@ def _refuse_changed_rows(
                     "(batch_first=True for an LSTM); if samples are to know only those of their "
                     "own microbatch, self_check=False accepts it"
                 )
+
+
+def _refuse_outputs_without_rows(
+    inputs: InputStructure, tensors: Sequence[Tensor], outputs: Sequence[tuple[Tensor, ...]]
+) -> None:
+    """Raise InputError if no output has a row for each sample, as a loss has none, and one that is
+    no number changes with the rows that are beside others: it may have its rows elsewhere.
+    """
+    _, _, firsts, seconds = outputs
+    for index, (one, other) in enumerate(zip(firsts, seconds, strict=True)):
+        is_compared = one.dim() > 0 and one.is_floating_point() and one.shape == other.shape
+        if is_compared and _share_changed(one, other) > TOLERANCE:
+            raise InputError(
+                f"output {index} is of shape {tuple(one.shape)} for any number of rows along "
+                f"{_where(inputs)}, and depends on them all: a microbatch would have an output of "
+                f"its own. {_remedy(inputs, tensors)}; if that is what you want, self_check=False "
+                "accepts it"
+            )
 
 
 @contextmanager

@@ -43,6 +43,7 @@ __all__ = [
     "DifferenceError",
     "check_capture",
     "first_difference",
+    "refuse_changes",
     "rewritten_copy",
     "with_autograd_contexts",
 ]
@@ -86,7 +87,7 @@ def check_capture(
     original = _original_step(model, call, fills_zeros=fills_zeros)
     # Before another step: after two, a value that alternates would be as it was.
     if outside is not None:
-        _refuse_changes(outside)
+        refuse_changes(outside)
     _refuse_sparse(original.gradients)
     captured = _captured_step(capture, runnable, capture.inputs.flatten(call))
     refuse_foreign_leaves(model, original.foreign_leaves, captured.foreign_leaves)
@@ -112,8 +113,8 @@ def check_capture(
     return original
 
 
-def _refuse_changes(outside: OutsideValues) -> None:
-    """Raise CaptureError if a step of the model has changed what its forward may read `outside`."""
+def refuse_changes(outside: OutsideValues) -> None:
+    """Raise CaptureError if steps of the model have changed what its forward may read `outside`."""
     if changed := outside.changed() or outside.advanced():
         raise CaptureError(
             f"{changed}: the forward changes it, and no graph keeps such state; what each forward "

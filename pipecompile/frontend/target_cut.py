@@ -5,7 +5,8 @@ Which dimension of a target counts the samples is known only where it is as long
     batch of 8      target (8, 5)   cut along dimension 0
                     target (5, 8)   cut along dimension 1, if inputs have the batch there too
                     target ()       given to every microbatch, as are numbers and texts
-                    a list of 8     cut by samples if `dims` says 0, else InputError
+                    a list of 8     cut by samples if `dims` says 0, else InputError; likewise a
+                                    tuple of 8, but for tensors that are all of 8 rows
                     an object       who knows what it holds? InputError, likewise
                     target (2,)     weights of two tasks? InputError, unless `dims` says what it is
 """
@@ -72,25 +73,34 @@ def _refuse_lists_of_samples(targets: Any, samples: int) -> None:
     """Raise InputError for a list that has an item for each sample, at any depth of `targets`."""
 
     def may_be_samples(value: Any) -> bool:
-        return isinstance(value, list) and len(value) == samples > 1
+        if samples > 1 and isinstance(value, list):
+            return len(value) == samples
+        return samples > 1 and _is_list_of_samples(samples, value)
 
     for path, value in leaves_with_paths(targets, may_be_samples):
         if may_be_samples(value):
             raise InputError(
-                f"the target{pytree.keystr(path)} is a list of {samples}, as many as there are "
-                "samples; say with target_batch_dims=0 that it is cut by samples, or with "
-                f"[None] * {samples} that every microbatch is given all of it; for a tuple or dict "
+                f"the target{pytree.keystr(path)} is a {type(value).__name__} of {samples}, as "
+                "many as there are samples; say with target_batch_dims=0 that it is cut by "
+                f"samples, or with a {type(value).__name__} of {samples} times None that every "
+                "microbatch is given all of it; for a tuple or dict "
                 "of targets, one of these for each"
             )
 
 
 def _is_list_of_samples(samples: int, value: Any) -> bool:
-    """Return whether a list has an item for each sample, rather than tensors of all samples."""
-    if not isinstance(value, list) or len(value) != samples:
+    """Return whether a list or tuple has an item for each sample, rather than tensors of all."""
+    if type(value) not in (list, tuple) or len(value) != samples:
         return False
-    return not all(
-        isinstance(item, Tensor) and item.dim() and item.shape[0] == samples for item in value
-    )
+    if type(value) is list:
+        return not all(_has_rows(item, samples) for item in value)
+    # A pair of tensors and settings for two samples.
+    tensors = [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
+    return not (tensors and all(_has_rows(tensor, samples) for tensor in tensors))
+
+
+def _has_rows(item: Any, rows: int) -> bool:
+    return isinstance(item, Tensor) and item.dim() > 0 and item.shape[0] == rows
 
 
 def _batch_dimension(leaf: Any, samples: int, likely: Sequence[int], targets: Any) -> int | None:
@@ -148,9 +158,14 @@ def _given_dimensions(dims: Any, spec: pytree.TreeSpec) -> list[int | None]:
 
 def _cut(leaf: Any, dim: int | None, sizes: Sequence[int]) -> Sequence[Any]:
     """Return the parts of a leaf along `dim`, in proportion to `sizes`."""
-    if dim == 0 and isinstance(leaf, list):
+    if dim == 0 and isinstance(leaf, (list, tuple)):
         ends = list(accumulate(sizes, initial=0))
         return [leaf[start:end] for start, end in pairwise(ends)]
+    if dim is not None and not isinstance(leaf, Tensor) and getattr(leaf, "shape", ()):
+        raise InputError(
+            f"a target is a {type(leaf).__module__}.{type(leaf).__name__} of shape "
+            f"{tuple(leaf.shape)}; give a tensor (torch.from_numpy), which can be cut"
+        )
     if dim is None or not isinstance(leaf, Tensor):
         return [leaf] * len(sizes)
     if is_irregular(leaf):

@@ -22,6 +22,7 @@ __all__ = [
     "is_written_buffer_read",
     "recompute_limits",
     "writing_modules",
+    "written_buffers",
     "written_storages",
 ]
 
@@ -73,15 +74,17 @@ def copied_bytes(module: fx.GraphModule) -> dict[str, tuple[int, ...]]:
         # By identity: a buffer that a module owns and the graph reads too has one copy.
         # A node that calls BatchNorm1d(64) has (256, 256, 8) bytes: running mean, running
         # variance, and the number of batches.
-        buffers = {id(buffer): buffer for buffer in _copied_buffers(module, members)}
+        buffers = {id(buffer): buffer for buffer in written_buffers(module, members)}
         if buffers:
             first = next(node.name for node in members if node.meta["mutates"])
             sizes[first] = tuple(size_bytes([buffer]) for buffer in buffers.values())
     return sizes
 
 
-def _copied_buffers(module: fx.GraphModule, nodes: Sequence[fx.Node]) -> list[Tensor]:
-    """Return the buffers that a region of these nodes copies; one may be there twice."""
+def written_buffers(module: fx.GraphModule, nodes: Sequence[fx.Node]) -> list[Tensor]:
+    """Return the buffers that these nodes write to, which a region of them copies; one may be there
+    twice.
+    """
     written = written_storages(nodes)
     sources = dict.fromkeys(source for node in nodes for source in node.all_input_nodes)
     copied = [

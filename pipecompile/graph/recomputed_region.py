@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import ExitStack
 from contextvars import ContextVar
+from itertools import chain
 from typing import Any
 
 import torch
@@ -61,7 +62,23 @@ class RecomputedRegion:
         runs = _RegionRuns(self, values)
         # `reseed` decides every number that is drawn, so torch need not keep generator states.
         return checkpoint(
-            runs, *values[self.buffers :], use_reentrant=False, preserve_rng_state=False
+            runs,
+            *values[self.buffers :],
+            use_reentrant=False,
+            preserve_rng_state=False,
+            early_stop=not self._fills_after_saving(values),
+        )
+
+    def _fills_after_saving(self, values: Sequence[Any]) -> bool:
+        """Return whether a node may save a tensor before it is filled, as torch's rrelu does with
+        its noise: a second run that ended with the last tensor that is saved would not fill it.
+        """
+        if any("rrelu" in str(node.target) for node in self.body.graph.nodes):
+            return True
+        modules = chain.from_iterable(each.modules() for each in values if _is_module(each))
+        return self.random and any(
+            isinstance(each, nn.RReLU) or not type(each).__module__.startswith("torch.nn.")
+            for each in modules
         )
 
     def compute(self, values: Sequence[Any]) -> Any:
@@ -132,9 +149,13 @@ def run_body(body: fx.GraphModule, values: Sequence[Any]) -> Any:
         return body.forward(entered, *values)
 
 
+def _is_module(value: Any) -> bool:
+    return isinstance(value, nn.Module)
+
+
 def _parameter_versions(values: Sequence[Any]) -> list[int]:
     """Return the versions of the parameters of the modules among `values`."""
-    modules = [value for value in values if isinstance(value, nn.Module)]
+    modules = filter(_is_module, values)
     return [parameter._version for module in modules for parameter in module.parameters()]
 
 

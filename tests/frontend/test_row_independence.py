@@ -202,6 +202,37 @@ def test_rows_are_compared_along_the_dimension_that_is_given(kind: type[nn.RNNBa
         ask(kind(6, 6, 2, batch_first=True), 5, 6, batch_dim=1)
 
 
+class LastOfTime(nn.Module):
+    """Reads (time, batch, features) and returns (batch, features)."""
+
+    def __init__(self, pool: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.layer, self.pool = nn.LSTM(6, 6), pool
+
+    def forward(self, value: Tensor) -> Tensor:
+        return self.pool(self.layer(value)[0])
+
+
+@pytest.mark.parametrize(
+    "pool",
+    [
+        lambda states: states[-1],
+        lambda states: states.mean(0),
+        lambda states: states.amax(0),
+        lambda states: (states.softmax(0) * states).sum(0),
+    ],
+)
+def test_a_model_without_an_output_for_each_row_is_refused(
+    pool: Callable[[Tensor], Tensor],
+) -> None:
+    first, second = (Arguments((torch.randn(4, 5, 6),), {}) for _ in range(2))
+    with pytest.raises(InputError, match=r"for any number of rows .*give batch_dim=1"):
+        refuse_dependent_rows(LastOfTime(pool), first, second)
+    # A loss is a number, and what does not depend on rows may have any shape.
+    refuse_dependent_rows(LastOfTime(lambda states: states.mean()), first, second)
+    refuse_dependent_rows(LastOfTime(lambda states: states.new_ones(5, 6)), first, second)
+
+
 def test_the_refusal_names_the_way() -> None:
     with pytest.raises(InputError, match="If the batch is dimension 1, give batch_dim=1, or tran"):
         ask(nn.LSTM(6, 6), 5, 6)

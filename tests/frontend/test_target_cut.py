@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.utils._pytree as pytree
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
@@ -96,6 +97,44 @@ def test_an_object_may_be_given_to_every_microbatch_if_it_is_said_so() -> None:
 
 
 @pytest.mark.parametrize(
+    ("target", "dims"),
+    [
+        (tuple("abcdefgh"), 0),
+        (tuple(rows(3 + number) for number in range(8)), 0),
+        ((rows(8), tuple("abcdefgh")), 0),
+        ({"text": tuple("abcdefgh"), "y": rows(8)}, 0),
+        (tuple({"boxes": rows(3)} for _ in range(8)), 0),
+    ],
+)
+def test_a_tuple_with_an_item_for_each_sample_is_cut_like_a_list(target: Any, dims: Any) -> None:
+    parts = cut_targets(target, (4, 4), dims)
+    lists = pytree.tree_map(as_list, target, is_leaf=is_of_samples)
+    as_lists = cut_targets(lists, (4, 4), dims)
+    for part, wanted in zip(parts, as_lists, strict=True):
+        leaves, others = pytree.tree_leaves(part), pytree.tree_leaves(wanted)
+        assert len(leaves) == len(others) and all(map(is_equal, leaves, others))
+
+
+def is_of_samples(value: Any) -> bool:
+    return isinstance(value, tuple) and len(value) == 8
+
+
+def as_list(value: Any) -> Any:
+    return list(value) if is_of_samples(value) else value
+
+
+def is_equal(left: Any, right: Any) -> bool:
+    return torch.equal(left, right) if isinstance(left, Tensor) else left == right
+
+
+def test_a_pair_for_two_samples_is_no_pair_of_samples() -> None:
+    for pair in ((rows(2), rows(2, 3)), (rows(2), 3.0), ({"y": rows(2)}, rows(2))):
+        parts = cut_targets(pair, (1, 1))
+        assert all(len(part) == 2 for part in parts)
+        assert cut_targets(pair, (1, 1), 0)[1][0] is not None
+
+
+@pytest.mark.parametrize(
     ("target", "dims", "words"),
     [
         (torch.ones(2), None, r"the target is of shape \(2,\), but the batch has 8 samples; say"),
@@ -106,10 +145,15 @@ def test_an_object_may_be_given_to_every_microbatch_if_it_is_said_so() -> None:
         (
             [rows(8)] * 8,
             None,
-            r"a list of 8, as many as there are .*=0 .* \[None\] \* 8",
+            r"a list of 8, as many as there are .*=0 .* a list of 8 times None",
         ),
         ({"boxes": [rows(8)] * 8}, None, r"target\['boxes'\] is a list of 8, as many as there"),
         ((rows(8), ["a"] * 8), None, r"the target\[1\] is a list of 8"),
+        (tuple("abcdefgh"), None, "the target is a tuple of 8, as many as there"),
+        ({"text": tuple("abcdefgh")}, None, r"the target\['text'\] is a tuple of 8"),
+        ((rows(8), (1, 2, 3, 4, 5, 6, 7, 8)), None, r"the target\[1\] is a tuple of 8"),
+        (tuple(rows(3) for _ in range(8)), None, "the target is a tuple of 8"),
+        (np.zeros(8), 0, "a target is a numpy.ndarray of shape"),
         (UserDict(y=rows(8)), None, "the target is a UserDict, and what that holds is not cut"),
         ({"y": SimpleNamespace(y=rows(8))}, None, r"the target\['y'\] is a SimpleNamespace"),
         (torch.distributions.Normal(rows(8) * 1.0, 1.0), None, "the target is a Normal, and"),

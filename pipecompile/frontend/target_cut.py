@@ -161,7 +161,8 @@ def _cut(leaf: Any, dim: int | None, sizes: Sequence[int]) -> Sequence[Any]:
     if dim == 0 and isinstance(leaf, (list, tuple)):
         ends = list(accumulate(sizes, initial=0))
         return [leaf[start:end] for start, end in pairwise(ends)]
-    if dim is not None and not isinstance(leaf, Tensor) and getattr(leaf, "shape", ()):
+    is_array = not isinstance(leaf, Tensor) and bool(getattr(leaf, "shape", None))
+    if dim is not None and is_array:
         raise InputError(
             f"a target is a {type(leaf).__module__}.{type(leaf).__name__} of shape "
             f"{tuple(leaf.shape)}; give a tensor (torch.from_numpy), which can be cut"

@@ -90,10 +90,9 @@ def _refuse_outputs_without_rows(
     """Raise InputError if no output has a row for each sample, as a loss has none, and one that is
     no number changes with the rows that are beside others: it may have its rows elsewhere.
     """
-    _, _, firsts, seconds = outputs
-    for index, (one, other) in enumerate(zip(firsts, seconds, strict=True)):
-        is_compared = one.dim() > 0 and one.is_floating_point() and one.shape == other.shape
-        if is_compared and _share_changed(one, other) > TOLERANCE:
+    for index, (_, alone, one, other) in enumerate(zip(*outputs, strict=False)):
+        has_no_rows = alone.dim() > 0 and alone.shape == one.shape == other.shape
+        if has_no_rows and one.is_floating_point() and _share_changed(one, other) > TOLERANCE:
             raise InputError(
                 f"output {index} is of shape {tuple(one.shape)} for any number of rows along "
                 f"{_where(inputs)}, and depends on them all: a microbatch would have an output of "

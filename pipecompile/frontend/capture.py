@@ -17,6 +17,7 @@ Each is tried if those before it cannot express the forward or differ from the m
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial, reduce
 from typing import Any
@@ -280,10 +281,8 @@ def _capture_by(
                 refuse_lasting_state(model, before, changed, forward, record)
     finally:
         before.restore()
-    read = reads.of(model)
-    if read_outside is not None:
-        read |= read_outside.of(model)
     all_reads = [reads] if read_outside is None else [reads, read_outside]
+    read = reduce(operator.or_, (each.of(model) for each in all_reads))
     return Capture(
         model=model,
         graph=forward.recorder.recording.graph,

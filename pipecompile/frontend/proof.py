@@ -35,7 +35,7 @@ from pipecompile.frontend.self_check import (
 )
 from pipecompile.frontend.signature import Arguments, has_loose_keys, with_keys_reversed
 from pipecompile.frontend.training_step import TrainingStep, training_steps
-from pipecompile.graph.recomputability import written_buffers
+from pipecompile.graph.recomputability import written_buffers, written_storages
 from pipecompile.graph.restored_state import is_same_tensor
 from pipecompile.graph.storages import storage_key
 from pipecompile.passes.data_dependence import GuardDataDependence
@@ -108,12 +108,12 @@ def _refuse_unseen_writes(
     """
     if not step.written or step.writes_in_backward:
         return
-    seen = {storage_key(each) for each in written_buffers(module, list(module.graph.nodes))}
-    # Writes to parameters are refused, or known of modules of torch.nn.
-    buffers = dict(capture.model.named_buffers(remove_duplicate=False))
-    unseen = [
-        name for name in step.written if name in buffers and storage_key(buffers[name]) not in seen
-    ]
+    seen = _storages_seen_written(module)
+    state = {
+        **dict(capture.model.named_parameters(remove_duplicate=False)),
+        **dict(capture.model.named_buffers(remove_duplicate=False)),
+    }
+    unseen = [name for name in step.written if storage_key(state[name]) not in seen]
     if not unseen:
         return
     inputs = capture.inputs.flatten(call)
@@ -130,6 +130,20 @@ def _refuse_unseen_writes(
                         "node, so that no operator shows it; write to it by its own name, and not "
                         "through .data, so that each microbatch sees it as in a loop"
                     )
+
+
+def _storages_seen_written(module: fx.GraphModule) -> set[int]:
+    """Return the storages of the state that nodes of a graph are known to write to."""
+    nodes = list(module.graph.nodes)
+    seen = set(map(storage_key, written_buffers(module, nodes)))
+    written = written_storages(nodes)
+    # An embedding with max_norm, say, writes to its weight.
+    for node in (each for each in nodes if each.op == "call_module"):
+        parameters = module.get_submodule(str(node.target)).parameters()
+        # Its fakes begin with those of its parameters.
+        pairs = zip(parameters, node.meta["state"], strict=False)
+        seen |= {storage_key(real) for real, fake in pairs if storage_key(fake) in written}
+    return seen
 
 
 def _batch_of(capture: Capture, call: Arguments) -> int:

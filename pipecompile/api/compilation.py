@@ -29,7 +29,7 @@ from pipecompile.cost_models.table import CostFunction
 from pipecompile.errors import InputError, ScheduleError
 from pipecompile.frontend.batch_dims import BatchDim
 from pipecompile.frontend.callable_state import callable_restored
-from pipecompile.frontend.kept_state import hooks_of_user
+from pipecompile.frontend.kept_state import holders_of_user
 from pipecompile.frontend.loss_reduction import LossReduction
 from pipecompile.frontend.signature import arguments_of
 from pipecompile.frontend.target import LossFunction, Target
@@ -200,14 +200,14 @@ def _check_kinds(step_timeout: object, mesh: object, autocast: object, shapes: o
 
 @contextmanager
 def _unchanged(target: Target) -> Iterator[None]:
-    """Leave the loss, what hooks keep and what classes of modules hold as they were: they may count
-    or average something.
+    """Leave the loss, what hooks and objects in modules keep and what classes of modules hold as
+    they were: they may count or average something.
     """
     loss_fn, classes = target.loss_fn, {type(module) for module in target.model.modules()}
     kept: AbstractContextManager[object] = nullcontext()
     if isinstance(loss_fn, nn.Module) and not lacks_values(loss_fn):
         kept = restored_state(loss_fn)
-    with callable_restored(loss_fn, *hooks_of_user(target.model_with_loss), *classes), kept:
+    with callable_restored(loss_fn, *holders_of_user(target.model_with_loss), *classes), kept:
         yield
 
 

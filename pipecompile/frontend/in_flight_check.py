@@ -24,7 +24,7 @@ from pipecompile.frontend.captured_graph import Capture
 from pipecompile.frontend.data_probe import cuda_devices
 from pipecompile.frontend.failing_model import ModelFailsError
 from pipecompile.frontend.hook_calls import RecordedHooks, recorded_hooks, replay_differs
-from pipecompile.frontend.kept_state import hooks_of_user, places_of_kept_state
+from pipecompile.frontend.kept_state import holders_of_user, places_of_kept_state
 from pipecompile.frontend.kernel_noise import is_within_noise
 from pipecompile.frontend.lockstep import can_run_in_lockstep, forwards_in_lockstep
 from pipecompile.frontend.self_check import (
@@ -166,7 +166,7 @@ class _TwoMicrobatches:
         fills_zeros = not self.capture.value_reads
         model = self.capture.model
         # Each begins with what hooks keep now, and not with what the run before has left.
-        with callable_restored(*hooks_of_user(model)):
+        with callable_restored(*holders_of_user(model)):
             return training_steps(model, forwards, in_flight=in_flight, fills_zeros=fills_zeros)
 
     def _difference(

@@ -16,14 +16,17 @@ from functools import partial
 from itertools import chain
 from typing import Any
 
-from torch import fx, nn
+from torch import Tensor, fx, nn
 
 from pipecompile.frontend.calls import runs_code_of_user
+from pipecompile.frontend.compared_value import MOST_ITEMS
+from pipecompile.frontend.found_attributes import MOST_DEEP
 from pipecompile.frontend.outside_values import GLOBAL_HOOKS
-from pipecompile.frontend.packages import is_of_others
+from pipecompile.frontend.packages import NAMESPACES, is_of_others
+from pipecompile.graph.attributes import CONTAINERS, plain_container
 from pipecompile.graph.gradient_hooks import has_hook
 
-__all__ = ["hooks_of_user", "places_of_kept_state"]
+__all__ = ["holders_of_user", "places_of_kept_state"]
 
 HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
@@ -42,8 +45,30 @@ def places_of_kept_state(module: fx.GraphModule) -> Iterator[str]:
     yield from (name for name, parameter in module.named_parameters() if has_hook(parameter))
 
 
-def hooks_of_user(model: nn.Module) -> Iterator[Any]:
-    """Yield the hooks of modules, of all modules and of parameters that are not torch's own."""
+def holders_of_user(model: nn.Module) -> Iterator[Any]:
+    """Yield what may keep something that no attribute of a module shows: the hooks of modules, of
+    all modules and of parameters that are not torch's own, and objects of the user's classes.
+    """
+    yield from _hooks_of_user(model)
+    for module in model.modules():
+        yield from chain.from_iterable(map(_objects_in, vars(module).values()))
+
+
+def _objects_in(value: Any, depth: int = 0) -> Iterator[Any]:
+    """Yield the objects of the user's classes in an attribute, but for modules and tensors."""
+    # `isinstance` would ask the object, which may be a proxy of another one, or fail.
+    kind = type(value)
+    if issubclass(kind, (*CONTAINERS, tuple)):
+        if len(value) <= MOST_ITEMS and depth < MOST_DEEP:
+            items = plain_container(value)
+            items = items.values() if isinstance(items, dict) else items
+            yield from chain.from_iterable(_objects_in(item, depth + 1) for item in items)
+    elif not issubclass(kind, (nn.Module, Tensor)):
+        if kind.__module__ in NAMESPACES or not is_of_others(kind.__module__):
+            yield value
+
+
+def _hooks_of_user(model: nn.Module) -> Iterator[Any]:
     of_modules = (vars(module)[table] for module in model.modules() for table in HOOKS)
     of_parameters = (parameter._backward_hooks or {} for parameter in model.parameters())
     of_all = (getattr(nn.modules.module, table) for table in GLOBAL_HOOKS)

@@ -24,7 +24,7 @@ from pipecompile.errors import InputError
 from pipecompile.frontend.callable_state import callable_restored
 from pipecompile.frontend.deterministic_kernels import deterministic_kernels
 from pipecompile.frontend.in_flight_check import other_data
-from pipecompile.frontend.kept_state import hooks_of_user
+from pipecompile.frontend.kept_state import holders_of_user
 from pipecompile.frontend.signature import Arguments
 from pipecompile.frontend.target import Target
 from pipecompile.frontend.training_step import SEED, restored_state
@@ -119,7 +119,7 @@ def _taken(
         _gradients_put_aside(target.model_with_loss),
         restored_state(model),
         restored_state(loss),
-        callable_restored(target.loss_fn, *hooks_of_user(model)),
+        callable_restored(target.loss_fn, *holders_of_user(model)),
         deterministic_kernels(),
     ):
         _seed()

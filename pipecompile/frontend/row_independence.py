@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from pipecompile.errors import InputError
 from pipecompile.frontend.callable_state import callable_restored
 from pipecompile.frontend.data_probe import cuda_devices
-from pipecompile.frontend.kept_state import hooks_of_user
+from pipecompile.frontend.kept_state import holders_of_user
 from pipecompile.frontend.signature import Arguments, InputStructure
 from pipecompile.frontend.training_step import fill_zeros, restored_state
 from pipecompile.graph.pytrees import tensor_leaves
@@ -45,7 +45,7 @@ def refuse_dependent_rows(model: nn.Module, first: Arguments, second: Arguments)
     A model that fails in eval mode, or draws random numbers or writes to buffers there, is not
     asked.
     """
-    kept = callable_restored(*hooks_of_user(model))
+    kept = callable_restored(*holders_of_user(model))
     with restored_state(model), kept, torch.no_grad(), _normalised_alone(model):
         for module in model.modules():
             module.training = False

@@ -119,7 +119,8 @@ def refuse_changes(outside: OutsideValues) -> None:
         raise CaptureError(
             f"{changed}: the forward changes it, and no graph keeps such state; what each forward "
             "sets anew, set back at its end (to None, for example) or make an attribute of a "
-            f"module; what the forward computes with, {COMPUTED_WITH}; {LOOKED_AT}"
+            "module; if only the first forward sets it, run the model once before; what the "
+            f"forward computes with, {COMPUTED_WITH}; {LOOKED_AT}"
         )
 
 

@@ -180,7 +180,7 @@ class _TwoMicrobatches:
             found = self._taken(forwards, in_flight=in_flight)
         except Exception as error:
             # Autograd notices some writes, and code of the user may miss what it has kept.
-            return str(error).split("\n")[0] or type(error).__name__
+            return str(error).split("\n")[0].partition(" Hint: ")[0] or type(error).__name__
         for kind in KINDS:
             for index, (one, other) in enumerate(zip(wanted, found, strict=True)):
                 name = first_difference(getattr(one, kind), getattr(other, kind))

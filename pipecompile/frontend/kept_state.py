@@ -63,9 +63,10 @@ def _objects_in(value: Any, depth: int = 0) -> Iterator[Any]:
             items = plain_container(value)
             items = items.values() if isinstance(items, dict) else items
             yield from chain.from_iterable(_objects_in(item, depth + 1) for item in items)
-    elif not issubclass(kind, (nn.Module, Tensor)):
-        if kind.__module__ in NAMESPACES or not is_of_others(kind.__module__):
-            yield value
+    elif issubclass(kind, (nn.Module, Tensor)):
+        return
+    elif kind.__module__ in NAMESPACES or not is_of_others(kind.__module__):
+        yield value
 
 
 def _hooks_of_user(model: nn.Module) -> Iterator[Any]:

@@ -31,8 +31,8 @@ from pipecompile.graph.storages import is_irregular, layout_name
 __all__ = ["cut_targets"]
 
 REMEDY = (
-    "say with target_batch_dims= which dimension of it is cut, or None to give all of it to every "
-    "microbatch; for a tuple or dict of targets, one of these for each"
+    "say with target_batch_dims= which dimension of it is cut, or (None,) to give all of it to "
+    "every microbatch; for a tuple or dict of targets, a dimension or None for each"
 )
 
 
@@ -41,10 +41,11 @@ def cut_targets(
 ) -> list[Any]:
     """Return `targets` once for each microbatch of so many samples.
 
-    `dims` is a dimension, or a tree of dimensions and None that begins like that of the targets. A
-    dimension that it names may have several rows for each sample: 30 rows for sizes 4, 4, 2 are 12,
-    12 and 6. Without `dims` it is 0, or a dimension that inputs have the batch in. InputError if it
-    is not known how a tensor is cut, or if it cannot be cut so.
+    `dims` is a dimension, or a tree of dimensions and None that begins like that of the targets;
+    (None,) is for one target that is given whole. A dimension that it names may have several rows
+    for each sample: 30 rows for sizes 4, 4, 2 are 12, 12 and 6. Without `dims` it is 0, or a
+    dimension that inputs have the batch in. InputError if it is not known how a tensor is cut, or
+    if it cannot be cut so.
     """
     register_dataclasses(targets)
     samples = sum(sizes)
@@ -52,6 +53,8 @@ def cut_targets(
     if isinstance(targets, Tensor) and dims is None:
         return list(_cut(targets, _batch_dimension(targets, samples, likely, targets), sizes))
     leaves, spec = pytree.tree_flatten(targets)
+    if dims == (None,) and spec.is_leaf():
+        return [targets] * len(sizes)
     if dims is None:
         # Eight numbers for eight samples would be eight leaves, each of which every microbatch is
         # given whole.

@@ -6,6 +6,8 @@ for identifiers:
     nn.ModuleDict({"class": …})       self.class.weight     no Python
                                       getattr(self, "class").weight
 
+and reads a parameter named "self" into that of the generated forward.
+
 Fake tensors multiply groups of matrices, as mixtures of experts do, in bfloat16 only (until torch
 2.14), while real ones do so in float32 too. They count integers, as the tokens of each expert, on
 GPUs only, while fakes of the CPU stand in for tensors of any device here. The states of an LSTM
@@ -35,6 +37,7 @@ _fake_lstm_layer = getattr(decompositions, "one_layer_lstm", None)
 def repair_torch() -> None:
     """Let torch do what it should, from now on."""
     fx_graph._format_target = _format_target
+    fx_graph._illegal_names["self"] = object()
     # Releases of torch differ in which of these they have.
     if _fake_grouped_product is not None:
         vars(_meta_registrations)["_meta_grouped_mm_common"] = _grouped_product

@@ -7,6 +7,8 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from pipecompile.cost_models.protocol import FREE_CALL, CallCost, CostModel, NodeCall
 from pipecompile.profiling.node_caller import NodeCaller
@@ -53,19 +55,31 @@ class _CostCollector(NodeCaller):
         self.costs: dict[str, CallCost] = {}
 
     def perform(self, call: NodeCall) -> Any:
+        # This forward runs without gradients, so only the observation knows what needs one.
+        if observed := self.observation.nodes.get(call.node.name):
+            call = replace(call, differentiable=observed.differentiable, mutates=observed.mutates)
         # The model is asked before the node runs, which may write to its arguments.
         self.costs[call.node.name] = self._cost(call)
         self.advance()
-        # Nobody reads the loss; one that differentiates by itself would need gradients here.
-        return None if call.node.op == "output" else super().perform(call)
+        if call.node.op == "output":
+            return None  # Nobody reads the loss; one that differentiates needs gradients here.
+        if call.node.op == "call_module" and not call.mutates:
+            return _performed_with_gradients(call)
+        return super().perform(call)
 
     def _cost(self, call: NodeCall) -> CallCost:
         if call.node.op == "placeholder" or (
             call.node.op == "output" and self.workload.loss is None
         ):
             return FREE_CALL
-        # This forward runs without gradients, so only the observation knows what needs one.
-        observed = self.observation.nodes[call.node.name]
-        call = replace(call, differentiable=observed.differentiable, mutates=observed.mutates)
         with torch.enable_grad():
             return self.model.cost(call)
+
+
+def _performed_with_gradients(call: NodeCall) -> Any:
+    """Return the value of a called module, detached: forward hooks, which may put hooks on its
+    outputs, ran as in a step.
+    """
+    with torch.enable_grad():
+        value = call.bind(call.fresh_arguments())()
+    return tree_map_only(Tensor, Tensor.detach, value)

@@ -94,6 +94,8 @@ def test_an_object_may_be_given_to_every_microbatch_if_it_is_said_so() -> None:
     value = InSlots(rows(8))
     parts = cut_targets((rows(8), value), (4, 4), (0, None))
     assert all(part[1] is value for part in parts)
+    for alone in (value, rows(3)):
+        assert all(part is alone for part in cut_targets(alone, (4, 4), (None,)))
 
 
 @pytest.mark.parametrize(

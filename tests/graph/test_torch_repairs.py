@@ -8,6 +8,7 @@ from torch import nn
 from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from pipecompile import pipecompile
 from pipecompile.graph.torch_repairs import repair_torch
 
 
@@ -28,6 +29,27 @@ def test_states_of_recurrent_layers_have_their_shapes(
             assert made.shape == real.shape
             for state, wanted in zip(_listed(states), _listed(real_states), strict=True):
                 assert state.shape == wanted.shape
+
+
+def test_a_parameter_may_have_the_name_of_the_module_in_its_methods() -> None:
+    """Its generated forward would otherwise read it into `self`."""
+
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_parameter("self", nn.Parameter(torch.full((4,), 2.0)))
+            self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, value: torch.Tensor) -> torch.Tensor:
+            scaled: torch.Tensor = self.second(self.first(value) * self.get_parameter("self"))
+            return scaled
+
+    model, x = Scaled(), torch.randn(4, 4)
+    pipe = pipecompile(model, x, k=2, microbatches=1, loss_fn=lambda y, _: y.sum(), costs="flops")
+    pipe.step(x)
+    wanted = torch.autograd.grad(model(x).sum(), list(model.parameters()))
+    for found, each in zip(model.parameters(), wanted, strict=True):
+        assert torch.equal(found.grad, each)  # type: ignore[arg-type]
 
 
 def _listed(states: object) -> list[torch.Tensor]:

@@ -91,6 +91,24 @@ def test_a_hook_of_a_module_that_reads_a_value_runs_once_for_each_microbatch(
         assert torch.equal(ours.grad, its.grad)
 
 
+def test_a_forward_hook_may_put_a_hook_on_the_output_as_in_a_step() -> None:
+    """A tensor without a gradient takes no hook."""
+
+    def doubled(module: nn.Module, inputs: Any, output: Tensor) -> None:
+        output.register_hook(lambda gradient: gradient * 2)
+
+    models = [nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)) for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+    for each in models:
+        each[1].register_forward_hook(doubled)
+    steps = pipecompile(models[0], X, k=2, microbatches=2, loss_fn=mean_square, costs="flops")
+    steps.step(X)
+    for part in X.split(4):
+        (mean_square(models[1](part), None) / 2).backward()
+    for ours, its in zip(*(each.parameters() for each in models), strict=True):
+        assert torch.equal(ours.grad, its.grad)  # type: ignore[arg-type]
+
+
 def test_memory_is_counted_for_the_gradients_that_it_may_return() -> None:
     """A view has no gradients of its own."""
     none, own, reading = (

@@ -66,7 +66,8 @@ def refuse_lasting_state(
         # does so now.
         second = record()
     except UnsupportedError as error:
-        raise _other_forward(first, changed[0]) from error
+        place = str(error).partition(": ")[0]
+        raise _other_forward(model, first, changed, place) from error
     after_second = ModuleAttributes.of(model)
     for attribute in changed:
         where = _attribute_text(first, attribute)
@@ -81,15 +82,22 @@ def refuse_lasting_state(
         _refuse_unused_gradient(where, attribute, second)
     # Last, since an attribute that has another value says more than that the graphs differ.
     if first.text != second.text:
-        raise _other_forward(first, changed[0])
+        raise _other_forward(model, first, changed)
 
 
-def _other_forward(first: RecordedForward, attribute: Attribute) -> CaptureError:
-    """Return the refusal of a model whose second forward is another one."""
+def _other_forward(
+    model: nn.Module, first: RecordedForward, changed: Sequence[Attribute], place: str = ""
+) -> CaptureError:
+    """Return the refusal of a model whose second forward is another one, or fails at a `place`, a
+    module and a line. It names the first of the `changed` attributes in that module, if it has any.
+    """
+    path = place.partition(" ")[0]
+    named = {module: name for name, module in model.named_modules()}
+    attribute = next((each for each in changed if named.get(each[0]) == path), changed[0])
     return CaptureError(
         f"{_attribute_text(first, attribute)}: the forward sets it, and a second forward, which "
-        f"begins with that value, computes something else; if it is made once and kept, {ONCE}; "
-        f"what each forward sets to something else, {COMPUTED_WITH}"
+        f"begins with that value, computes something else{place and f' in {place}'}; if something "
+        f"is made once and kept, {ONCE}; what each forward sets to something else, {COMPUTED_WITH}"
     )
 
 

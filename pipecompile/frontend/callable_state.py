@@ -17,6 +17,7 @@ import random
 import weakref
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator
+from contextvars import ContextVar
 from functools import _lru_cache_wrapper, cached_property, partial, partialmethod
 from types import CellType, FunctionType, MethodType, ModuleType
 from typing import Any
@@ -36,6 +37,7 @@ from pipecompile.frontend.held_state import (
     in_cell,
     in_class,
     in_container,
+    in_context_variable,
     in_generator,
     in_slot,
     in_table,
@@ -61,13 +63,18 @@ PARTS: dict[type, tuple[str, ...]] = {
     _lru_cache_wrapper: ("__wrapped__",),
 }
 """What callables of Python itself, and what stands for them in a class, are made of."""
+HOLDING_ATTRIBUTES = {*NAMESPACES, "collections"}
+"""Parts of the standard library whose objects hold what a user gives them in attributes, as
+`UserDict` does.
+"""
 OF_ITEMS = (*CONTAINERS, OrderedDict, tuple)
 MOST_ITEMS = 1024
 """Of a larger container only the items are put back, and not what is in them."""
 
 MOST_BYTES = 2**26
-"""Larger tensors are data rather than state, and take too much memory twice. So do parameters, and
-gradients, that together are larger: they are those of a model, to which no loss writes.
+"""Tensors and arrays that are larger, each or the farther ones together, are data rather than
+state, and take too much memory twice. So do parameters and gradients that together are larger:
+they are those of a model, to which no loss writes.
 """
 
 
@@ -90,7 +97,7 @@ class _CallableState:
         self._seen = dict[int, Any]()
         # The nearest first: they are state more likely than what those lead to.
         self._pending = deque(functions)
-        self._room_for_parameters = MOST_BYTES
+        self._room = {"parameters": MOST_BYTES, "others": MOST_BYTES}
         # The generators of Python and numpy themselves need no name to be drawn from.
         self._restores: list[Restore] = [
             partial(random.setstate, random.getstate()),
@@ -117,7 +124,7 @@ class _CallableState:
         if issubclass(kind, Tensor):
             self._add_tensor(value, is_parameter=isinstance(value, nn.Parameter))
         elif issubclass(kind, np.ndarray):
-            if value.nbytes <= MOST_BYTES:
+            if self._has_room("others", value.nbytes):
                 self._restores.append(in_array(value))
         elif issubclass(kind, type):
             self._add_class(value)
@@ -136,12 +143,17 @@ class _CallableState:
     def _add_tensor(self, tensor: Tensor, *, is_parameter: bool) -> None:
         if not has_values(tensor) or is_irregular(tensor) or is_lazy(tensor):
             return
-        fits = tensor.nbytes <= (self._room_for_parameters if is_parameter else MOST_BYTES)
-        if is_parameter and fits:
-            self._room_for_parameters -= tensor.nbytes
+        fits = self._has_room("parameters" if is_parameter else "others", tensor.nbytes)
         self._restores.append(in_tensor(tensor, with_values=fits))
         if tensor.is_leaf and tensor.grad is not None:
             self._add_tensor(tensor.grad, is_parameter=True)
+
+    def _has_room(self, kind: str, size: int) -> bool:
+        """Return whether so many bytes may be copied; they are counted then."""
+        if size > self._room[kind]:
+            return False
+        self._room[kind] -= size
+        return True
 
     def _add_container(self, value: Any) -> None:
         items = plain_container(value)
@@ -161,7 +173,10 @@ class _CallableState:
             self._restores.append(in_cache(value))
         if issubclass(kind, nn.Module):
             self._add_module(value)
-        elif kind.__module__ in NAMESPACES or _is_of_user(kind.__module__):
+        elif issubclass(kind, ContextVar):
+            self._restores.append(in_context_variable(value))
+            self._pending.append(value.get(None))
+        elif kind.__module__ in HOLDING_ATTRIBUTES or _is_of_user(kind.__module__):
             self._add_attributes(value)
 
     def _add_module(self, module: nn.Module) -> None:

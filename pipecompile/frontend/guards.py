@@ -14,6 +14,7 @@ from typing import Any
 import sympy
 import torch
 from torch import Tensor
+from torch._dynamo.source import ConstantSource
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
@@ -117,7 +118,13 @@ def fake_input(tensor: Tensor, mode: FakeTensorMode, batch_dim: int | None) -> T
     # DUCK: equal sizes share a symbol, so all inputs have the same batch size.
     sizes = [DimDynamic.STATIC] * tensor.dim()
     sizes[batch_dim] = DimDynamic.DUCK
-    return mode.from_tensor(tensor, symbolic_context=StatelessSymbolicContext(dynamic_sizes=sizes))
+    # The symbol is named after the source. Without one torch counts the fakes that are alive, which
+    # are not the same in two recordings, whose values are compared as text.
+    return mode.from_tensor(
+        tensor,
+        source=ConstantSource("batch"),
+        symbolic_context=StatelessSymbolicContext(dynamic_sizes=sizes),
+    )
 
 
 def batch_symbol(fakes: Sequence[Tensor]) -> sympy.Symbol | None:

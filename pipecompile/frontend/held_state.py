@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 from collections import OrderedDict, deque
 from collections.abc import Callable
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -31,6 +32,7 @@ __all__ = [
     "in_cell",
     "in_class",
     "in_container",
+    "in_context_variable",
     "in_generator",
     "in_slot",
     "in_table",
@@ -124,6 +126,17 @@ def _refill(container: Any, items: Any) -> None:
         kind.extend(container, items)
     else:
         kind.update(container, items)
+
+
+def in_context_variable(variable: ContextVar[Any]) -> Restore:
+    """Put back what a context variable has; Python cannot unset one."""
+    value = variable.get(ABSENT)
+
+    def restore() -> None:
+        if value is not ABSENT and variable.get() is not value:
+            variable.set(value)
+
+    return restore
 
 
 def in_cell(cell: CellType) -> Restore:

@@ -87,17 +87,20 @@ def _refuse_changed_rows(
 def _refuse_outputs_without_rows(
     inputs: InputStructure, tensors: Sequence[Tensor], outputs: Sequence[tuple[Tensor, ...]]
 ) -> None:
-    """Raise InputError if no output has a row for each sample, as a loss has none, and one that is
-    no number changes with the rows that are beside others: it may have its rows elsewhere.
+    """Raise InputError if no output has a row for each sample, and one of several elements changes
+    with the rows that are beside others: it may have its rows elsewhere. A model that returns a
+    number is not asked: it returns its loss, and maybe statistics.
     """
+    if any(one.numel() == 1 for one in outputs[0]):
+        return
     for index, (_, alone, one, other) in enumerate(zip(*outputs, strict=False)):
         has_no_rows = alone.dim() > 0 and alone.shape == one.shape == other.shape
         if has_no_rows and one.is_floating_point() and _share_changed(one, other) > TOLERANCE:
             raise InputError(
                 f"output {index} is of shape {tuple(one.shape)} for any number of rows along "
                 f"{_where(inputs)}, and depends on them all: a microbatch would have an output of "
-                f"its own. {_remedy(inputs, tensors)}; if that is what you want, self_check=False "
-                "accepts it"
+                f"its own. {_remedy(inputs, tensors)}; return losses apart, each as one number; if "
+                "that is what you want, self_check=False accepts it"
             )
 
 

@@ -49,26 +49,51 @@ def cut_targets(
     """
     register_dataclasses(targets)
     samples = sum(sizes)
-    likely = sorted({0, *(dim for dim in input_dims if dim is not None)})
-    if isinstance(targets, Tensor) and dims is None:
-        return list(_cut(targets, _batch_dimension(targets, samples, likely, targets), sizes))
-    leaves, spec = pytree.tree_flatten(targets)
-    if dims == (None,) and spec.is_leaf():
+    if dims == (None,) and pytree.tree_flatten(targets)[1].is_leaf():
         return [targets] * len(sizes)
-    if dims is None:
-        # Eight numbers for eight samples would be eight leaves, each of which every microbatch is
-        # given whole.
-        _refuse_lists_of_samples(targets, samples)
-        chosen = [_batch_dimension(leaf, samples, likely, targets) for leaf in leaves]
-    else:
-        lists = pytree.tree_flatten(targets, partial(_is_list_of_samples, samples))
-        # Deeper `dims` say what is done with each item of such a list.
-        if pytree._broadcast_to_and_flatten(dims, lists[1]) is not None:
-            leaves, spec = lists
-        chosen = _given_dimensions(dims, spec)
+    if dims is not None:
+        return _cut_as_given(targets, dims, sizes)
+    likely = sorted({0, *(dim for dim in input_dims if dim is not None)})
+    if isinstance(targets, Tensor):
+        return list(_cut(targets, _batch_dimension(targets, samples, likely, targets), sizes))
+    # Eight numbers for eight samples would be eight leaves, each of which every microbatch is given
+    # whole.
+    _refuse_lists_of_samples(targets, samples)
+    leaves, spec = pytree.tree_flatten(targets)
+    chosen = [_batch_dimension(leaf, samples, likely, targets) for leaf in leaves]
     parts = [_cut(leaf, dim, sizes) for leaf, dim in zip(leaves, chosen, strict=True)]
+    return _unflattened(spec, parts, len(sizes))
+
+
+def _cut_as_given(target: Any, dims: Any, sizes: Sequence[int]) -> list[Any]:
+    """Return a target once for each microbatch; `dims` are for all of it, or for its items."""
+    if dims is None:
+        return [target] * len(sizes)
+    if isinstance(dims, int):
+        is_list = None if dims else partial(_is_list_of_samples, sum(sizes))
+        leaves, spec = pytree.tree_flatten(target, is_list)
+        return _unflattened(spec, [_cut(leaf, dims, sizes) for leaf in leaves], len(sizes))
+    (of_items, wanted), (items, spec) = _items(dims), _items(target)
+    if wanted != spec or spec.is_leaf():
+        raise InputError(
+            f"target_batch_dims={dims!r} does not fit the target; give a dimension or None, or a "
+            "tree of these like the target's"
+        )
+    parts = [_cut_as_given(item, dim, sizes) for item, dim in zip(items, of_items, strict=True)]
+    return _unflattened(spec, parts, len(sizes))
+
+
+def _items(value: Any) -> tuple[list[Any], pytree.TreeSpec]:
+    return pytree.tree_flatten(value, lambda each: each is not value)
+
+
+def _unflattened(
+    spec: pytree.TreeSpec, parts: Sequence[Sequence[Any]], microbatches: int
+) -> list[Any]:
+    """Return a tree for each microbatch; `parts` are those of each leaf, of which may be none."""
     return [
-        pytree.tree_unflatten([each[index] for each in parts], spec) for index in range(len(sizes))
+        pytree.tree_unflatten([each[index] for each in parts], spec)
+        for index in range(microbatches)
     ]
 
 
@@ -82,23 +107,35 @@ def _refuse_lists_of_samples(targets: Any, samples: int) -> None:
 
     for path, value in leaves_with_paths(targets, may_be_samples):
         if may_be_samples(value):
+            kind = type(value).__name__
+            is_cut = "it is cut by samples"
+            if not _is_list_of_samples(samples, value):
+                is_cut = "each tensor in it is cut (stack those that belong to one sample each)"
             raise InputError(
-                f"the target{pytree.keystr(path)} is a {type(value).__name__} of {samples}, as "
-                "many as there are samples; say with target_batch_dims=0 that it is cut by "
-                f"samples, or with a {type(value).__name__} of {samples} times None that every "
-                "microbatch is given all of it; for a tuple or dict "
-                "of targets, one of these for each"
+                f"the target{pytree.keystr(path)} is a {kind} of {samples}, as many as there are "
+                f"samples; say with target_batch_dims=0 that {is_cut}, or with a {kind} of "
+                f"{samples} times None that every microbatch is given all of it; for a tuple or "
+                "dict of targets, one of these for each"
             )
 
 
 def _is_list_of_samples(samples: int, value: Any) -> bool:
-    """Return whether a list or tuple has an item for each sample, rather than tensors of all."""
+    """Return whether a list or tuple has an item for each sample, rather than tensors or lists of
+    all. InputError if a tuple may be either.
+    """
     if type(value) not in (list, tuple) or len(value) != samples:
         return False
     if type(value) is list:
         return not all(_has_rows(item, samples) for item in value)
+    if samples > 1 and all(type(item) in (list, tuple) and len(item) == samples for item in value):
+        raise InputError(
+            f"the target has a tuple of {samples} lists of {samples}, as many as there are samples;"
+            f" say with {(0,) * samples} in target_batch_dims= that each of the lists is cut by "
+            "samples, or give a list that is cut by samples in place of the tuple"
+        )
     # A pair of tensors and settings for two samples.
-    tensors = [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
+    leaves = (leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor))
+    tensors = [leaf for leaf in leaves if leaf.dim()]
     return not (tensors and all(_has_rows(tensor, samples) for tensor in tensors))
 
 
@@ -114,11 +151,7 @@ def _batch_dimension(leaf: Any, samples: int, likely: Sequence[int], targets: An
     """
     if not isinstance(leaf, Tensor):
         if getattr(leaf, "shape", ()):
-            kind = f"{type(leaf).__module__}.{type(leaf).__name__}"
-            raise InputError(
-                f"the target{_path(leaf, targets)} is a {kind} of shape "
-                f"{tuple(leaf.shape)}; give a tensor (torch.from_numpy), which can be cut"
-            )
+            raise _array_error(f"the target{_path(leaf, targets)}", leaf)
         is_empty = isinstance(leaf, (set, frozenset)) and not leaf
         # A scalar of numpy has a shape.
         is_plain = isinstance(leaf, (*PLAIN, Enum, slice)) or hasattr(leaf, "shape")
@@ -143,20 +176,17 @@ def _batch_dimension(leaf: Any, samples: int, likely: Sequence[int], targets: An
     )
 
 
+def _array_error(where: str, array: Any) -> InputError:
+    return InputError(
+        f"{where} is a {type(array).__module__}.{type(array).__name__} of shape "
+        f"{tuple(array.shape)}; give a tensor (torch.from_numpy), which can be cut"
+    )
+
+
 def _path(leaf: Any, targets: Any) -> str:
     """Return where a leaf of `targets` is: "['mask'][0]"."""
     paths = leaves_with_paths(targets)
     return next(pytree.keystr(path) for path, each in paths if each is leaf)
-
-
-def _given_dimensions(dims: Any, spec: pytree.TreeSpec) -> list[int | None]:
-    chosen = pytree._broadcast_to_and_flatten(dims, spec)
-    if chosen is None or not all(dim is None or isinstance(dim, int) for dim in chosen):
-        raise InputError(
-            f"target_batch_dims={dims!r} does not fit the target; give a dimension or None, or a "
-            "tree of these like the target's"
-        )
-    return chosen
 
 
 def _cut(leaf: Any, dim: int | None, sizes: Sequence[int]) -> Sequence[Any]:
@@ -166,10 +196,7 @@ def _cut(leaf: Any, dim: int | None, sizes: Sequence[int]) -> Sequence[Any]:
         return [leaf[start:end] for start, end in pairwise(ends)]
     is_array = not isinstance(leaf, Tensor) and bool(getattr(leaf, "shape", None))
     if dim is not None and is_array:
-        raise InputError(
-            f"a target is a {type(leaf).__module__}.{type(leaf).__name__} of shape "
-            f"{tuple(leaf.shape)}; give a tensor (torch.from_numpy), which can be cut"
-        )
+        raise _array_error("a target", leaf)
     if dim is None or not isinstance(leaf, Tensor):
         return [leaf] * len(sizes)
     if is_irregular(leaf):

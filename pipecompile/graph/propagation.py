@@ -78,10 +78,12 @@ def propagate(
     mode = mode or FakeTensorMode(allow_non_fake_inputs=True)
     state = fake_state(module, mode)
     fakes = [mode.from_tensor(tensor, static_shapes=True) for tensor in distinct_tensors(inputs)]
+    propagator = _Propagator(module, garbage_collect_values=False)
+    propagator.extra_traceback = False  # of torch, below each message
     # The graph may seed the generator, or draw on tensors that are not fake.
     random_state = torch.get_rng_state()
     try:
         with mode, attributes_restored(module), swapped_state(module, state):
-            _Propagator(module, garbage_collect_values=False).run(*fakes)
+            propagator.run(*fakes)
     finally:
         torch.set_rng_state(random_state)

@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import ExitStack
 from contextvars import ContextVar
-from itertools import chain
 from typing import Any
 
 import torch
@@ -60,25 +59,15 @@ class RecomputedRegion:
         # One object for both runs of a microbatch; the next microbatch's forward makes another,
         # with copies of buffers as it found them.
         runs = _RegionRuns(self, values)
-        # `reseed` decides every number that is drawn, so torch need not keep generator states.
+        # `reseed` decides every number that is drawn, so torch need not keep generator states. An
+        # early stop ends the second run with the last tensor that is saved, and torch's rrelu saves
+        # its noise before it fills it.
         return checkpoint(
             runs,
             *values[self.buffers :],
             use_reentrant=False,
             preserve_rng_state=False,
-            early_stop=not self._fills_after_saving(values),
-        )
-
-    def _fills_after_saving(self, values: Sequence[Any]) -> bool:
-        """Return whether a node may save a tensor before it is filled, as torch's rrelu does with
-        its noise: a second run that ended with the last tensor that is saved would not fill it.
-        """
-        if any("rrelu" in str(node.target) for node in self.body.graph.nodes):
-            return True
-        modules = chain.from_iterable(each.modules() for each in values if _is_module(each))
-        return self.random and any(
-            isinstance(each, nn.RReLU) or not type(each).__module__.startswith("torch.nn.")
-            for each in modules
+            early_stop=not self.random,
         )
 
     def compute(self, values: Sequence[Any]) -> Any:

@@ -136,6 +136,28 @@ def test_a_pair_for_two_samples_is_no_pair_of_samples() -> None:
         assert cut_targets(pair, (1, 1), 0)[1][0] is not None
 
 
+def test_lists_of_two_samples_in_a_pair_are_cut_each_by_its_own_dimension() -> None:
+    """Two lists of as many samples as there are lists may be two samples of two parts each."""
+    boxes, labels = [rows(4), rows(6)], [rows(4, 1), rows(6, 1)]
+    parts = cut_targets((boxes, labels), (1, 1), (0, 0))
+    for index, part in enumerate(parts):
+        assert part[0][0] is boxes[index] and part[1][0] is labels[index]
+        assert [len(each) for each in part] == [1, 1]
+    for pair in ((boxes, labels), ((1, "a"), (2, "b"))):
+        for dims in (0, None):
+            with pytest.raises(InputError, match=r"a tuple of 2 lists of 2, .* say with \(0, 0\)"):
+                cut_targets(pair, (1, 1), dims)
+    assert cut_targets([(1, "a"), (2, "b")], (1, 1), 0) == [[(1, "a")], [(2, "b")]]
+    scalar = torch.tensor(3.0)
+    assert cut_targets((rows(2), scalar), (1, 1))[1][1] is scalar
+
+
+def test_a_list_is_cut_along_a_later_dimension_of_its_tensors() -> None:
+    parts = cut_targets([rows(3, 8)] * 8, (4, 4), 1)
+    assert all(tuple(each.shape) == (3, 4) for part in parts for each in part)
+    assert cut_targets({}, (4, 4)) == cut_targets({}, (4, 4), 0) == [{}, {}]
+
+
 @pytest.mark.parametrize(
     ("target", "dims", "words"),
     [
@@ -149,6 +171,7 @@ def test_a_pair_for_two_samples_is_no_pair_of_samples() -> None:
             None,
             r"a list of 8, as many as there are .*=0 .* a list of 8 times None",
         ),
+        ([rows(8)] * 8, None, r"target_batch_dims=0 that each tensor in it is cut \(stack"),
         ({"boxes": [rows(8)] * 8}, None, r"target\['boxes'\] is a list of 8, as many as there"),
         ((rows(8), ["a"] * 8), None, r"the target\[1\] is a list of 8"),
         (tuple("abcdefgh"), None, "the target is a tuple of 8, as many as there"),

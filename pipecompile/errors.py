@@ -28,6 +28,7 @@ __all__ = [
     "ScheduleError",
     "StalePlanError",
     "StaleProfileError",
+    "reason_of",
     "unknown",
 ]
 
@@ -75,6 +76,11 @@ class ScheduleError(PipecompileError):
 
 class RankFaultError(PipecompileError, RuntimeError):
     """A step cannot go on because of a rank; the message names it, its action and who waited."""
+
+
+def reason_of(error: BaseException) -> str:
+    """Return the first line of the message of an error, without torch's hint how to debug it."""
+    return str(error).strip().split("\n")[0].partition(" Hint: ")[0]
 
 
 def unknown(

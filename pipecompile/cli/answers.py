@@ -12,7 +12,13 @@ import click
 
 from pipecompile.cli.log import logging_to_stderr
 from pipecompile.cli.ranks import is_first_rank
-from pipecompile.errors import InfeasibleError, PipecompileError, StalePlanError, StaleProfileError
+from pipecompile.errors import (
+    InfeasibleError,
+    PipecompileError,
+    StalePlanError,
+    StaleProfileError,
+    reason_of,
+)
 
 if TYPE_CHECKING:
     from pipecompile.api.report import DrawTable
@@ -117,7 +123,7 @@ def _meant_options(error: click.NoSuchOption) -> list[str]:
 def _unexpected(error: Exception) -> str:
     # The last frame is where it was raised: in the user's model, or in what that calls.
     place = traceback.extract_tb(error.__traceback__)[-1]
-    reason = str(error).strip().split("\n")[0][:300]
+    reason = reason_of(error)[:300]
     return (
         f"{type(error).__name__}: {reason} ({place.filename}:{place.lineno}); "
         "set PIPECOMPILE_DEBUG=1 for the whole trace"

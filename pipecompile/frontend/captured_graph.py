@@ -11,7 +11,7 @@ import sympy
 from torch import Tensor, fx, nn
 from torch.fx.node import map_aggregate
 
-from pipecompile.errors import CaptureError
+from pipecompile.errors import CaptureError, reason_of
 from pipecompile.frontend.assigned_value import AssignedValue, PlacedValue
 from pipecompile.frontend.attribute_reads import ALL, is_own
 from pipecompile.frontend.batch_dims import output_dim
@@ -21,7 +21,7 @@ from pipecompile.frontend.constant_answers import ConstantAnswer
 from pipecompile.frontend.data_probe import probe_data
 from pipecompile.frontend.found_names import FIRST_NAMES, FoundNames
 from pipecompile.frontend.guards import Guards, ValueRead
-from pipecompile.frontend.kept_state import holders_of_user
+from pipecompile.frontend.kept_state import holders_of_user, mark_once
 from pipecompile.frontend.known_reads import KnownReads
 from pipecompile.frontend.library_reads import LibraryReads
 from pipecompile.frontend.outside_values import OutsideValues
@@ -74,7 +74,8 @@ class Capture:
     lies in memory, "" if it does not: then inputs may lie in any way. `value_reads` are tensors
     whose values are numbers in the graph, and `constant_answers` what was read out of tensors that
     are computed from sizes, or from inputs of whole numbers. `masks_nothing` tells of each input
-    whether it may have been a mask that masks nothing.
+    whether it may have been a mask that masks nothing. `keeps_state` says that code of the user
+    computes with what it keeps of earlier microbatches, so that it may not be recomputed.
     """
 
     model: nn.Module
@@ -98,6 +99,7 @@ class Capture:
     value_reads: tuple[ValueRead, ...] = ()
     constant_answers: tuple[ConstantAnswer, ...] = ()
     masks_nothing: tuple[bool, ...] = ()
+    keeps_state: bool = False
     # By what is known to be read: the names in the code that the forward may run.
     _found_names: dict[Any, FoundNames] = field(default_factory=dict, repr=False, compare=False)
 
@@ -200,6 +202,8 @@ class Capture:
         if len(module.graph.nodes) > nodes:
             module.recompile()
             self._propagate(module, tensors)
+        if self.keeps_state:
+            mark_once(module)
         return module
 
     def _propagate(self, module: fx.GraphModule, tensors: Sequence[Tensor]) -> None:
@@ -233,7 +237,7 @@ class Capture:
                 f"constants in it, than at {self.guards.batch}, where it was captured; return the "
                 "same, or capture it there"
             )
-        return other
+        return replace(other, keeps_state=self.keeps_state)
 
     def other_answer(self, tensors: Sequence[Tensor]) -> ConstantAnswer | None:
         """Return an answer that would differ for these inputs; None if all stay the same."""
@@ -327,7 +331,7 @@ def _propagate(module: fx.GraphModule, inputs: Sequence[Tensor]) -> None:
     except OtherPathError as error:
         raise UnsupportedError(str(error)) from error
     except Exception as error:
-        reason = str(error).split("\n")[0]
+        reason = reason_of(error)
         raise UnsupportedError(
             f"the graph cannot run on fake tensors: {type(error).__name__}: {reason}"
         ) from error

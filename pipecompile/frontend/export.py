@@ -17,7 +17,7 @@ from torch._C._functorch import (
 from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_hooks
 from torch.utils import _pytree as pytree
 
-from pipecompile.errors import CaptureError
+from pipecompile.errors import CaptureError, reason_of
 from pipecompile.frontend.captured_graph import Capture, CaptureNote, aliases_of
 from pipecompile.frontend.guards import Guards
 from pipecompile.frontend.randomness import require_torch_randomness
@@ -138,7 +138,7 @@ def _failing_as_unsupported() -> Iterator[None]:
     except CaptureError:
         raise
     except Exception as error:
-        reason = str(error).strip().split("\n")[0]
+        reason = reason_of(error)
         raise UnsupportedError(f"torch.export: {type(error).__name__}: {reason}") from error
 
 

@@ -7,7 +7,7 @@ from traceback import walk_tb
 import torch
 from torch import Tensor, nn
 
-from pipecompile.errors import CaptureError, PipecompileError
+from pipecompile.errors import CaptureError, PipecompileError, reason_of
 from pipecompile.frontend.signature import Arguments
 from pipecompile.frontend.source import error_line
 from pipecompile.frontend.training_step import restored_state
@@ -34,7 +34,7 @@ def refuse_failing(model: nn.Module, call: Arguments) -> None:
     except PipecompileError:
         raise
     except Exception as error:
-        line, reason = error_line(error), str(error).strip().split("\n")[0]
+        line, reason = error_line(error), reason_of(error)
         where = _failed_in(model, error) + (f" ({line})" if line else "")
         raise ModelFailsError(
             f"{where}: the model itself fails on the sample input: {type(error).__name__}: "

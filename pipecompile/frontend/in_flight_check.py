@@ -15,10 +15,9 @@ from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
 
-import torch
 from torch import Tensor, fx, nn
 
-from pipecompile.errors import CaptureError
+from pipecompile.errors import CaptureError, reason_of
 from pipecompile.frontend.callable_state import callable_restored
 from pipecompile.frontend.captured_graph import Capture
 from pipecompile.frontend.data_probe import cuda_devices
@@ -27,6 +26,7 @@ from pipecompile.frontend.hook_calls import RecordedHooks, recorded_hooks, repla
 from pipecompile.frontend.kept_state import holders_of_user, places_of_kept_state
 from pipecompile.frontend.kernel_noise import is_within_noise
 from pipecompile.frontend.lockstep import can_run_in_lockstep, forwards_in_lockstep
+from pipecompile.frontend.other_data import enlarged, other_data
 from pipecompile.frontend.self_check import (
     KINDS,
     first_difference,
@@ -34,9 +34,8 @@ from pipecompile.frontend.self_check import (
 )
 from pipecompile.frontend.signature import Arguments
 from pipecompile.frontend.training_step import SEED, TrainingStep, training_steps
-from pipecompile.graph.restored_state import is_same_tensor
 
-__all__ = ["check_in_flight", "doubled", "may_disturb", "other_data"]
+__all__ = ["check_in_flight", "may_disturb"]
 
 SHOWN = 3  # places in a message
 
@@ -45,9 +44,10 @@ def check_in_flight(capture: Capture, module: fx.GraphModule, call: Arguments) -
     """Raise CaptureError if the graph differs from the model with two microbatches in flight."""
     # The second microbatch has other data, so that what it takes from the first shows.
     tensors = capture.inputs.flatten(call)
-    others = other_data(tensors, capture.inputs.batch_dims)
+    dims = capture.inputs.batch_dims
+    others = other_data(tensors, dims)
     # Larger numbers too, or a running maximum would stay that of the first.
-    for second in (list(map(doubled, others)), others):
+    for second in (enlarged(others, dims), others):
         apart = _TwoMicrobatches(capture, module, (tensors, second))
         with suppress(ModelFailsError):
             if apart.difference_in_flight is None:
@@ -106,7 +106,7 @@ class _TwoMicrobatches:
         try:
             return self._taken([partial(model, *call.args, **call.kwargs) for call in calls])
         except Exception as error:
-            reason = str(error).strip().split("\n")[0]
+            reason = reason_of(error)
             raise ModelFailsError(
                 f"a second training step of the model itself fails: {type(error).__name__}: "
                 f"{reason}; let a step leave nothing that stands in the way of the next one"
@@ -180,7 +180,7 @@ class _TwoMicrobatches:
             found = self._taken(forwards, in_flight=in_flight)
         except Exception as error:
             # Autograd notices some writes, and code of the user may miss what it has kept.
-            return str(error).split("\n")[0].partition(" Hint: ")[0] or type(error).__name__
+            return reason_of(error) or type(error).__name__
         for kind in KINDS:
             for index, (one, other) in enumerate(zip(wanted, found, strict=True)):
                 name = first_difference(getattr(one, kind), getattr(other, kind))
@@ -220,34 +220,3 @@ def _writers(module: fx.GraphModule) -> Iterator[str]:
         if may_disturb(module, node) and path not in seen:
             seen.add(path)
             yield f"{path}{line}"
-
-
-def other_data(tensors: Sequence[Tensor], dims: Sequence[int | None]) -> list[Tensor]:
-    """Return other samples for the same inputs: half of these, each twice, or other numbers if all
-    samples are alike.
-    """
-    others = [
-        tensor if dim is None else _halved(tensor, dim)
-        for tensor, dim in zip(tensors, dims, strict=True)
-    ]
-    if all(map(is_same_tensor, tensors, others)):
-        return list(map(_changed, tensors))
-    return others
-
-
-def _halved(tensor: Tensor, dim: int) -> Tensor:
-    """Return each sample of one half twice, in the opposite order: another mean, and other rows."""
-    size = tensor.shape[dim]
-    index = torch.arange(size, device=tensor.device).flip(0) // 2
-    return tensor.index_select(dim, index)
-
-
-def doubled(tensor: Tensor) -> Tensor:
-    """Return twice the numbers, which changes no digit; integers, which may be indices, stay."""
-    return tensor * 2 if tensor.is_floating_point() or tensor.is_complex() else tensor
-
-
-def _changed(tensor: Tensor) -> Tensor:
-    """Return other numbers; integers, which may be indices, only change places."""
-    is_whole = not (tensor.is_floating_point() or tensor.is_complex())
-    return tensor.flip(tuple(range(tensor.dim()))) if is_whole else 0.25 - tensor / 2

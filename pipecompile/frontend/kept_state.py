@@ -26,23 +26,42 @@ from pipecompile.frontend.packages import NAMESPACES, is_of_others
 from pipecompile.graph.attributes import CONTAINERS, plain_container
 from pipecompile.graph.gradient_hooks import has_hook
 
-__all__ = ["holders_of_user", "places_of_kept_state"]
+__all__ = ["holders_of_user", "mark_once", "nodes_of_user", "places_of_kept_state"]
 
 HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
 
 def places_of_kept_state(module: fx.GraphModule) -> Iterator[str]:
     """Yield the modules, lines and parameters at which such code runs."""
-    if any(getattr(nn.modules.module, table) for table in GLOBAL_HOOKS):
+    if _has_hooks_of_all_modules():
         yield "the hooks of all modules"
+    for node in nodes_of_user(module):
+        if node.op == "call_module":
+            yield str(node.target)
+        else:
+            yield f"{node.meta['module'] or 'the forward'} ({node.meta['source']})"
+    yield from (name for name, parameter in module.named_parameters() if has_hook(parameter))
+
+
+def nodes_of_user(module: fx.GraphModule) -> Iterator[fx.Node]:
+    """Yield the nodes whose forward runs such code."""
     for node in module.graph.nodes:
         if node.op == "call_module":
             leaf = module.get_submodule(str(node.target))
-            if any(map(_is_of_user, leaf.modules())):
-                yield str(node.target)
+            if _has_hooks_of_all_modules() or any(map(_is_of_user, leaf.modules())):
+                yield node
         elif node.op == "call_function" and runs_code_of_user(node.target):
-            yield f"{node.meta['module'] or 'the forward'} ({node.meta['source']})"
-    yield from (name for name, parameter in module.named_parameters() if has_hook(parameter))
+            yield node
+
+
+def mark_once(module: fx.GraphModule) -> None:
+    """Note on these nodes that none of them may be recomputed."""
+    for node in nodes_of_user(module):
+        node.meta["keeps_state"] = True
+
+
+def _has_hooks_of_all_modules() -> bool:
+    return any(getattr(nn.modules.module, table) for table in GLOBAL_HOOKS)
 
 
 def holders_of_user(model: nn.Module) -> Iterator[Any]:

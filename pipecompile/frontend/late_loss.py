@@ -23,8 +23,8 @@ from torch import Tensor, nn
 from pipecompile.errors import InputError
 from pipecompile.frontend.callable_state import callable_restored
 from pipecompile.frontend.deterministic_kernels import deterministic_kernels
-from pipecompile.frontend.in_flight_check import other_data
 from pipecompile.frontend.kept_state import holders_of_user
+from pipecompile.frontend.other_data import enlarged, other_data
 from pipecompile.frontend.signature import Arguments
 from pipecompile.frontend.target import Target
 from pipecompile.frontend.training_step import SEED, restored_state
@@ -33,6 +33,17 @@ from pipecompile.graph.random_streams import seed_generators
 from pipecompile.graph.restored_state import is_same_tensor, tensors_restored
 
 __all__ = ["refuse_late_loss"]
+
+LOSS_USED = (
+    "loss_fn uses what the forward leaves beside its output, such as what a hook keeps or is set "
+    "on a module: on another rank that is not there, and in a pipeline the next microbatches may "
+    "have replaced it; return it from the model's forward, beside the output"
+)
+FORWARD_USED = (
+    "the forward uses what loss_fn leaves, such as a number in a dict: on another rank that is not "
+    "there, and in a pipeline the forward of the next microbatch may come before the loss; set it "
+    "between steps"
+)
 
 
 class _Taken(NamedTuple):
@@ -61,33 +72,34 @@ def refuse_late_loss(
     """
     if target.loss_fn is None:
         return
-    try:
+    message = None
+    with suppress(Exception):  # a step says what is wrong with it
         then = _other_call(target, call, following)
-        as_in_a_loop = partial(_taken, target, call, wanted, then, is_late=False)
-        as_in_a_pipeline = partial(_taken, target, call, wanted, then, is_late=True)
-        first, second = as_in_a_loop(), as_in_a_pipeline()
-        if first.is_same(second):
-            return
-        # A loss that goes its own way, such as by turns, has another one also at its own time.
-        # Turns of two, three or four calls do not come out like this.
-        if not all(each().is_same(second) for each in [as_in_a_pipeline] * 2):
-            return
-        if not all(each().is_same(first) for each in [as_in_a_loop] * 2):
-            return
-    except Exception:
-        return  # a step says what is wrong with it
-    if not _are_the_same(first.loss, second.loss):
-        raise InputError(
-            "loss_fn uses what the forward leaves beside its output, such as what a hook keeps or "
-            "is set on a module: on another rank that is not there, and in a pipeline the next "
-            "microbatches may have replaced it; return it from the model's forward, beside the "
-            "output"
-        )
-    raise InputError(
-        "the forward uses what loss_fn leaves, such as a number in a dict: on another rank that is "
-        "not there, and in a pipeline the forward of the next microbatch may come before the loss; "
-        "set it between steps"
-    )
+        try:
+            # A running maximum shows only beside larger numbers, which not every model takes.
+            message = _lateness(target, call, wanted, _enlarged(target, then))
+        except Exception:
+            message = _lateness(target, call, wanted, then)
+    if message is not None:
+        raise InputError(message)
+
+
+def _lateness(target: Target, call: Arguments, wanted: object, then: Arguments) -> str | None:
+    """Return what is wrong if the loss of a call comes after the forward of the one that follows
+    `then`; None if nothing is.
+    """
+    as_in_a_loop = partial(_taken, target, call, wanted, then, is_late=False)
+    as_in_a_pipeline = partial(_taken, target, call, wanted, then, is_late=True)
+    first, second = as_in_a_loop(), as_in_a_pipeline()
+    if first.is_same(second):
+        return None
+    # A loss that goes its own way, such as by turns, has another one also at its own time. Turns of
+    # two, three or four calls do not come out like this.
+    if not all(each().is_same(second) for each in [as_in_a_pipeline] * 2):
+        return None
+    if not all(each().is_same(first) for each in [as_in_a_loop] * 2):
+        return None
+    return FORWARD_USED if _are_the_same(first.loss, second.loss) else LOSS_USED
 
 
 def _other_call(target: Target, call: Arguments, following: Arguments | None) -> Arguments:
@@ -98,6 +110,11 @@ def _other_call(target: Target, call: Arguments, following: Arguments | None) ->
         if not _are_the_same(tensors, next_tensors):
             return following
     return target.inputs.unflatten(other_data(tensors, target.inputs.batch_dims))
+
+
+def _enlarged(target: Target, call: Arguments) -> Arguments:
+    tensors = target.inputs.flatten(call)
+    return target.inputs.unflatten(enlarged(tensors, target.inputs.batch_dims))
 
 
 @torch.enable_grad()

@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -19,14 +19,11 @@ from pipecompile.frontend.capture import captures
 from pipecompile.frontend.captured_graph import Capture
 from pipecompile.frontend.digest import digest
 from pipecompile.frontend.failing_model import ModelFailsError
-from pipecompile.frontend.in_flight_check import (
-    check_in_flight,
-    doubled,
-    may_disturb,
-    other_data,
-)
-from pipecompile.frontend.kept_state import places_of_kept_state
+from pipecompile.frontend.in_flight_check import check_in_flight, may_disturb
+from pipecompile.frontend.kept_state import mark_once, nodes_of_user, places_of_kept_state
+from pipecompile.frontend.other_data import enlarged, other_data
 from pipecompile.frontend.refusals import UnsupportedError
+from pipecompile.frontend.repeated_forward import depends_on_later_forwards
 from pipecompile.frontend.self_check import (
     DifferenceError,
     check_capture,
@@ -80,6 +77,9 @@ def proven_capture(
             _check_other_data(candidate, module, call)
             # A running maximum, say, is changed by other data alone.
             refuse_changes(outside)
+            if depends_on_later_forwards(candidate, module, call):
+                candidate = replace(candidate, keeps_state=True)
+                mark_once(module)
             candidate = _for_other_orders(candidate, module, call)
             return candidate, module, Proof(batches, time.perf_counter() - start)
         except StopIteration:
@@ -106,30 +106,47 @@ def _refuse_unseen_writes(
     """Raise CaptureError if each forward writes other values to state and no node of the graph is
     known to write there: where the forward is recomputed, it would write once more.
     """
-    if not step.written or step.writes_in_backward:
+    may_write = step.written or any(nodes_of_user(module))
+    if not may_write or step.writes_in_backward:
         return
     seen = _storages_seen_written(module)
     state = {
         **dict(capture.model.named_parameters(remove_duplicate=False)),
         **dict(capture.model.named_buffers(remove_duplicate=False)),
     }
-    unseen = [name for name in step.written if storage_key(state[name]) not in seen]
-    if not unseen:
-        return
-    inputs = capture.inputs.flatten(call)
-    # On other data too, since what it writes may depend on these alone.
-    others = other_data(inputs, capture.inputs.batch_dims)
-    for second in (inputs, others, list(map(doubled, others))):
-        forwards = [partial(module, *inputs), partial(module, *second)]
-        with suppress(ModelFailsError):
-            *_, twice = training_steps(capture.model, forwards)
-            for name in unseen:
-                if not is_same_tensor(step.buffers[name], twice.buffers[name]):
-                    raise CaptureError(
-                        f"{name}: the forward writes to it by another name in a module that is one "
-                        "node, so that no operator shows it; write to it by its own name, and not "
-                        "through .data, so that each microbatch sees it as in a loop"
-                    )
+    inputs, dims = capture.inputs.flatten(call), capture.inputs.batch_dims
+    others = other_data(inputs, dims)
+    # On other data too: a maximum that begins above those of the sample is written by larger
+    # numbers alone.
+    for second in (inputs, others, enlarged(others, dims)):
+        for name in _changed_by_second(capture, module, step, (inputs, second)):
+            if storage_key(state[name]) not in seen:
+                raise CaptureError(
+                    f"{name}: the forward writes to it by another name in a module that is one "
+                    "node, so that no operator shows it; write to it by its own name, and not "
+                    "through .data, so that each microbatch sees it as in a loop"
+                )
+
+
+def _changed_by_second(
+    capture: Capture,
+    module: fx.GraphModule,
+    step: TrainingStep,
+    batches: Sequence[Sequence[Tensor]],
+) -> list[str]:
+    """Return the state that is not the same after steps on both batches as after that on the first;
+    nothing if the model does not take them.
+    """
+    with suppress(Exception):
+        *_, twice = training_steps(capture.model, [partial(module, *each) for each in batches])
+        return [
+            name
+            for name in dict.fromkeys((*step.written, *twice.written))
+            if not (
+                name in step.buffers and is_same_tensor(step.buffers[name], twice.buffers[name])
+            )
+        ]
+    return []
 
 
 def _storages_seen_written(module: fx.GraphModule) -> set[int]:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from pipecompile.errors import CaptureError
+from pipecompile.errors import CaptureError, reason_of
 from pipecompile.frontend.caches import CacheUse
 from pipecompile.frontend.call_refusals import refuse_split_gradients
 from pipecompile.frontend.captured_graph import eliminate_dead_code
@@ -147,7 +147,7 @@ def _explained(recorder: ForwardRecorder, model: nn.Module, error: Exception) ->
     """Return in one line where in the model what happened, and what to do."""
     path = recorder.failed_in or type(model).__name__
     where = f"{path} ({error_line(error) or 'unknown line'})"
-    reason = str(error).strip().split("\n")[0]
+    reason = reason_of(error)
     if is_data_dependence_error(error):
         return (
             f"{where}: the forward branches on the values of a tensor, so one graph cannot stand "

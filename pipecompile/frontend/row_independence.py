@@ -26,6 +26,7 @@ from pipecompile.errors import InputError
 from pipecompile.frontend.callable_state import callable_restored
 from pipecompile.frontend.data_probe import cuda_devices
 from pipecompile.frontend.kept_state import holders_of_user
+from pipecompile.frontend.other_data import enlarged
 from pipecompile.frontend.signature import Arguments, InputStructure
 from pipecompile.frontend.training_step import fill_zeros, restored_state
 from pipecompile.graph.pytrees import tensor_leaves
@@ -34,9 +35,6 @@ __all__ = ["refuse_dependent_rows"]
 
 # Of the largest value of an output. Rounding may differ where an operator groups rows by values.
 TOLERANCE = 0.02
-ENLARGED = 16.0
-"""How much larger the other rows are made, so that what is taken of all rows differs for sure. A
-power of two, which changes no digit."""
 
 
 def refuse_dependent_rows(model: nn.Module, first: Arguments, second: Arguments) -> None:
@@ -155,18 +153,9 @@ def _repeats(model: nn.Module, call: Arguments) -> bool:
 
 
 def _enlarged(model: nn.Module, call: Arguments) -> Arguments:
-    """Return a call with larger numbers in the rows; whole numbers may be indices, and stay.
-
-    So does what has no rows, such as a temperature: both calls are given the same.
-    """
+    """Return a call with larger numbers in the rows."""
     inputs = InputStructure.of(model, call)
-    columns = zip(inputs.flatten(call), inputs.batch_dims, strict=True)
-    return inputs.unflatten(
-        [
-            each * ENLARGED if dim is not None and each.is_floating_point() else each
-            for each, dim in columns
-        ]
-    )
+    return inputs.unflatten(enlarged(inputs.flatten(call), inputs.batch_dims))
 
 
 def _outputs(model: nn.Module, one: Arguments, other: Arguments) -> tuple[Tensor, ...]:

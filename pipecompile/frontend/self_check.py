@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from pipecompile.errors import CaptureError, PipecompileError
+from pipecompile.errors import CaptureError, PipecompileError, reason_of
 from pipecompile.frontend.assigned_attributes import changed_attributes
 from pipecompile.frontend.captured_graph import Capture
 from pipecompile.frontend.data_probe import cuda_devices
@@ -158,7 +158,7 @@ def _original_step(model: nn.Module, call: Arguments, *, fills_zeros: bool = Fal
     except CaptureError:
         raise
     except Exception as error:
-        reason = str(error).strip().split("\n")[0]
+        reason = reason_of(error)
         raise ModelFailsError(
             "a training step of the model itself fails on the sample input: "
             f"{type(error).__name__}: {reason}; if it is only to be evaluated, leave the "
@@ -217,7 +217,7 @@ def _captured_step(
     except PipecompileError:
         raise
     except Exception as error:
-        reason = str(error).strip().split("\n")[0]
+        reason = reason_of(error)
         raise DifferenceError(
             f"the captured graph is not the model: its training step fails, where that of the "
             f"model does not ({type(error).__name__}: {reason}); make the module that this is "

@@ -115,6 +115,8 @@ def _reason_against(node: fx.Node, parameters: Collection[int]) -> str | None:
         return "it computes nothing"
     if node.target is torch.autograd.grad:
         return "it goes back through the nodes before it while the forward runs"
+    if node.meta.get("keeps_state"):
+        return "it computes with what it has kept of other microbatches"
     for value in node.meta["mutates"]:
         # A second run would write a second time: only buffers have copies to run on.
         if isinstance(value, nn.Parameter) or storage_key(value) in parameters:

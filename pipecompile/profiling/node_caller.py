@@ -14,7 +14,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor, fx
 
 from pipecompile.cost_models.protocol import NodeCall
-from pipecompile.errors import CaptureError, PipecompileError
+from pipecompile.errors import CaptureError, PipecompileError, reason_of
 from pipecompile.graph.data_answers import node_conditions
 from pipecompile.graph.loss_module import called_path
 from pipecompile.profiling.operator_configuration import configuration, operator_name
@@ -128,7 +128,7 @@ def _why_not_alone(node: fx.Node, error: Exception) -> str:
             "operators, and costs run each of them by itself; compute what needs a gradient in "
             "the loss function"
         )
-    reason = str(error).strip().split("\n")[0]
+    reason = reason_of(error)
     unknown = f"{type(error).__name__}: {reason}; write it with other operations"
     known = next((text for words, text in LIMITS.items() if words in reason), unknown)
     return f"{where}: this cannot be run by itself, which costs and memory need: {known}"

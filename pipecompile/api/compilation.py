@@ -88,10 +88,10 @@ def pipecompile(
                     named, and None for what every microbatch is given whole. Outputs have it where
                     the graph has it.
     target_batch_dims
-                    Where targets have the batch: a dimension, or None for what every microbatch is
-                    given whole, or a tree of these like the target's; (None,) for one tensor that
-                    is given whole. Without it each tensor has the batch first, or where inputs have
-                    it.
+                    Where targets have the batch: a dimension, None for what every microbatch is
+                    given whole, "samples" for a list or tuple with an item for each sample, or a
+                    tree of these like the target's; (None,) for one tensor that is given whole.
+                    Without it each tensor has the batch first, or where inputs have it.
     loss_reduction  How losses of microbatches make up that of a step: "mean" over samples; "sum",
                     where `loss_fn` returns a sum over its samples; or "weighted", where it returns
                     (loss, weight) and the loss is a mean over what the weight counts, such as

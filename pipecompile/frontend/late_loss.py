@@ -24,7 +24,7 @@ from pipecompile.errors import InputError
 from pipecompile.frontend.callable_state import callable_restored
 from pipecompile.frontend.deterministic_kernels import deterministic_kernels
 from pipecompile.frontend.kept_state import holders_of_user
-from pipecompile.frontend.other_data import enlarged, other_data
+from pipecompile.frontend.other_data import FAR, enlarged, other_data
 from pipecompile.frontend.signature import Arguments
 from pipecompile.frontend.target import Target
 from pipecompile.frontend.training_step import SEED, restored_state
@@ -114,7 +114,7 @@ def _other_call(target: Target, call: Arguments, following: Arguments | None) ->
 
 def _enlarged(target: Target, call: Arguments) -> Arguments:
     tensors = target.inputs.flatten(call)
-    return target.inputs.unflatten(enlarged(tensors, target.inputs.batch_dims))
+    return target.inputs.unflatten(enlarged(tensors, target.inputs.batch_dims, FAR))
 
 
 @torch.enable_grad()

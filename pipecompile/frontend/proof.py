@@ -21,7 +21,7 @@ from pipecompile.frontend.digest import digest
 from pipecompile.frontend.failing_model import ModelFailsError
 from pipecompile.frontend.in_flight_check import check_in_flight, may_disturb
 from pipecompile.frontend.kept_state import mark_once, nodes_of_user, places_of_kept_state
-from pipecompile.frontend.other_data import enlarged, other_data
+from pipecompile.frontend.other_data import FAR, enlarged, other_data
 from pipecompile.frontend.refusals import UnsupportedError
 from pipecompile.frontend.repeated_forward import depends_on_later_forwards
 from pipecompile.frontend.self_check import (
@@ -70,6 +70,10 @@ def proven_capture(
             seen.add(digest(module))
             start, outside = time.perf_counter(), candidate.outside_values()
             step = check_capture(candidate, module, call, outside)
+            # Before the next checks, whose larger numbers a hook may keep.
+            if depends_on_later_forwards(candidate, module, call):
+                candidate = replace(candidate, keeps_state=True)
+                mark_once(module)
             _refuse_unseen_writes(candidate, module, call, step)
             batches = (_batch_of(candidate, call), *_check_another_batch(candidate, call))
             if step.writes_in_backward or _may_mix_microbatches(module):
@@ -77,9 +81,6 @@ def proven_capture(
             _check_other_data(candidate, module, call)
             # A running maximum, say, is changed by other data alone.
             refuse_changes(outside)
-            if depends_on_later_forwards(candidate, module, call):
-                candidate = replace(candidate, keeps_state=True)
-                mark_once(module)
             candidate = _for_other_orders(candidate, module, call)
             return candidate, module, Proof(batches, time.perf_counter() - start)
         except StopIteration:
@@ -118,7 +119,7 @@ def _refuse_unseen_writes(
     others = other_data(inputs, dims)
     # On other data too: a maximum that begins above those of the sample is written by larger
     # numbers alone.
-    for second in (inputs, others, enlarged(others, dims)):
+    for second in (inputs, others, enlarged(others, dims), enlarged(others, dims, FAR)):
         for name in _changed_by_second(capture, module, step, (inputs, second)):
             if storage_key(state[name]) not in seen:
                 raise CaptureError(

@@ -13,9 +13,11 @@ from torch import fx, nn
 from pipecompile.errors import CaptureError, InputError
 from pipecompile.frontend.batch_counts import refuse_batch_counts
 from pipecompile.frontend.batch_dims import part_of
+from pipecompile.frontend.callable_state import callable_restored
 from pipecompile.frontend.capture import capture, captures, is_first_choice
 from pipecompile.frontend.captured_graph import KEYS_IN_ORDER, Capture
 from pipecompile.frontend.digest import digest
+from pipecompile.frontend.kept_state import holders_of_user
 from pipecompile.frontend.late_loss import refuse_late_loss
 from pipecompile.frontend.plain_tensors import plain_tensors_kept
 from pipecompile.frontend.proof import Proof, proven_capture
@@ -89,7 +91,9 @@ def capture_target(
     sample = _microbatch(target, options, 0)
     with plain_tensors_kept(target.model):
         if verify and target.has_values:
-            captured, module, proof = proven_capture(target.model, sample, options.leaf)
+            # The next checks begin with what hooks kept before this one.
+            with callable_restored(*holders_of_user(target.model)):
+                captured, module, proof = proven_capture(target.model, sample, options.leaf)
             wanted = target.cut_targets(options.microbatches)[0]
             following = _microbatch(target, options, 1) if options.microbatches > 1 else None
             refuse_late_loss(target, sample, wanted, following)

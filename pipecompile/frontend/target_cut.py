@@ -5,7 +5,7 @@ Which dimension of a target counts the samples is known only where it is as long
     batch of 8      target (8, 5)   cut along dimension 0
                     target (5, 8)   cut along dimension 1, if inputs have the batch there too
                     target ()       given to every microbatch, as are numbers and texts
-                    a list of 8     cut by samples if `dims` says 0, else InputError; likewise a
+                    a list of 8     cut by samples if `dims` says so, else InputError; likewise a
                                     tuple of 8, but for tensors that are all of 8 rows
                     an object       who knows what it holds? InputError, likewise
                     target (2,)     weights of two tasks? InputError, unless `dims` says what it is
@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from enum import Enum
 from functools import partial
 from itertools import accumulate, pairwise
-from typing import Any
+from typing import Any, Literal
 
 import torch.utils._pytree as pytree
 from torch import Tensor
@@ -30,6 +30,8 @@ from pipecompile.graph.storages import is_irregular, layout_name
 
 __all__ = ["cut_targets"]
 
+SAMPLES: Literal["samples"] = "samples"
+"""Says in `dims` that a list or tuple is cut by samples, whatever its items look like."""
 REMEDY = (
     "say with target_batch_dims= which dimension of it is cut, or (None,) to give all of it to "
     "every microbatch; for a tuple or dict of targets, a dimension or None for each"
@@ -41,9 +43,10 @@ def cut_targets(
 ) -> list[Any]:
     """Return `targets` once for each microbatch of so many samples.
 
-    `dims` is a dimension, or a tree of dimensions and None that begins like that of the targets;
-    (None,) is for one target that is given whole. A dimension that it names may have several rows
-    for each sample: 30 rows for sizes 4, 4, 2 are 12, 12 and 6. Without `dims` it is 0, or a
+    `dims` is a dimension, or "samples" for a list with an item for each, or a tree of these and of
+    None that begins like that of the targets; (None,) is for one target that is given whole. 0 is
+    for such lists too, where it can mean nothing else. A dimension that it names may have several
+    rows for each sample: 30 rows for sizes 4, 4, 2 are 12, 12 and 6. Without `dims` it is 0, or a
     dimension that inputs have the batch in. InputError if it is not known how a tensor is cut, or
     if it cannot be cut so.
     """
@@ -67,17 +70,25 @@ def cut_targets(
 
 def _cut_as_given(target: Any, dims: Any, sizes: Sequence[int]) -> list[Any]:
     """Return a target once for each microbatch; `dims` are for all of it, or for its items."""
+    samples = sum(sizes)
     if dims is None:
         return [target] * len(sizes)
+    if dims == SAMPLES:
+        if type(target) not in (list, tuple) or len(target) != samples:
+            raise InputError(
+                f"target_batch_dims says {SAMPLES!r} of a {type(target).__name__}, but that is for "
+                f"a list or tuple of {samples}, as many as there are samples; {REMEDY}"
+            )
+        return list(_cut(target, 0, sizes))
     if isinstance(dims, int):
-        is_list = None if dims else partial(_is_list_of_samples, sum(sizes))
+        is_list = None if dims else partial(_is_list_of_samples, samples)
         leaves, spec = pytree.tree_flatten(target, is_list)
         return _unflattened(spec, [_cut(leaf, dims, sizes) for leaf in leaves], len(sizes))
     (of_items, wanted), (items, spec) = _items(dims), _items(target)
     if wanted != spec or spec.is_leaf():
         raise InputError(
-            f"target_batch_dims={dims!r} does not fit the target; give a dimension or None, or a "
-            "tree of these like the target's"
+            f"target_batch_dims={dims!r} does not fit the target; give a dimension, None or "
+            f"{SAMPLES!r}, or a tree of these like the target's"
         )
     parts = [_cut_as_given(item, dim, sizes) for item, dim in zip(items, of_items, strict=True)]
     return _unflattened(spec, parts, len(sizes))
@@ -101,42 +112,52 @@ def _refuse_lists_of_samples(targets: Any, samples: int) -> None:
     """Raise InputError for a list that has an item for each sample, at any depth of `targets`."""
 
     def may_be_samples(value: Any) -> bool:
-        if samples > 1 and isinstance(value, list):
-            return len(value) == samples
-        return samples > 1 and _is_list_of_samples(samples, value)
+        is_list = type(value) is list and len(value) == samples > 1
+        return is_list or _reading(samples, value) == SAMPLES
 
     for path, value in leaves_with_paths(targets, may_be_samples):
         if may_be_samples(value):
             kind = type(value).__name__
-            is_cut = "it is cut by samples"
-            if not _is_list_of_samples(samples, value):
-                is_cut = "each tensor in it is cut (stack those that belong to one sample each)"
             raise InputError(
                 f"the target{pytree.keystr(path)} is a {kind} of {samples}, as many as there are "
-                f"samples; say with target_batch_dims=0 that {is_cut}, or with a {kind} of "
-                f"{samples} times None that every microbatch is given all of it; for a tuple or "
-                "dict of targets, one of these for each"
+                f"samples; say with target_batch_dims={SAMPLES!r} that it is cut by samples, or "
+                f"with a {kind} of {samples} times None, or 0, that every microbatch is given all "
+                "of it, or a part of each tensor in it; for a tuple or dict of targets, one of "
+                "these for each"
             )
 
 
 def _is_list_of_samples(samples: int, value: Any) -> bool:
-    """Return whether a list or tuple has an item for each sample, rather than tensors or lists of
-    all. InputError if a tuple may be either.
+    """Return whether 0 means that a target is cut by samples. InputError if it may mean that each
+    of its tensors is cut as well.
     """
-    if type(value) not in (list, tuple) or len(value) != samples:
-        return False
-    if type(value) is list:
-        return not all(_has_rows(item, samples) for item in value)
-    if samples > 1 and all(type(item) in (list, tuple) and len(item) == samples for item in value):
+    reading = _reading(samples, value)
+    if reading == "either":
+        kind = type(value).__name__
         raise InputError(
-            f"the target has a tuple of {samples} lists of {samples}, as many as there are samples;"
-            f" say with {(0,) * samples} in target_batch_dims= that each of the lists is cut by "
-            "samples, or give a list that is cut by samples in place of the tuple"
+            f"the target has a {kind} of {samples}, as many as there are samples, and so are the "
+            f"rows or items of each: say in target_batch_dims {SAMPLES!r} if it is cut by samples, "
+            f"or a {kind} of {samples} times 0 if each of its items is"
         )
+    return reading == SAMPLES
+
+
+def _reading(samples: int, value: Any) -> Literal["samples", "whole", "either"]:
+    """Return how a target is to be read: as a list with an item for each sample, as one whose items
+    are of all samples, or in either way.
+    """
+    if type(value) not in (list, tuple) or not len(value) == samples > 1:
+        return "whole"
+    if all(type(item) in (list, tuple) and len(item) == samples for item in value):
+        return "either"
+    if type(value) is list:
+        return "either" if all(_has_rows(item, samples) for item in value) else SAMPLES
     # A pair of tensors and settings for two samples.
     leaves = (leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor))
     tensors = [leaf for leaf in leaves if leaf.dim()]
-    return not (tensors and all(_has_rows(tensor, samples) for tensor in tensors))
+    if not tensors or not all(_has_rows(tensor, samples) for tensor in tensors):
+        return SAMPLES
+    return "either" if len(set(map(type, value))) == 1 else "whole"
 
 
 def _has_rows(item: Any, rows: int) -> bool:

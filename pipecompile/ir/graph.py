@@ -85,6 +85,11 @@ class Node(Value, frozen=True, kw_only=True):
     operator: str = ""
     source: str = ""
 
+    @property
+    def runs_once(self) -> bool:
+        """Whether it computes something, and may not do so twice for a microbatch."""
+        return not self.is_recomputable and self.operator not in ("placeholder", "output")
+
 
 class Content(Value, frozen=True, kw_only=True):
     """The elements of a storage that backwards keep; `dtype` is torch's name without `torch.`.

@@ -46,7 +46,7 @@ from pipecompile.partition.summation import gradient_sum_order
 from pipecompile.planner.recompute import recompute_planner
 from pipecompile.planner.step_bound import REGIONS, recomputed_share
 from pipecompile.recompute.planner import RecomputePlanner
-from pipecompile.recompute.policies import StageSlice
+from pipecompile.recompute.policies import WHOLE_STAGE, StageSlice
 from pipecompile.recompute.stages import stages_of
 from pipecompile.schedule.named_orders import MAY_SPLIT, FullestMoment, held_microbatches
 from pipecompile.schedule.selection import (
@@ -70,7 +70,6 @@ __all__ = [
 
 INFERENCE_LOADS = {"throughput": "max-load", "latency": "total-load"}
 """What the loads of a forward are to be for inference; every other objective is its own name."""
-WHOLE_STAGE = ("stage", "except-last")  # policies and kinds that recompute a stage as a whole
 
 
 def problem_of(

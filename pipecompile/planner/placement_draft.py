@@ -27,6 +27,7 @@ from pipecompile.planner.scheduled_stages import (
     scheduled,
 )
 from pipecompile.recompute.planner import RecomputePlanner
+from pipecompile.recompute.policies import WHOLE_STAGE
 from pipecompile.recompute.stages import owners_of, routes_of
 from pipecompile.schedule.selection import named_order_of
 
@@ -68,6 +69,7 @@ class PlacementDrafter:
         """Return the plan of the best cut, or of the given one; if nothing fits where cheap nodes
         are copied, of a cut without copies.
         """
+        _refuse_whole_stages(self.graph, options)
         effort = self.effort._replace(is_explained=explained and self.explains)
         if self.graph.copied:
             # Copies may take the last bytes of a rank that would only pass their values on.
@@ -269,3 +271,16 @@ def _with_step(search: Search, step_ns: int) -> Search:
         faster = None
     values = {**search.values, "step_ns": step_ns}
     return msgspec.structs.replace(search, values=values, faster=faster)
+
+
+def _refuse_whole_stages(graph: CostGraph, options: Options) -> None:
+    """Raise InfeasibleError if whole stages are to run again, and a node may not run twice."""
+    once = next((node for node in graph.nodes if node.runs_once), None)
+    if options.recompute in WHOLE_STAGE and once is not None:
+        line = f" ({once.source})" if once.source else ""
+        raise InfeasibleError(
+            f"recompute={options.recompute!r} runs whole stages again, and {once.name}{line} may "
+            "not run twice: it writes to a parameter, or computes with what it keeps of other "
+            "microbatches",
+            "choose auto, block, sqrt or none",
+        )

@@ -24,6 +24,7 @@ from pipecompile.recompute.schedule_view import ScheduleView
 
 __all__ = [
     "NO_RECOMPUTE",
+    "WHOLE_STAGE",
     "NamedPolicy",
     "RecomputePolicies",
     "StageRecompute",
@@ -107,11 +108,15 @@ class RecomputePolicies:
         """Return what a stage recomputes by a named policy.
 
         The last stage recomputes nothing: its backward follows its forward at once, so no schedule
-        has a recompute action there. Nor does "except-last" with a single microbatch.
+        has a recompute action there. Nor does "except-last" with a single microbatch, or a whole
+        stage with a node that may not run twice.
         """
         is_last_stage = stage_slice.stage == self.options.k - 1
         spares_all = policy == "except-last" and self.options.microbatches == 1
-        if is_last_stage or spares_all:
+        runs_once = policy in WHOLE_STAGE and any(
+            self.graph.by_name[name].runs_once for name in stage_slice.nodes
+        )
+        if is_last_stage or spares_all or runs_once:
             return self.plain(stage_slice)
         match policy:
             case "none":

@@ -77,8 +77,10 @@ def test_a_list_of_samples_is_cut_if_it_is_said_so() -> None:
         assert [each["class"] for each in first] == list(range(6))
         assert [each["class"] for each in second] == [6, 7]
     assert cut_targets([2] * 8, (4, 4), [None] * 8) == [[2] * 8] * 2
-    # Tensors of all samples are no samples.
-    assert [len(each[0]) for each in cut_targets([rows(8)] * 8, (6, 2), 0)] == [6, 2]
+    # Tensors of as many rows as there are samples may be of all samples, or of one each.
+    assert [len(each[0]) for each in cut_targets([rows(8)] * 8, (6, 2), [0] * 8)] == [6, 2]
+    parts = cut_targets([rows(8)] * 8, (6, 2), "samples")
+    assert [[len(each) for each in part] for part in parts] == [[8] * 6, [8] * 2]
 
 
 @pytest.mark.parametrize(
@@ -133,7 +135,7 @@ def test_a_pair_for_two_samples_is_no_pair_of_samples() -> None:
     for pair in ((rows(2), rows(2, 3)), (rows(2), 3.0), ({"y": rows(2)}, rows(2))):
         parts = cut_targets(pair, (1, 1))
         assert all(len(part) == 2 for part in parts)
-        assert cut_targets(pair, (1, 1), 0)[1][0] is not None
+        assert len(cut_targets(pair, (1, 1), (0, 0))[1]) == 2
 
 
 def test_lists_of_two_samples_in_a_pair_are_cut_each_by_its_own_dimension() -> None:
@@ -143,11 +145,15 @@ def test_lists_of_two_samples_in_a_pair_are_cut_each_by_its_own_dimension() -> N
     for index, part in enumerate(parts):
         assert part[0][0] is boxes[index] and part[1][0] is labels[index]
         assert [len(each) for each in part] == [1, 1]
-    for pair in ((boxes, labels), ((1, "a"), (2, "b"))):
-        for dims in (0, None):
-            with pytest.raises(InputError, match=r"a tuple of 2 lists of 2, .* say with \(0, 0\)"):
-                cut_targets(pair, (1, 1), dims)
-    assert cut_targets([(1, "a"), (2, "b")], (1, 1), 0) == [[(1, "a")], [(2, "b")]]
+    for pair in ((boxes, labels), ((1, "a"), (2, "b")), (rows(2), rows(2, 3)), [rows(2)] * 2):
+        kind = type(pair).__name__
+        with pytest.raises(InputError, match=f"a {kind} of 2, .* a {kind} of 2 times 0"):
+            cut_targets(pair, (1, 1), 0)
+    samples = ((1, "a"), (2, "b"))
+    assert cut_targets(samples, (1, 1), "samples") == [((1, "a"),), ((2, "b"),)]
+    of_two_boxes = [rows(2), rows(2)]
+    parts = cut_targets((of_two_boxes, labels), (1, 1), ("samples", "samples"))
+    assert all(part[0][0] is boxes for part, boxes in zip(parts, of_two_boxes, strict=True))
     scalar = torch.tensor(3.0)
     assert cut_targets((rows(2), scalar), (1, 1))[1][1] is scalar
 
@@ -169,9 +175,9 @@ def test_a_list_is_cut_along_a_later_dimension_of_its_tensors() -> None:
         (
             [rows(8)] * 8,
             None,
-            r"a list of 8, as many as there are .*=0 .* a list of 8 times None",
+            r"a list of 8, as many as there are .*='samples' .* a list of 8 times None, or 0",
         ),
-        ([rows(8)] * 8, None, r"target_batch_dims=0 that each tensor in it is cut \(stack"),
+        (rows(8), "samples", r"says 'samples' of a Tensor, but that is for a list or tuple of 8"),
         ({"boxes": [rows(8)] * 8}, None, r"target\['boxes'\] is a list of 8, as many as there"),
         ((rows(8), ["a"] * 8), None, r"the target\[1\] is a list of 8"),
         (tuple("abcdefgh"), None, "the target is a tuple of 8, as many as there"),
@@ -191,6 +197,7 @@ def test_a_list_is_cut_along_a_later_dimension_of_its_tensors() -> None:
         (array("f", [0.0] * 8), None, "the target is a array"),
         (rows(8), (0, None), "does not fit the target"),
         (rows(8), "0", "does not fit the target"),
+        ([rows(2)] * 2, "samples", "for a list or tuple of 8"),
         (rows(6, 8), 0, r"cannot be cut along dimension 0 into microbatches of \[4, 4\]"),
         (rows(8), 1, "cannot be cut along dimension 1"),
     ],

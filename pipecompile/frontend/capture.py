@@ -39,7 +39,7 @@ from pipecompile.frontend.constant_answers import has_gradient_type
 from pipecompile.frontend.data_probe import ProbedAnswers, probe_data
 from pipecompile.frontend.export import export_capture
 from pipecompile.frontend.failing_model import ModelFailsError, refuse_failing
-from pipecompile.frontend.kept_state import holders_of_user
+from pipecompile.frontend.kept_state import hooks_of_user
 from pipecompile.frontend.leaves import leaf_paths
 from pipecompile.frontend.library_reads import LibraryReads
 from pipecompile.frontend.plain_tensors import plain_tensors_kept
@@ -272,7 +272,7 @@ def _capture_by(
 
     try:
         # Hooks would keep tensors without values, which the next ones would compute with.
-        with callable_restored(*holders_of_user(model)):
+        with callable_restored(*hooks_of_user(model)):
             forward = record()
             after = ModuleAttributes.of(model)
             changed = changed_attributes(before, after)

@@ -21,7 +21,7 @@ from pipecompile.frontend.constant_answers import ConstantAnswer
 from pipecompile.frontend.data_probe import probe_data
 from pipecompile.frontend.found_names import FIRST_NAMES, FoundNames
 from pipecompile.frontend.guards import Guards, ValueRead
-from pipecompile.frontend.kept_state import holders_of_user, mark_once
+from pipecompile.frontend.kept_state import hooks_of_user, mark_once
 from pipecompile.frontend.known_reads import KnownReads
 from pipecompile.frontend.library_reads import LibraryReads
 from pipecompile.frontend.outside_values import OutsideValues
@@ -208,7 +208,7 @@ class Capture:
 
     def _propagate(self, module: fx.GraphModule, tensors: Sequence[Tensor]) -> None:
         """Put fake values on the nodes; what hooks of leaf modules do with them is undone."""
-        kept = callable_restored(*holders_of_user(self.model))
+        kept = callable_restored(*hooks_of_user(self.model))
         with attributes_restored(self.model), kept, fakes_out_of_caches():
             _propagate(module, tensors)
 

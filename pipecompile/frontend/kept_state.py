@@ -26,7 +26,7 @@ from pipecompile.frontend.packages import NAMESPACES, is_of_others
 from pipecompile.graph.attributes import CONTAINERS, plain_container
 from pipecompile.graph.gradient_hooks import has_hook
 
-__all__ = ["holders_of_user", "mark_once", "nodes_of_user", "places_of_kept_state"]
+__all__ = ["holders_of_user", "hooks_of_user", "mark_once", "nodes_of_user", "places_of_kept_state"]
 
 HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
@@ -65,10 +65,10 @@ def _has_hooks_of_all_modules() -> bool:
 
 
 def holders_of_user(model: nn.Module) -> Iterator[Any]:
-    """Yield what may keep something that no attribute of a module shows: the hooks of modules, of
-    all modules and of parameters that are not torch's own, and objects of the user's classes.
+    """Yield what may keep something that no attribute of a module shows: hooks, and objects of the
+    user's classes.
     """
-    yield from _hooks_of_user(model)
+    yield from hooks_of_user(model)
     for module in model.modules():
         yield from chain.from_iterable(map(_objects_in, vars(module).values()))
 
@@ -88,7 +88,8 @@ def _objects_in(value: Any, depth: int = 0) -> Iterator[Any]:
         yield value
 
 
-def _hooks_of_user(model: nn.Module) -> Iterator[Any]:
+def hooks_of_user(model: nn.Module) -> Iterator[Any]:
+    """Yield the hooks of modules, of all modules and of parameters that are not torch's own."""
     of_modules = (vars(module)[table] for module in model.modules() for table in HOOKS)
     of_parameters = (parameter._backward_hooks or {} for parameter in model.parameters())
     of_all = (getattr(nn.modules.module, table) for table in GLOBAL_HOOKS)

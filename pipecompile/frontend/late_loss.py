@@ -72,16 +72,14 @@ def refuse_late_loss(
     """
     if target.loss_fn is None:
         return
-    message = None
-    with suppress(Exception):  # a step says what is wrong with it
-        then = _other_call(target, call, following)
-        try:
-            # A running maximum shows only beside larger numbers, which not every model takes.
-            message = _lateness(target, call, wanted, _enlarged(target, then))
-        except Exception:
-            message = _lateness(target, call, wanted, then)
-    if message is not None:
-        raise InputError(message)
+    then = _other_call(target, call, following)
+    # A running maximum shows only beside larger numbers.
+    for other in (then, _enlarged(target, then)):
+        message = None
+        with suppress(Exception):  # a step says what is wrong with it
+            message = _lateness(target, call, wanted, other)
+        if message is not None:
+            raise InputError(message)
 
 
 def _lateness(target: Target, call: Arguments, wanted: object, then: Arguments) -> str | None:

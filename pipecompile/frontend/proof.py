@@ -15,12 +15,18 @@ import torch
 from torch import Tensor, fx, nn
 
 from pipecompile.errors import CaptureError, InputError
+from pipecompile.frontend.callable_state import callable_restored
 from pipecompile.frontend.capture import captures
 from pipecompile.frontend.captured_graph import Capture
 from pipecompile.frontend.digest import digest
 from pipecompile.frontend.failing_model import ModelFailsError
 from pipecompile.frontend.in_flight_check import check_in_flight, may_disturb
-from pipecompile.frontend.kept_state import mark_once, nodes_of_user, places_of_kept_state
+from pipecompile.frontend.kept_state import (
+    holders_of_user,
+    mark_once,
+    nodes_of_user,
+    places_of_kept_state,
+)
 from pipecompile.frontend.other_data import FAR, enlarged, other_data
 from pipecompile.frontend.refusals import UnsupportedError
 from pipecompile.frontend.repeated_forward import depends_on_later_forwards
@@ -138,7 +144,7 @@ def _changed_by_second(
     """Return the state that is not the same after steps on both batches as after that on the first;
     nothing if the model does not take them.
     """
-    with suppress(Exception):
+    with suppress(Exception), callable_restored(*holders_of_user(capture.model)):
         *_, twice = training_steps(capture.model, [partial(module, *each) for each in batches])
         return [
             name

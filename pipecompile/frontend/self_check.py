@@ -231,6 +231,12 @@ def _refuse_left_attributes(capture: Capture, before: ModuleAttributes) -> None:
     for module, name in changed_attributes(before, ModuleAttributes.of(capture.model)):
         if capture.must_stay(paths[module], name):
             where = f"{paths[module]}.{name}" if paths[module] else name
+            if capture.runs_itself(paths[module]):
+                raise CaptureError(
+                    f"{where}: the forward changes it on some data only, so that later steps would "
+                    f"not know whether it is as it was compiled; what it computes with, "
+                    f"{COMPUTED_WITH}"
+                )
             raise CaptureError(
                 f"{where}: a hook, or another part that runs in each step, changes it, and the "
                 "forward changes it back (by pop or clear), which no graph does; let the forward "

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.ao.quantization import FakeQuantize, FusedMovingAvgObsFakeQuantize
 from torch.nn import functional
 
-from pipecompile import CaptureError, pipecompile
+from pipecompile import CaptureError, InfeasibleError, InputError, pipecompile
 from tests.plain_loop import mean_square, steps_alike
 
 WIDTH = 8
@@ -89,6 +89,14 @@ def hooked() -> nn.Module:
     return layer  # type: ignore[no-any-return]
 
 
+class Unreached(Copied):
+    """Its maximum begins above all that the sample has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.largest.fill_(50.0)
+
+
 class Counter(nn.Module):
     """It writes to a buffer as anybody sees."""
 
@@ -114,6 +122,31 @@ def test_what_no_operator_shows_is_refused(
 ) -> None:
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), beside(), made(), nn.Linear(WIDTH, WIDTH))
     with pytest.raises(CaptureError):
+        pipecompile(model, X, k=2, microbatches=4, costs="flops", loss_fn=mean_square)
+
+
+class UnreachedTable(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept = {"largest": 50.0}
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.kept["largest"] = max(self.kept["largest"], x.detach().abs().max().item())
+        return x / self.kept["largest"]
+
+
+@pytest.mark.parametrize(
+    ("made", "words"),
+    [
+        (Unreached, r"1.largest: the forward writes to it by another name"),
+        (UnreachedTable, r"1.kept: the forward changes it on some data only"),
+    ],
+)
+def test_what_the_sample_does_not_reach_is_refused(
+    made: Callable[[], nn.Module], words: str
+) -> None:
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), made(), nn.Linear(WIDTH, WIDTH))
+    with pytest.raises(CaptureError, match=words):
         pipecompile(model, X, k=2, microbatches=4, costs="flops", loss_fn=mean_square)
 
 
@@ -210,13 +243,119 @@ def test_a_backward_hook_may_use_what_its_forward_hook_kept_last(start: Any) -> 
     assert kept["largest"] is start
 
 
+class OfAttribute(nn.Module):
+    """It knows the largest number so far, as an observer of a quantisation does."""
+
+    largest: Any = 1e-3
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.largest = max(self.largest, x.detach().abs().max().item())
+        return x / self.largest
+
+
+class OfOwnTable(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept = {"largest": 1e-3}
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.kept["largest"] = max(self.kept["largest"], x.detach().abs().max().item())
+        return x / self.kept["largest"]
+
+
+def known_by_a_hook(start: Any = 1e-3) -> nn.Module:
+    layer, kept = nn.Linear(WIDTH, WIDTH), [start]
+
+    def divided(_module: nn.Module, _given: Any, output: Tensor) -> Tensor:
+        kept[0] = max(kept[0], output.detach().abs().max().item())
+        return output / kept[0]
+
+    layer.register_forward_hook(divided)
+    return layer
+
+
+KNOWING = [OfAttribute, OfOwnTable, known_by_a_hook, lambda: known_by_a_hook(50.0)]
+RISING = torch.linspace(1, 200, 8)[:, None] * X.sign()
+
+
+def models_of(made: Callable[[], nn.Module]) -> list[nn.Module]:
+    models: list[nn.Module] = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        layers = [nn.Linear(WIDTH, WIDTH), made(), nn.Tanh(), nn.Linear(WIDTH, WIDTH)]
+        models.append(nn.Sequential(*layers, nn.Tanh(), nn.Linear(WIDTH, WIDTH)))
+    return models
+
+
+@pytest.mark.parametrize("made", KNOWING)
+@pytest.mark.parametrize("recompute", ["none", "block", "auto"])
+def test_a_maximum_is_never_that_of_a_later_microbatch(
+    made: Callable[[], nn.Module], recompute: Any
+) -> None:
+    """A recomputed forward would run once more when those of later microbatches have run."""
+    model, unsplit = models_of(made)
+    pipe = pipecompile(
+        *(model, X),
+        k=3,
+        microbatches=4,
+        costs="flops",
+        loss_fn=mean_square,
+        recompute=recompute,
+    )
+    pipe.step(RISING)
+    for rows in RISING.chunk(4):
+        (mean_square(unsplit(rows), None) / 4).backward()
+    for ours, its in zip(model.parameters(), unsplit.parameters(), strict=True):
+        assert torch.equal(ours.grad, its.grad)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("made", [*KNOWING, lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH))])
+@pytest.mark.parametrize("recompute", ["stage", "except-last"])
+def test_whole_stages_with_it_do_not_run_again(
+    made: Callable[[], nn.Module], recompute: Any
+) -> None:
+    model, _ = models_of(made)
+    options: Any = {"k": 3, "microbatches": 4, "costs": "flops", "recompute": recompute}
+    if made in KNOWING:
+        with pytest.raises(InfeasibleError, match=r"may not run twice: .* choose auto, block"):
+            pipecompile(model, X, loss_fn=mean_square, **options)
+    else:
+        pipecompile(model, X, loss_fn=mean_square, **options).step(X)
+
+
+def test_a_loss_may_not_use_a_maximum_of_a_hook() -> None:
+    model, kept = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(3))), {"largest": 50.0}
+
+    def note(_module: nn.Module, _given: Any, output: Tensor) -> None:
+        kept["largest"] = max(kept["largest"], output.detach().abs().max().item())
+
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        return functional.mse_loss(output, target) / kept["largest"]
+
+    model[0].register_forward_hook(note)
+    with pytest.raises(InputError, match="loss_fn uses what the forward leaves"):
+        pipecompile(model, X, k=2, microbatches=4, costs="flops", loss_fn=loss, sample_target=X)
+    assert kept == {"largest": 50.0}
+
+
+def rectified_by_a_hook() -> nn.Module:
+    layer = nn.Linear(WIDTH, WIDTH)
+    layer.register_forward_hook(lambda _, __, output: functional.rrelu(output, training=True))
+    return layer
+
+
 class Rectified(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         return functional.rrelu(super().forward(x), training=True)
 
 
 @pytest.mark.parametrize(
-    "made", [nn.RReLU, lambda: Rectified(WIDTH, WIDTH), lambda: nn.RReLU(inplace=True)]
+    "made",
+    [
+        *(nn.RReLU, rectified_by_a_hook),
+        lambda: Rectified(WIDTH, WIDTH),
+        lambda: nn.RReLU(inplace=True),
+    ],
 )
 @pytest.mark.parametrize("recompute", ["block", "stage"])
 def test_rrelu_is_recomputed_with_its_noise(made: Callable[[], nn.Module], recompute: Any) -> None:

@@ -4,8 +4,9 @@ which calls them.
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import ChainMap, Counter, UserDict, UserList, deque
 from collections.abc import Callable
+from contextvars import ContextVar
 from functools import cache, partial
 from itertools import product
 from types import ModuleType
@@ -247,6 +248,21 @@ def of_list_below() -> tuple[Loss, Told]:
     return loss, lambda: (list(ring), ring.total)
 
 
+def of_collections() -> tuple[Loss, Told]:
+    table, ring = UserDict(calls=0), UserList([1.0])
+    chain, variable = ChainMap({"calls": 0}), ContextVar[int]("calls")
+    variable.set(0)
+
+    def loss(output: Tensor, target: Any) -> Tensor:
+        for each in (table, chain):
+            each["calls"] += 1
+        ring.append(1.0)
+        variable.set(variable.get() + 1)
+        return mean_square(output, target)
+
+    return loss, lambda: (dict(table), list(ring), dict(chain), variable.get())
+
+
 class Task(nn.Module):
     """A module that is not the model, with another one below it, which both count."""
 
@@ -319,6 +335,7 @@ KINDS = [
     of_unset_slot,
     of_array,
     of_list_below,
+    of_collections,
     of_module,
     of_method_of_module,
     of_enclosed_task,

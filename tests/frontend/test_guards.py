@@ -9,12 +9,15 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from zoo import captured, same
 from zoo.exact import exact
 
 from pipecompile.errors import CaptureError
 from pipecompile.frontend.capture import capture
 from pipecompile.frontend.failing_model import ModelFailsError
+from pipecompile.frontend.guards import fake_input
 from pipecompile.frontend.signature import Arguments
 
 
@@ -38,6 +41,17 @@ LINE = inspect.getsourcelines(Branches)[1] + next(
 
 def call(batch: int) -> Arguments:
     return Arguments((torch.randn(batch, 4),), {})
+
+
+def test_the_batch_has_the_same_name_in_every_recording() -> None:
+    """However many fakes are alive: those of a buffer that is a view may or may not be."""
+    names = set[str]()
+    for others in range(4):
+        mode = FakeTensorMode(shape_env=ShapeEnv())
+        alive = [mode.from_tensor(torch.ones(2)) for _ in range(others)]
+        names.add(str(fake_input(torch.ones(6, 2), mode, 0).shape[0]))
+        del alive
+    assert len(names) == 1
 
 
 def test_a_violated_guard_is_named_with_its_line() -> None:

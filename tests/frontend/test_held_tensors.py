@@ -95,6 +95,18 @@ def test_parameters_of_a_large_model_are_not_copied(monkeypatch: pytest.MonkeyPa
     assert first.grad is second.grad is None
 
 
+def test_no_more_is_copied_than_there_is_room_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is nearest to the callable is, however many tensors and arrays it reaches."""
+    near: list[Any] = [torch.zeros(8), np.zeros(8)]
+    far = [torch.zeros(8) for _ in range(4)]
+    monkeypatch.setattr(callable_state, "MOST_BYTES", 100)
+    with callable_restored(near, lambda: far):
+        for each in (*near, *far):
+            each += 1
+    assert not near[0].any() and not near[1].any()
+    assert all(each.eq(1).all() for each in far)
+
+
 def sparse() -> Any:
     return torch.eye(8).to_sparse()
 

@@ -205,11 +205,11 @@ def test_rows_are_compared_along_the_dimension_that_is_given(kind: type[nn.RNNBa
 class LastOfTime(nn.Module):
     """Reads (time, batch, features) and returns (batch, features)."""
 
-    def __init__(self, pool: Callable[[Tensor], Tensor]) -> None:
+    def __init__(self, pool: Callable[[Tensor], Any]) -> None:
         super().__init__()
         self.layer, self.pool = nn.LSTM(6, 6), pool
 
-    def forward(self, value: Tensor) -> Tensor:
+    def forward(self, value: Tensor) -> Any:
         return self.pool(self.layer(value)[0])
 
 
@@ -231,6 +231,18 @@ def test_a_model_without_an_output_for_each_row_is_refused(
     # A loss is a number, and what does not depend on rows may have any shape.
     refuse_dependent_rows(LastOfTime(lambda states: states.mean()), first, second)
     refuse_dependent_rows(LastOfTime(lambda states: states.new_ones(5, 6)), first, second)
+
+
+def test_a_model_that_returns_its_loss_may_return_statistics() -> None:
+    first, second = (Arguments((torch.randn(4, 5, 6),), {}) for _ in range(2))
+    for pool in (
+        lambda states: {"loss": states.square().mean(), "usage": states.detach().mean((0, 1))},
+        lambda states: states.square().mean().reshape(1),
+    ):
+        refuse_dependent_rows(LastOfTime(pool), first, second)
+    stacked = LastOfTime(lambda states: torch.stack([states.mean(), states.square().mean()]))
+    with pytest.raises(InputError, match="return losses apart, each as one number"):
+        refuse_dependent_rows(stacked, first, second)
 
 
 def test_the_refusal_names_the_way() -> None:

@@ -237,6 +237,31 @@ def test_what_a_second_forward_cannot_be_recorded_with_is_refused() -> None:
     assert model.note is None
 
 
+def test_the_attribute_is_named_that_the_second_forward_computes_with() -> None:
+    """Others are set anew by each forward."""
+
+    class Table(nn.Module):
+        made: Any = None
+
+        def forward(self, x: Tensor) -> Tensor:
+            if self.made is None:
+                self.made = torch.arange(x.shape[-1]).cos()
+            return x * self.made
+
+    class Both(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = Table()
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.last = x.detach()
+            scaled: Tensor = self.table(x)
+            return scaled
+
+    with pytest.raises(CaptureError, match=r"^table.made \(.* something else in table \(.*once"):
+        capture(Both(), Arguments((torch.randn(4, 8),), {}))
+
+
 def test_a_counter_inside_a_subclass_of_a_torch_module_is_refused() -> None:
     """It is one node: an attribute of it that its parent reads would be a constant."""
 

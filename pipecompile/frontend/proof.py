@@ -113,8 +113,7 @@ def _refuse_unseen_writes(
     """Raise CaptureError if each forward writes other values to state and no node of the graph is
     known to write there: where the forward is recomputed, it would write once more.
     """
-    may_write = step.written or any(nodes_of_user(module))
-    if not may_write or step.writes_in_backward:
+    if step.writes_in_backward or not (step.written or any(nodes_of_user(module))):
         return
     seen = _storages_seen_written(module)
     state = {
@@ -123,9 +122,13 @@ def _refuse_unseen_writes(
     }
     inputs, dims = capture.inputs.flatten(call), capture.inputs.batch_dims
     others = other_data(inputs, dims)
-    # On other data too: a maximum that begins above those of the sample is written by larger
-    # numbers alone.
-    for second in (inputs, others, enlarged(others, dims), enlarged(others, dims, FAR)):
+    seconds: list[Sequence[Tensor]] = []
+    if any(storage_key(state[name]) not in seen for name in step.written):
+        seconds += [inputs, others, enlarged(others, dims)]
+    if any(nodes_of_user(module)):
+        # A maximum that begins above those of the sample is written by larger numbers alone.
+        seconds += [enlarged(others, dims), enlarged(others, dims, FAR)]
+    for second in seconds:
         for name in _changed_by_second(capture, module, step, (inputs, second)):
             if storage_key(state[name]) not in seen:
                 raise CaptureError(

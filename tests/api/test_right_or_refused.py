@@ -133,7 +133,6 @@ def squared_slope(value: Tensor) -> Tensor:
         (sparse_product, "it computes with sparse tensors"),
         (csr_product, "it computes with sparse tensors"),
         (cubed_slope, "it computes a derivative"),
-        (squared_slope, "it computes a derivative"),
     ],
 )
 def test_so_is_a_module_of_one_node_that_costs_cannot_run(
@@ -143,6 +142,12 @@ def test_so_is_a_module_of_one_node_that_costs_cannot_run(
     with pytest.raises(CaptureError, match=message) as caught:
         pipecompile(between(Calling(function)), X, k=2, costs="flops", leaf=("2",), microbatches=2)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("recompute", ["none", "block", "stage"])
+def test_a_module_of_one_node_may_differentiate_what_it_is_given(recompute: str) -> None:
+    model = between(Calling(squared_slope))
+    steps_alike(model, [X, X + 1], k=3, microbatches=2, leaf=("2",), recompute=recompute)
 
 
 def square(output: Tensor, target: Any) -> Tensor:

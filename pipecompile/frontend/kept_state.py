@@ -26,7 +26,14 @@ from pipecompile.frontend.packages import NAMESPACES, is_of_others
 from pipecompile.graph.attributes import CONTAINERS, plain_container
 from pipecompile.graph.gradient_hooks import has_hook
 
-__all__ = ["holders_of_user", "hooks_of_user", "mark_once", "nodes_of_user", "places_of_kept_state"]
+__all__ = [
+    "holders_of_user",
+    "hooks_of_user",
+    "mark_once",
+    "nodes_of_user",
+    "places_of_kept_state",
+    "reached_by_user",
+]
 
 HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
@@ -52,6 +59,13 @@ def nodes_of_user(module: fx.GraphModule) -> Iterator[fx.Node]:
                 yield node
         elif node.op == "call_function" and runs_code_of_user(node.target):
             yield node
+
+
+def reached_by_user(model: nn.Module, module: fx.GraphModule) -> Iterator[Any]:
+    """Yield all that code of the user in nodes may keep something in, classes among it."""
+    yield from holders_of_user(model)
+    yield from {type(each) for each in model.modules()}
+    yield from (node.target for node in nodes_of_user(module) if node.op == "call_function")
 
 
 def mark_once(module: fx.GraphModule) -> None:

@@ -22,10 +22,10 @@ from pipecompile.frontend.digest import digest
 from pipecompile.frontend.failing_model import ModelFailsError
 from pipecompile.frontend.in_flight_check import check_in_flight, may_disturb
 from pipecompile.frontend.kept_state import (
-    holders_of_user,
     mark_once,
     nodes_of_user,
     places_of_kept_state,
+    reached_by_user,
 )
 from pipecompile.frontend.other_data import FAR, enlarged, other_data
 from pipecompile.frontend.refusals import UnsupportedError
@@ -147,7 +147,7 @@ def _changed_by_second(
     """Return the state that is not the same after steps on both batches as after that on the first;
     nothing if the model does not take them.
     """
-    with suppress(Exception), callable_restored(*holders_of_user(capture.model)):
+    with suppress(Exception), callable_restored(*reached_by_user(capture.model, module)):
         *_, twice = training_steps(capture.model, [partial(module, *each) for each in batches])
         return [
             name

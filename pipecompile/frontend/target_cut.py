@@ -13,6 +13,8 @@ Which dimension of a target counts the samples is known only where it is as long
 
 from __future__ import annotations
 
+import dataclasses
+from collections import deque
 from collections.abc import Sequence
 from enum import Enum
 from functools import partial
@@ -30,6 +32,7 @@ from pipecompile.graph.storages import is_irregular, layout_name
 
 __all__ = ["cut_targets"]
 
+SEQUENCES = (list, tuple, deque)
 SAMPLES: Literal["samples"] = "samples"
 """Says in `dims` that a list or tuple is cut by samples, whatever its items look like."""
 REMEDY = (
@@ -52,7 +55,7 @@ def cut_targets(
     """
     register_dataclasses(targets)
     samples = sum(sizes)
-    if dims == (None,) and pytree.tree_flatten(targets)[1].is_leaf():
+    if type(dims) is tuple and dims == (None,) and pytree.tree_flatten(targets)[1].is_leaf():
         return [targets] * len(sizes)
     if dims is not None:
         return _cut_as_given(targets, dims, sizes)
@@ -73,25 +76,50 @@ def _cut_as_given(target: Any, dims: Any, sizes: Sequence[int]) -> list[Any]:
     samples = sum(sizes)
     if dims is None:
         return [target] * len(sizes)
-    if dims == SAMPLES:
-        if type(target) not in (list, tuple) or len(target) != samples:
+    if isinstance(dims, str) and dims == SAMPLES:
+        if type(target) not in SEQUENCES or len(target) != samples:
             raise InputError(
                 f"target_batch_dims says {SAMPLES!r} of a {type(target).__name__}, but that is for "
                 f"a list or tuple of {samples}, as many as there are samples; {REMEDY}"
             )
         return list(_cut(target, 0, sizes))
-    if isinstance(dims, int):
+    if type(dims) is int:
         is_list = None if dims else partial(_is_list_of_samples, samples)
         leaves, spec = pytree.tree_flatten(target, is_list)
         return _unflattened(spec, [_cut(leaf, dims, sizes) for leaf in leaves], len(sizes))
-    (of_items, wanted), (items, spec) = _items(dims), _items(target)
-    if wanted != spec or spec.is_leaf():
+    items, spec = _items(target)
+    of_items = _dims_of_items(target, dims, spec)
+    if of_items is None:
         raise InputError(
             f"target_batch_dims={dims!r} does not fit the target; give a dimension, None or "
             f"{SAMPLES!r}, or a tree of these like the target's"
         )
     parts = [_cut_as_given(item, dim, sizes) for item, dim in zip(items, of_items, strict=True)]
     return _unflattened(spec, parts, len(sizes))
+
+
+def _dims_of_items(target: Any, dims: Any, spec: pytree.TreeSpec) -> list[Any] | None:
+    """Return what `dims` has for each of the items of `target`, in their order; None if these are
+    not alike.
+    """
+    names, given = _named(target), _named(dims)
+    if names is None or given is None:
+        of_items, wanted = _items(dims)
+        return of_items if wanted == spec and not spec.is_leaf() else None
+    if names.keys() != given.keys():
+        return None
+    # Torch leaves out the fields of a dataclass that are None.
+    is_left_out = dataclasses.is_dataclass(target)
+    return [given[name] for name, item in names.items() if item is not None or not is_left_out]
+
+
+def _named(value: Any) -> dict[str, Any] | None:
+    """Return the items of a dict or the fields of a dataclass, by name."""
+    if isinstance(value, dict):
+        return value
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+    return None
 
 
 def _items(value: Any) -> tuple[list[Any], pytree.TreeSpec]:
@@ -112,7 +140,7 @@ def _refuse_lists_of_samples(targets: Any, samples: int) -> None:
     """Raise InputError for a list that has an item for each sample, at any depth of `targets`."""
 
     def may_be_samples(value: Any) -> bool:
-        is_list = type(value) is list and len(value) == samples > 1
+        is_list = type(value) in (list, deque) and len(value) == samples > 1
         return is_list or _reading(samples, value) == SAMPLES
 
     for path, value in leaves_with_paths(targets, may_be_samples):
@@ -120,10 +148,10 @@ def _refuse_lists_of_samples(targets: Any, samples: int) -> None:
             kind = type(value).__name__
             raise InputError(
                 f"the target{pytree.keystr(path)} is a {kind} of {samples}, as many as there are "
-                f"samples; say with target_batch_dims={SAMPLES!r} that it is cut by samples, or "
-                f"with a {kind} of {samples} times None, or 0, that every microbatch is given all "
-                "of it, or a part of each tensor in it; for a tuple or dict of targets, one of "
-                "these for each"
+                f"samples; say with target_batch_dims={SAMPLES!r} that it is cut by samples, with "
+                f"a {kind} of {samples} times None that every microbatch is given all of it, or "
+                f"with a {kind} of {samples} times 0 that each tensor in it is cut; for a tuple or "
+                "dict of targets, one of these for each"
             )
 
 
@@ -146,22 +174,27 @@ def _reading(samples: int, value: Any) -> Literal["samples", "whole", "either"]:
     """Return how a target is to be read: as a list with an item for each sample, as one whose items
     are of all samples, or in either way.
     """
-    if type(value) not in (list, tuple) or not len(value) == samples > 1:
+    if type(value) not in SEQUENCES or not len(value) == samples > 1:
         return "whole"
-    if all(type(item) in (list, tuple) and len(item) == samples for item in value):
-        return "either"
-    if type(value) is list:
-        return "either" if all(_has_rows(item, samples) for item in value) else SAMPLES
-    # A pair of tensors and settings for two samples.
-    leaves = (leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor))
-    tensors = [leaf for leaf in leaves if leaf.dim()]
-    if not tensors or not all(_has_rows(tensor, samples) for tensor in tensors):
+    if {_holds_all(item, samples) for item in value} - {None} != {True}:
         return SAMPLES
-    return "either" if len(set(map(type, value))) == 1 else "whole"
+    # A pair of tensors and settings for two samples.
+    is_pair = type(value) is tuple and len(set(map(type, value))) > 1
+    return "whole" if is_pair else "either"
 
 
-def _has_rows(item: Any, rows: int) -> bool:
-    return isinstance(item, Tensor) and item.dim() > 0 and item.shape[0] == rows
+def _holds_all(item: Any, samples: int) -> bool | None:
+    """Return whether an item has as many rows or items as there are samples; None for what has
+    none, such as numbers and texts.
+    """
+    if isinstance(item, Tensor):
+        return item.shape[0] == samples if item.dim() else None
+    if type(item) in SEQUENCES:
+        return len(item) == samples
+    if isinstance(item, dict):
+        held = {_holds_all(each, samples) for each in item.values()} - {None}
+        return held == {True} if held else None
+    return None
 
 
 def _batch_dimension(leaf: Any, samples: int, likely: Sequence[int], targets: Any) -> int | None:
@@ -171,17 +204,7 @@ def _batch_dimension(leaf: Any, samples: int, likely: Sequence[int], targets: An
     InputError if none is, or if several may be.
     """
     if not isinstance(leaf, Tensor):
-        if getattr(leaf, "shape", ()):
-            raise _array_error(f"the target{_path(leaf, targets)}", leaf)
-        is_empty = isinstance(leaf, (set, frozenset)) and not leaf
-        # A scalar of numpy has a shape.
-        is_plain = isinstance(leaf, (*PLAIN, Enum, slice)) or hasattr(leaf, "shape")
-        if not is_plain and not is_empty:
-            raise InputError(
-                f"the target{_path(leaf, targets)} is a {type(leaf).__name__}, and what that holds "
-                "is not cut; give a tensor, or tuples, lists, dicts and dataclasses of tensors, or "
-                f"{REMEDY}"
-            )
+        _refuse_uncut(leaf, f"the target{_path(leaf, targets)}")
         return None
     if not leaf.dim():
         return None
@@ -197,11 +220,20 @@ def _batch_dimension(leaf: Any, samples: int, likely: Sequence[int], targets: An
     )
 
 
-def _array_error(where: str, array: Any) -> InputError:
-    return InputError(
-        f"{where} is a {type(array).__module__}.{type(array).__name__} of shape "
-        f"{tuple(array.shape)}; give a tensor (torch.from_numpy), which can be cut"
-    )
+def _refuse_uncut(leaf: Any, where: str) -> None:
+    """Raise InputError for what is no tensor and holds something: an array, or an object."""
+    if getattr(leaf, "shape", ()):
+        raise InputError(
+            f"{where} is a {type(leaf).__module__}.{type(leaf).__name__} of shape "
+            f"{tuple(leaf.shape)}; give a tensor (torch.from_numpy), which can be cut"
+        )
+    is_empty = isinstance(leaf, (set, frozenset)) and not leaf
+    # A scalar of numpy has a shape.
+    if not is_empty and not isinstance(leaf, (*PLAIN, Enum, slice)) and not hasattr(leaf, "shape"):
+        raise InputError(
+            f"{where} is a {type(leaf).__name__}, and what that holds is not cut; give a tensor, "
+            f"or tuples, lists, dicts and dataclasses of tensors, or {REMEDY}"
+        )
 
 
 def _path(leaf: Any, targets: Any) -> str:
@@ -212,13 +244,13 @@ def _path(leaf: Any, targets: Any) -> str:
 
 def _cut(leaf: Any, dim: int | None, sizes: Sequence[int]) -> Sequence[Any]:
     """Return the parts of a leaf along `dim`, in proportion to `sizes`."""
-    if dim == 0 and isinstance(leaf, (list, tuple)):
+    if dim == 0 and type(leaf) in SEQUENCES:
+        items = list(leaf) if isinstance(leaf, deque) else leaf
         ends = list(accumulate(sizes, initial=0))
-        return [leaf[start:end] for start, end in pairwise(ends)]
-    is_array = not isinstance(leaf, Tensor) and bool(getattr(leaf, "shape", None))
-    if dim is not None and is_array:
-        raise _array_error("a target", leaf)
-    if dim is None or not isinstance(leaf, Tensor):
+        return [items[start:end] for start, end in pairwise(ends)]
+    if dim is not None and not isinstance(leaf, Tensor):
+        _refuse_uncut(leaf, "a target")
+    if dim is None or not isinstance(leaf, Tensor) or not leaf.dim():
         return [leaf] * len(sizes)
     if is_irregular(leaf):
         raise InputError(

@@ -158,7 +158,8 @@ class StageTimer:
                 random=stage.random,
             )
             with self._state_on_device(stage):
-                outputs = run.evaluate(values, StreamKey(0, 0, 0))
+                # As in a step, and not without gradients: hooks may ask for them.
+                outputs, _ = run.forward(values, StreamKey(0, 0, 0))
             if stage.index in mine:
                 is_last = stage.index == plan.k - 1
                 loss = self._loss(program, outputs) if is_last else None

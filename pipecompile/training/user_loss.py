@@ -21,14 +21,15 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
-from pipecompile.errors import InputError, PipecompileError
+from pipecompile.errors import InputError, PipecompileError, reason_of
 from pipecompile.frontend.attribute_reads import getter_patched
 from pipecompile.frontend.batch_counts import OUTPUT, refuse_counts
 from pipecompile.frontend.callable_state import callable_restored
 from pipecompile.frontend.signature import OutputStructure
 from pipecompile.frontend.target import LossFunction, Target
+from pipecompile.graph.attributes import PLAIN
 from pipecompile.graph.storages import is_irregular, storage_key
 from pipecompile.runtime.shards import local_part
 
@@ -190,7 +191,7 @@ def loss_of(
     except (PipecompileError, torch.OutOfMemoryError):
         raise
     except Exception as error:
-        raised = f"{type(error).__name__}: {error}"
+        raised = f"{type(error).__name__}: {reason_of(error)}"
         # A function that needs a target raises one of these where it is given None.
         if wanted is None and isinstance(error, (TypeError, AttributeError)):
             raise InputError(
@@ -202,12 +203,14 @@ def loss_of(
             "; a tensor that belongs to no sample stays whole by target_batch_dims, as (0, None)"
         )
         several = sum(isinstance(leaf, Tensor) for leaf in tree_leaves(wanted)) > 1
-        given = [tree_map_only(Tensor, _description, value) for value in (output, wanted)]
+        given = [tree_map(_description, value) for value in (output, wanted)]
         raise InputError(
             f"loss_fn raised {raised}; for a microbatch it was given the output {given[0]} and the "
             f"target {given[1]}{advice if several else ''}"
         ) from error
 
 
-def _description(tensor: Tensor) -> str:
-    return f"{tensor.dtype}{list(tensor.shape)}"
+def _description(value: object) -> object:
+    if isinstance(value, Tensor):
+        return f"{value.dtype}{list(value.shape)}"
+    return value if isinstance(value, PLAIN) else f"a {type(value).__name__}"

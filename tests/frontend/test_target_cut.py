@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from array import array
-from collections import UserDict
+from collections import OrderedDict, UserDict, deque
+from dataclasses import dataclass
 from enum import Enum
 from functools import partial
 from types import SimpleNamespace
@@ -158,6 +159,39 @@ def test_lists_of_two_samples_in_a_pair_are_cut_each_by_its_own_dimension() -> N
     assert cut_targets((rows(2), scalar), (1, 1))[1][1] is scalar
 
 
+@dataclass
+class Pair:
+    labels: Any
+    weights: Any
+    more: Any = None
+
+
+@pytest.mark.parametrize(
+    ("target", "dims"),
+    [
+        (Pair(rows(8), rows(3)), Pair(0, None)),
+        ({"a": rows(8), "b": rows(3)}, {"b": None, "a": 0}),
+        (OrderedDict(a=rows(8), b=rows(3)), {"a": 0, "b": None}),
+    ],
+)
+def test_dimensions_are_found_by_name(target: Any, dims: Any) -> None:
+    for index, part in enumerate(cut_targets(target, (6, 2), dims)):
+        labels, weights = part.values() if isinstance(part, dict) else (part.labels, part.weights)
+        assert len(labels) == (6, 2)[index]
+        assert len(weights) == 3
+
+
+def test_a_list_of_a_tensor_and_texts_is_not_cut_in_two_ways() -> None:
+    """A batch of two would otherwise be cut between the labels and the texts."""
+    collated: Any = [rows(2, 1), ("a", "b")]
+    with pytest.raises(InputError, match="a list of 2 times 0 if each of its items is"):
+        cut_targets(collated, (1, 1), 0)
+    for part in cut_targets(collated, (1, 1), [0, 0]):
+        assert [len(each) for each in part] == [1, 1]
+    assert cut_targets((rows(2), torch.tensor(1.0)), (1, 1), (0, 0))[1][1] == 1.0
+    assert cut_targets(deque("abcd"), (3, 1), 0) == [["a", "b", "c"], ["d"]]
+
+
 def test_a_list_is_cut_along_a_later_dimension_of_its_tensors() -> None:
     parts = cut_targets([rows(3, 8)] * 8, (4, 4), 1)
     assert all(tuple(each.shape) == (3, 4) for part in parts for each in part)
@@ -175,7 +209,7 @@ def test_a_list_is_cut_along_a_later_dimension_of_its_tensors() -> None:
         (
             [rows(8)] * 8,
             None,
-            r"a list of 8, as many as there are .*='samples' .* a list of 8 times None, or 0",
+            r"a list of 8, as many as there .*='samples' .* list of 8 times None .* 8 times 0",
         ),
         (rows(8), "samples", r"says 'samples' of a Tensor, but that is for a list or tuple of 8"),
         ({"boxes": [rows(8)] * 8}, None, r"target\['boxes'\] is a list of 8, as many as there"),
@@ -197,6 +231,12 @@ def test_a_list_is_cut_along_a_later_dimension_of_its_tensors() -> None:
         (array("f", [0.0] * 8), None, "the target is a array"),
         (rows(8), (0, None), "does not fit the target"),
         (rows(8), "0", "does not fit the target"),
+        (rows(8), True, "does not fit the target"),
+        (rows(8), np.zeros(2), "does not fit the target"),
+        (Pair(rows(8), rows(8)), {"labels": 0}, "does not fit the target"),
+        (UserDict(y=rows(8)), 0, "a target is a UserDict, and what that holds is not cut"),
+        (range(8), 0, "a target is a range"),
+        (deque(range(8)), None, "the target is a deque of 8"),
         ([rows(2)] * 2, "samples", "for a list or tuple of 8"),
         (rows(6, 8), 0, r"cannot be cut along dimension 0 into microbatches of \[4, 4\]"),
         (rows(8), 1, "cannot be cut along dimension 1"),

@@ -91,7 +91,8 @@ def test_a_hook_of_a_module_that_reads_a_value_runs_once_for_each_microbatch(
         assert torch.equal(ours.grad, its.grad)
 
 
-def test_a_forward_hook_may_put_a_hook_on_the_output_as_in_a_step() -> None:
+@pytest.mark.parametrize("costs", ["flops", "measured"])
+def test_a_forward_hook_may_put_a_hook_on_the_output_as_in_a_step(costs: str) -> None:
     """A tensor without a gradient takes no hook."""
 
     def doubled(module: nn.Module, inputs: Any, output: Tensor) -> None:
@@ -101,7 +102,7 @@ def test_a_forward_hook_may_put_a_hook_on_the_output_as_in_a_step() -> None:
     models[1].load_state_dict(models[0].state_dict())
     for each in models:
         each[1].register_forward_hook(doubled)
-    steps = pipecompile(models[0], X, k=2, microbatches=2, loss_fn=mean_square, costs="flops")
+    steps = pipecompile(models[0], X, k=2, microbatches=2, loss_fn=mean_square, costs=costs)
     steps.step(X)
     for part in X.split(4):
         (mean_square(models[1](part), None) / 2).backward()

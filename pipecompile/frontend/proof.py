@@ -28,6 +28,7 @@ from pipecompile.frontend.kept_state import (
     reached_by_user,
 )
 from pipecompile.frontend.other_data import FAR, enlarged, other_data
+from pipecompile.frontend.packages import is_foreign
 from pipecompile.frontend.refusals import UnsupportedError
 from pipecompile.frontend.repeated_forward import depends_on_later_forwards
 from pipecompile.frontend.self_check import (
@@ -131,10 +132,15 @@ def _refuse_unseen_writes(
     for second in seconds:
         for name in _changed_by_second(capture, module, step, (inputs, second)):
             if storage_key(state[name]) not in seen:
+                owner = type(capture.model.get_submodule(name.rpartition(".")[0]))
+                # What a fused one of torch does in one operator, that does in several, which show.
+                advice = "use FakeQuantize with an observer of its own in place of a fused one"
+                if not is_foreign(owner.__module__):
+                    advice = "write to it by its own name, and not through .data"
                 raise CaptureError(
                     f"{name}: the forward writes to it by another name in a module that is one "
-                    "node, so that no operator shows it; write to it by its own name, and not "
-                    "through .data, so that each microbatch sees it as in a loop"
+                    f"node, so that no operator shows it; {advice}, so that each microbatch sees "
+                    "it as in a loop"
                 )
 
 

@@ -97,6 +97,14 @@ class Unreached(Copied):
         self.largest.fill_(50.0)
 
 
+def test_a_fused_observer_of_torch_is_refused_with_a_way() -> None:
+    made = FusedMovingAvgObsFakeQuantize.with_args(quant_min=0, quant_max=255)()
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), made, nn.Linear(WIDTH, WIDTH))
+    model(X)  # it resizes its buffers the first time
+    with pytest.raises(CaptureError, match="use FakeQuantize with an observer of its own"):
+        pipecompile(model, X, k=2, microbatches=4, costs="flops", loss_fn=mean_square)
+
+
 class Counter(nn.Module):
     """It writes to a buffer as anybody sees."""
 

@@ -27,6 +27,7 @@ from pipecompile.graph.attributes import CONTAINERS, plain_container
 from pipecompile.graph.gradient_hooks import has_hook
 
 __all__ = [
+    "has_code_of_user",
     "holders_of_user",
     "hooks_of_user",
     "mark_once",
@@ -72,6 +73,11 @@ def mark_once(module: fx.GraphModule) -> None:
     """Note on these nodes that none of them may be recomputed."""
     for node in nodes_of_user(module):
         node.meta["keeps_state"] = True
+
+
+def has_code_of_user(model: nn.Module) -> bool:
+    """Return whether a forward of the model runs such code, in a node or around nodes."""
+    return _has_hooks_of_all_modules() or any(map(_is_of_user, model.modules()))
 
 
 def _has_hooks_of_all_modules() -> bool:

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from pipecompile.errors import InputError
 from pipecompile.frontend.callable_state import callable_restored
 from pipecompile.frontend.deterministic_kernels import deterministic_kernels
-from pipecompile.frontend.kept_state import holders_of_user
+from pipecompile.frontend.kept_state import has_code_of_user, holders_of_user
 from pipecompile.frontend.other_data import FAR, enlarged, other_data
 from pipecompile.frontend.signature import Arguments
 from pipecompile.frontend.target import Target
@@ -73,8 +73,11 @@ def refuse_late_loss(
     if target.loss_fn is None:
         return
     then = _other_call(target, call, following)
-    # A running maximum shows only beside larger numbers.
-    for other in (then, _enlarged(target, then)):
+    others = [then]
+    if has_code_of_user(target.model):
+        # A running maximum shows only beside larger numbers.
+        others.append(_enlarged(target, then))
+    for other in others:
         message = None
         with suppress(Exception):  # a step says what is wrong with it
             message = _lateness(target, call, wanted, other)

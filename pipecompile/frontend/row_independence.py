@@ -67,7 +67,10 @@ def _refuse_changed_rows(
     rows = inputs.batch_size(tensors)
     has_rows = [_batch_dim(own, small, rows) for own, small, *_ in zip(*outputs, strict=False)]
     if all(dim is None for dim in has_rows):
-        _refuse_outputs_without_rows(inputs, tensors, outputs)
+        with torch.enable_grad():
+            results = tensor_leaves(model(*first.args, **first.kwargs))
+        trained = [each.requires_grad for each in results]
+        _refuse_outputs_without_rows(inputs, tensors, outputs, trained)
     for index, (own, small, *others) in enumerate(zip(*outputs, strict=False)):
         # Other outputs, such as a loss, have no row for each sample.
         dim = _batch_dim(own, small, rows)
@@ -85,17 +88,20 @@ def _refuse_changed_rows(
 
 
 def _refuse_outputs_without_rows(
-    inputs: InputStructure, tensors: Sequence[Tensor], outputs: Sequence[tuple[Tensor, ...]]
+    inputs: InputStructure,
+    tensors: Sequence[Tensor],
+    outputs: Sequence[tuple[Tensor, ...]],
+    trained: Sequence[bool],
 ) -> None:
-    """Raise InputError if no output has a row for each sample, and one of several elements changes
-    with the rows that are beside others: it may have its rows elsewhere. A model that returns a
-    number is not asked: it returns its loss, and maybe statistics.
+    """Raise InputError if no output has a row for each sample, and one of several elements that
+    carries a gradient changes with the rows that are beside others: it may have its rows elsewhere.
+    A number is a loss, and what carries no gradient a statistic.
     """
-    if any(one.numel() == 1 for one in outputs[0]):
-        return
-    for index, (_, alone, one, other) in enumerate(zip(*outputs, strict=False)):
-        has_no_rows = alone.dim() > 0 and alone.shape == one.shape == other.shape
-        if has_no_rows and one.is_floating_point() and _share_changed(one, other) > TOLERANCE:
+    for index, (is_trained, (_, alone, one, other)) in enumerate(
+        zip(trained, zip(*outputs, strict=False), strict=False)
+    ):
+        has_no_rows = alone.numel() > 1 and alone.shape == one.shape == other.shape
+        if is_trained and has_no_rows and _share_changed(one, other) > TOLERANCE:
             raise InputError(
                 f"output {index} is of shape {tuple(one.shape)} for any number of rows along "
                 f"{_where(inputs)}, and depends on them all: a microbatch would have an output of "

@@ -282,5 +282,5 @@ def _refuse_whole_stages(graph: CostGraph, options: Options) -> None:
             f"recompute={options.recompute!r} runs whole stages again, and {once.name}{line} may "
             "not run twice: it writes to a parameter, or computes with what it keeps of other "
             "microbatches",
-            "choose auto, block, sqrt or none",
+            "choose auto or none",
         )

@@ -240,6 +240,10 @@ def test_a_model_that_returns_its_loss_may_return_statistics() -> None:
         lambda states: states.square().mean().reshape(1),
     ):
         refuse_dependent_rows(LastOfTime(pool), first, second)
+    # An auxiliary loss says nothing of where the other output has its rows.
+    beside = LastOfTime(lambda states: (states[-1], states.square().mean()))
+    with pytest.raises(InputError, match="give batch_dim=1"):
+        refuse_dependent_rows(beside, first, second)
     stacked = LastOfTime(lambda states: torch.stack([states.mean(), states.square().mean()]))
     with pytest.raises(InputError, match="return losses apart, each as one number"):
         refuse_dependent_rows(stacked, first, second)

@@ -7,7 +7,8 @@ and Schedule1F1B, whose loss and gradients are the same. One process trains them
 pipeline and with a loop over microbatches of the unsplit model. Under every synchronous schedule
 two ranks train by turns with our loop over actions and with `engine="torch"`. Blocks of a few steps
 alternate, so that a busy machine slows down both, and each finds its own weights in the caches as
-in a training run; a ratio is the median over pairs of blocks.
+in a training run; a ratio is the median over pairs of blocks, and the mean over rounds with new
+processes, between which both sides exchange their weights.
 
 Prints a table; writes results/runtime.json.
 """
@@ -18,10 +19,9 @@ import ctypes
 import json
 import tempfile
 import time
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from statistics import median
+from statistics import mean, median, stdev
 from typing import Any, NamedTuple
 
 import torch
@@ -40,9 +40,13 @@ from tests.distributed.workers import Workers
 
 RESULT = Path(__file__).parent / "results" / "runtime.json"
 MICROBATCHES = 4
-PAIRS, BLOCK = 24, 5
+ROUNDS, PAIRS, BLOCK = 6, 8, 5
 TRIM_THRESHOLD, MMAP_THRESHOLD = -1, -3  # glibc's names for mallopt
 TORCH = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
+
+
+Measured = tuple[float, float]
+"""The milliseconds of our step, and the ratio of it to what it is beside."""
 
 
 class Size(NamedTuple):
@@ -123,7 +127,7 @@ def step_of(pipeline: Pipeline, batch: Tensor) -> Callable[[], None]:
     return step
 
 
-def ratios(one: Callable[[], Any], other: Callable[[], Any]) -> tuple[float, float]:
+def ratios(one: Callable[[], Any], other: Callable[[], Any]) -> Measured:
     """The milliseconds of a step of the first, and the median ratio of it to the second."""
     times: list[tuple[float, float]] = []
     for index in range(PAIRS + 1):
@@ -150,22 +154,9 @@ def _meet() -> None:
         dist.barrier()
 
 
-def both_ways(beside: Callable[[bool], tuple[float, float]]) -> tuple[float, float]:
-    """The means of what is measured as it is and with the weights of both sides exchanged.
-
-    Where weights lie in memory alone makes up to 5 % on a CPU.
-    """
-    keep_memory()
-    (step, ratio), (other_step, other_ratio) = beside(False), beside(True)
-    return (step + other_step) / 2, (ratio + other_ratio) / 2
-
-
-def beside_torch(size: Size, schedule: str) -> tuple[float, float]:
+def beside_torch(size: Size, schedule: str, exchanged: bool) -> Measured:
     """Our step beside torch's, on this rank."""
-    return both_ways(partial(_beside_torch, size, schedule))
-
-
-def _beside_torch(size: Size, schedule: str, exchanged: bool) -> tuple[float, float]:
+    keep_memory()
     batch, rank = batch_of(size), dist.get_rank()
     both = [pipeline_of(schedule, layers_of(size), batch) for _ in range(2)]
     pipeline, other = reversed(both) if exchanged else both
@@ -187,12 +178,9 @@ def _beside_torch(size: Size, schedule: str, exchanged: bool) -> tuple[float, fl
     return ratios(step_of(pipeline, batch), torch_step)
 
 
-def beside_engine(size: Size, schedule: str) -> tuple[float, float]:
+def beside_engine(size: Size, schedule: str, exchanged: bool) -> Measured:
     """Our loop over actions beside torch's, on this rank."""
-    return both_ways(partial(_beside_engine, size, schedule))
-
-
-def _beside_engine(size: Size, schedule: str, exchanged: bool) -> tuple[float, float]:
+    keep_memory()
     batch, engines = batch_of(size), ["own", "torch"]
     pipelines = {
         engine: pipeline_of(schedule, layers_of(size), batch, engine=engine)
@@ -202,12 +190,9 @@ def _beside_engine(size: Size, schedule: str, exchanged: bool) -> tuple[float, f
     return ratios(own, theirs)
 
 
-def beside_loop(size: Size) -> tuple[float, float]:
+def beside_loop(size: Size, exchanged: bool) -> Measured:
     """A step in one process beside a loop over the microbatches of the unsplit model."""
-    return both_ways(partial(_beside_loop, size))
-
-
-def _beside_loop(size: Size, exchanged: bool) -> tuple[float, float]:
+    keep_memory()
     batch, both = batch_of(size), [layers_of(size), layers_of(size)]
     model, unsplit = reversed(both) if exchanged else both
     pipeline = pipeline_of("1f1b", model, batch)
@@ -220,30 +205,70 @@ def _beside_loop(size: Size, exchanged: bool) -> tuple[float, float]:
     return ratios(step_of(pipeline, batch), loop)
 
 
+class Case(NamedTuple):
+    """What is measured: `job` with these arguments, and with whether both sides exchange weights.
+
+    A case of one rank runs in this process.
+    """
+
+    size: Size
+    beside: str
+    ranks: int
+    job: Callable[..., Measured]
+    arguments: tuple[Any, ...]
+
+
+def cases() -> Iterator[Case]:
+    """Yield all cases, in the order of the table."""
+    for size in SIZES:
+        for schedule, theirs in TORCH.items():
+            yield Case(size, theirs.__name__, 2, beside_torch, (size, schedule))
+        yield Case(size, "a loop in one process", 1, beside_loop, (size,))
+    for schedule in SYNCHRONOUS:
+        arguments = OF_ENGINES, schedule
+        yield Case(OF_ENGINES, f"engine='torch', {schedule}", 2, beside_engine, arguments)
+
+
 def main() -> None:
-    """Measure all sizes, and write the result."""
+    """Measure all cases, and write the result."""
     no_arguments(__doc__)
     torch.set_num_threads(1)
-    rows: list[dict[str, Any]] = []
-    workers = Workers(2)
-    print(f"{'model':8} {'beside':34} {'our step':>10} {'ratio':>7}")
-    with tempfile.TemporaryDirectory() as folder:
-        for size in SIZES:
-            for schedule, theirs in TORCH.items():
-                results = workers.run(2, beside_torch, size, schedule, folder=folder)
-                rows.append(_row(size, theirs.__name__, results))
-            rows.append(_row(size, "a loop in one process", [beside_loop(size)]))
-        for schedule in SYNCHRONOUS:
-            results = workers.run(2, beside_engine, OF_ENGINES, schedule, folder=folder)
-            rows.append(_row(OF_ENGINES, f"engine='torch', {schedule}", results))
-    workers.close()
+    rounds = [measured_once(exchanged=bool(number % 2)) for number in range(ROUNDS)]
+    print(f"{'model':8} {'beside':34} {'our step':>10} {'ratio':>15}")
+    rows = [
+        _row(case, found) for case, found in zip(cases(), zip(*rounds, strict=True), strict=True)
+    ]
     RESULT.write_text(json.dumps({"torch": torch.__version__, "rows": rows}, indent=1) + "\n")
 
 
-def _row(size: Size, beside: str, results: Sequence[tuple[float, float]]) -> dict[str, Any]:
-    step, ratio = max(results)
-    print(f"{size.name:8} {beside:34} {step:7.2f} ms {ratio:7.3f}", flush=True)
-    return {"model": size.name, "beside": beside, "step_ms": round(step, 3), "ratio": ratio}
+def measured_once(*, exchanged: bool) -> list[Measured]:
+    """Measure each case once, with new processes: where weights lie in memory alone makes up to 5 %
+    on a CPU, and a process keeps to its places.
+    """
+    workers, measured = Workers(2), []
+    with tempfile.TemporaryDirectory() as folder:
+        for case in cases():
+            arguments = *case.arguments, exchanged
+            if case.ranks == 1:
+                measured.append(case.job(*arguments))
+            else:
+                measured.append(max(workers.run(2, case.job, *arguments, folder=folder)))
+    workers.close()
+    return measured
+
+
+def _row(case: Case, measured: Sequence[Measured]) -> dict[str, Any]:
+    step = mean(step for step, _ in measured)
+    found = [ratio for _, ratio in measured]
+    ratio, error = mean(found), stdev(found) / len(found) ** 0.5
+    print(f"{case.size.name:8} {case.beside:34} {step:7.2f} ms {ratio:7.3f} ± {error:.3f}")
+    return {
+        "model": case.size.name,
+        "beside": case.beside,
+        "step_ms": round(step, 3),
+        "ratio": ratio,
+        "standard_error": error,
+    }
 
 
 if __name__ == "__main__":

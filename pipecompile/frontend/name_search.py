@@ -76,7 +76,7 @@ from pipecompile.frontend.packages import (
     names_foreign_module,
     package_of,
 )
-from pipecompile.frontend.places import GONE, Attribute, Item
+from pipecompile.frontend.places import GONE, Attribute, Item, variable
 from pipecompile.frontend.readable_names import ReadableNames
 from pipecompile.frontend.replaceable_code import (
     functions_among,
@@ -295,7 +295,7 @@ class NameSearch:
         values += map(content, function.__closure__ or ())
         # No name has spaces.
         for text in {each for each in values if isinstance(each, str) and not SPACE.search(each)}:
-            self.found.look(f"os.environ[{text!r}]", partial(os.environ.get, text))
+            self.found.look(f"os.environ[{text!r}]", variable(text))
             self.found.follow(text, sys.modules.get(text))
 
     def _reads_environment(self) -> bool:

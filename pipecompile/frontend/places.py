@@ -8,6 +8,7 @@ A forward may read a thousand, and each step asks whether they have what they ha
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ from typing import Any
 from pipecompile.graph.attributes import getter_of
 from pipecompile.graph.table_writes import AskedAfterWrites, table_of
 
-__all__ = ["GONE", "Attribute", "Item", "NoItem", "Places", "Read"]
+__all__ = ["GONE", "Attribute", "Item", "NoItem", "Places", "Read", "variable"]
 
 GONE = object()
 
@@ -31,8 +32,8 @@ Read = Callable[[], Any]
 class Item:
     """The read of the item of a mapping that has this name."""
 
-    items: Mapping[str, Any]
-    name: str
+    items: Mapping[Any, Any]
+    name: Any
 
     def __call__(self) -> Any:
         """Return the item, `GONE` if there is none."""
@@ -66,6 +67,13 @@ class Attribute:
         with suppress(AttributeError, ValueError):  # a cell may be empty
             return getattr(self.owner, self.name)
         return GONE
+
+
+def variable(name: str) -> Item:
+    """Return the read of a variable of the environment."""
+    # In the table behind `os.environ`, which itself makes a new string each time it is asked.
+    behind: Any = os.environ
+    return Item(behind._data, behind.encodekey(name))
 
 
 class Places:
@@ -116,10 +124,10 @@ class Places:
 class _KnownItems:
     """What is known of a table: its items that are `present`, and the names that are `absent`."""
 
-    def __init__(self, table: dict[str, Any]) -> None:
+    def __init__(self, table: dict[Any, Any]) -> None:
         self.table = table
-        self.present = dict[str, Any]()
-        self.absent = set[str]()
+        self.present = dict[Any, Any]()
+        self.absent = set[Any]()
 
     def note(self, read: Item | NoItem, value: Any) -> None:
         """Note what was read."""

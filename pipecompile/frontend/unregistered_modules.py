@@ -44,6 +44,8 @@ class UnregisteredModules:
 
     def changed(self) -> str | None:
         """Return what has changed, None if nothing has."""
+        if not self._modules:
+            return None
         trained = self._currently_trained()
         if trained != self._trained:
             pairs = zip(self._tensors, trained, self._trained, strict=True)

@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import fx
+from torch._C import _len_torch_function_stack
 
 __all__ = [
     "Autocast",
@@ -29,6 +30,7 @@ __all__ = [
     "EnteredContext",
     "current_autocast",
     "current_context",
+    "default_device_type",
     "leave_context",
     "run_under",
     "shared_cast_readers",
@@ -68,6 +70,12 @@ def current_autocast() -> tuple[Autocast, bool]:
         ]
     )
     return autocast, torch.is_autocast_cache_enabled()
+
+
+def default_device_type() -> str:
+    """Return the type of torch's default device in this thread."""
+    # One that is set is a mode. torch itself imports, filters and makes a tensor to say so.
+    return torch.get_default_device().type if _len_torch_function_stack() else "cpu"
 
 
 def current_context() -> AutogradContext:

@@ -28,11 +28,17 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from itertools import islice
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
-from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
+from torch.autograd.graph import (
+    GradientEdge,
+    Node,
+    _engine_run_backward,
+    get_gradient_edge,
+)
 
 __all__ = ["BackwardPart", "TiedGradients", "input_backward", "weight_backward"]
 
@@ -68,9 +74,30 @@ class BackwardPart:
             from_later = self._pop_reached(tied_gradients)
             edges = [*edges, *map(get_gradient_edge, from_later)]
             gradients = [*gradients, *from_later.values()]
-        if edges:
+        if self.parameters is None and all(type(each) is Tensor for each in edges):
+            self._run_whole(edges, gradients)
+        elif edges:
             torch.autograd.backward(
                 edges, gradients, retain_graph=self.shares_graph, inputs=self.parameters
+            )
+
+    def _run_whole(self, roots: Sequence[Any], gradients: Sequence[Tensor | None]) -> None:
+        """Do what `torch.autograd.backward` does for plain tensors, without the questions that it
+        asks for others: these take longer than a small layer.
+        """
+        seeds = [
+            torch.ones_like(root) if gradient is None else gradient
+            for root, gradient in zip(roots, gradients, strict=True)
+        ]
+        if roots:
+            _engine_run_backward(
+                tuple(roots),
+                tuple(seeds),
+                self.shares_graph,
+                False,  # no graph of the backward
+                (),
+                allow_unreachable=True,
+                accumulate_grad=True,
             )
 
     def _pop_reached(self, tied_gradients: TiedGradients) -> TiedGradients:

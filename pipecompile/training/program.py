@@ -29,7 +29,7 @@ from pipecompile.graph.attributes import (
     is_collecting,
     settings_of,
 )
-from pipecompile.graph.autograd_context import current_autocast
+from pipecompile.graph.autograd_context import current_autocast, default_device_type
 from pipecompile.graph.gradient_hooks import has_hook, has_joint_hook
 from pipecompile.graph.loss_module import held_loss, joined_modules
 from pipecompile.graph.ties import Tie, ties_of
@@ -66,7 +66,7 @@ class Program:
         self.captured = captured
         self._loss = held_loss(module)
         self._autocast, self._default_dtype = current_autocast(), torch.get_default_dtype()
-        self._default_device = torch.get_default_device().type
+        self._default_device = default_device_type()
         self.remember()
         self.modes = self.current_modes()
         # Before it is cut: all stages of the graph then make their tensors where they run.
@@ -182,7 +182,7 @@ class Program:
                 "makes would have another type; set it back, or compile the model again"
             )
         # What was captured on the meta device makes its tensors where it runs.
-        default_device = torch.get_default_device().type
+        default_device = default_device_type()
         if default_device != self._default_device != "meta":
             raise InputError(
                 f"torch's default device is {default_device}, but was {self._default_device} when "

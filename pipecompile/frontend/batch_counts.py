@@ -28,7 +28,7 @@ from pipecompile.frontend.target import Target
 from pipecompile.frontend.training_step import restored_state
 from pipecompile.graph.pytrees import leaves_with_paths
 
-__all__ = ["OUTPUT", "refuse_batch_counts", "refuse_counts"]
+__all__ = ["OUTPUT", "refuse_batch_counts", "refuse_counts", "value_of_loss"]
 
 OUTPUT = "the output"
 """What a loss is given of the model."""
@@ -82,13 +82,13 @@ def refuse_counts(
     # there are, so it counts nothing. Odd numbers are made even first, to be halved without a
     # rest.
     even = _with_halves(given, numbers, 2)
-    once = _value(loss, even)
-    if _is_close(_value(loss, _with_halves(even, numbers, 1)), once):
+    once = value_of_loss(loss, even)
+    if _is_close(value_of_loss(loss, _with_halves(even, numbers, 1)), once):
         return  # it reads none of them
-    twice = _value(loss, _with_halves(doubled, numbers, 2))
+    twice = value_of_loss(loss, _with_halves(doubled, numbers, 2))
     # Several numbers may count, each for a part of the loss.
     for counts in [*([place] for place in numbers), list(numbers)]:
-        halved = _value(loss, _with_halves(even, counts, 1))
+        halved = value_of_loss(loss, _with_halves(even, counts, 1))
         if _is_close(twice, halved) and not _is_close(once, halved):
             names = " and ".join(numbers[place] for place in counts)
             raise InputError(
@@ -135,7 +135,8 @@ def _has_fractions(number: Any) -> bool:
     return isinstance(number, float | np.floating)
 
 
-def _value(loss: Callable[[Mapping[str, Any]], Any], given: Mapping[str, Any]) -> float | None:
+def value_of_loss(loss: Callable[[Any], Any], given: Any) -> float | None:
+    """Return the loss of what is `given`, without what comes with it; None if it fails."""
     try:
         with torch.no_grad():
             returned = loss(given)

@@ -48,7 +48,7 @@ from pipecompile.graph.attributes import CONTAINERS, PLAIN, plain_container
 from pipecompile.graph.model_state import has_values
 from pipecompile.graph.storages import is_irregular
 
-__all__ = ["callable_restored"]
+__all__ = ["callable_restored", "restored_after_failure"]
 
 HOLDS_NOTHING: tuple[Any, ...] = (*PLAIN, ModuleType, *weakref.ProxyTypes)
 PARTS: dict[type, tuple[str, ...]] = {
@@ -88,6 +88,20 @@ def callable_restored(*functions: object) -> Iterator[None]:
         yield
     finally:
         state.restore()
+
+
+@contextlib.contextmanager
+def restored_after_failure(model: nn.Module) -> Iterator[None]:
+    """Put back what `model` and its code hold, as `callable_restored` does, if the block fails.
+
+    After a block that succeeds, what it has read must be the same objects as before.
+    """
+    state = _CallableState([model])
+    try:
+        yield
+    except BaseException:
+        state.restore()
+        raise
 
 
 class _CallableState:

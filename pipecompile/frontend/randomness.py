@@ -4,6 +4,7 @@ every random node.
 
 from __future__ import annotations
 
+import os
 import pickle
 import random
 import sys
@@ -13,6 +14,7 @@ from contextlib import contextmanager
 from itertools import chain
 from threading import get_ident
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import nn
@@ -48,13 +50,14 @@ def require_torch_randomness(model: nn.Module) -> Iterator[None]:
     if is_torch_moved:
         raise CaptureError(SEEDS)
     if is_python_moved or is_numpy_moved:
-        raise CaptureError(DRAWS % ("Python" if is_python_moved else "numpy"))
+        raise CaptureError(DRAWS % f"{'Python' if is_python_moved else 'numpy'}'s random module")
 
 
 DRAWS = (
-    "the forward draws from %s's random module, and one draw would be used for all steps; draw "
-    "with torch, or switch it off (layer drop, for example)"
+    "the forward draws from %s, and one draw would be used for all steps; draw with torch, or "
+    "switch it off (layer drop, for example)"
 )
+OF_SYSTEM = "the system's random numbers (a generator made without a seed, secrets, uuid, urandom)"
 SEEDS = (
     "the forward seeds torch's generator, or draws from it unseen, but every random node of a "
     "pipeline is seeded by itself; seed outside the model"
@@ -88,33 +91,38 @@ def _refuse_seeding() -> Iterator[None]:
 
 DRAWING_METHODS = ("random", "getrandbits")
 """All methods of Python's generators draw by one of these."""
-DRAWING_PACKAGES = frozenset({"sympy", "torch", "tempfile", "uuid"})
+DRAWING_PACKAGES = frozenset({"sympy", "torch"})
 """They draw for themselves while a forward is recorded."""
+PASSED_ON = frozenset({"random", "secrets", "tempfile", "uuid"})
+"""They draw for who calls them."""
 
 
 @contextmanager
 def _refuse_own_draws() -> Iterator[None]:
     """Raise CaptureError if the block draws from a generator of Python of its own, whose state
-    nobody else knows.
+    nobody else knows, or from the system, from which numpy too seeds a generator that is given no
+    seed.
     """
     forward = get_ident()
 
-    def refusing(name: str) -> Callable[..., Any]:
-        draw = getattr(random.Random, name)
-
-        def refuse(generator: random.Random, *args: Any) -> Any:
+    def refusing(draw: Callable[..., Any], source: str) -> Callable[..., Any]:
+        def refuse(*args: Any) -> Any:
             # Other threads are no part of the forward.
             if get_ident() != forward or _package_that_draws() in DRAWING_PACKAGES:
-                return draw(generator, *args)
-            raise CaptureError(DRAWS % "Python")
+                return draw(*args)
+            raise CaptureError(DRAWS % source)
 
         return refuse
 
     # They are inherited from a class of C, so they are deleted afterwards.
     for name in DRAWING_METHODS:
-        setattr(random.Random, name, refusing(name))
+        method = getattr(random.Random, name)
+        setattr(random.Random, name, refusing(method, "Python's random module"))
+    of_system = refusing(os.urandom, OF_SYSTEM)
     try:
-        yield
+        # SystemRandom has it by a name of its own.
+        with patch.object(os, "urandom", of_system), patch.object(random, "_urandom", of_system):
+            yield
     finally:
         for name in DRAWING_METHODS:
             delattr(random.Random, name)
@@ -125,7 +133,7 @@ def _package_that_draws() -> str:
     # 0 is this function, 1 the method that refuses, 2 what has called it. `random.uniform` is
     # code of the module `random` that calls `random`, so its frames are passed over.
     frame: types.FrameType | None = sys._getframe(2)
-    while frame is not None and frame.f_globals.get("__name__") == "random":
+    while frame is not None and frame.f_globals.get("__name__") in PASSED_ON:
         frame = frame.f_back
     return "" if frame is None else str(frame.f_globals.get("__name__")).partition(".")[0]
 

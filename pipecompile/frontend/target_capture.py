@@ -13,12 +13,13 @@ from torch import fx, nn
 from pipecompile.errors import CaptureError, InputError
 from pipecompile.frontend.batch_counts import refuse_batch_counts
 from pipecompile.frontend.batch_dims import part_of
-from pipecompile.frontend.callable_state import callable_restored
+from pipecompile.frontend.callable_state import callable_restored, restored_after_failure
 from pipecompile.frontend.capture import capture, captures, is_first_choice
 from pipecompile.frontend.captured_graph import KEYS_IN_ORDER, Capture
 from pipecompile.frontend.digest import digest
 from pipecompile.frontend.kept_state import holders_of_user
 from pipecompile.frontend.late_loss import refuse_late_loss
+from pipecompile.frontend.other_reduction import other_reduction_of
 from pipecompile.frontend.plain_tensors import plain_tensors_kept
 from pipecompile.frontend.proof import Proof, proven_capture
 from pipecompile.frontend.refusals import UnsupportedError
@@ -89,7 +90,7 @@ def capture_target(
     _refuse_synchronised_norms(target.model)
     _refuse_irregular_state(target.model)
     sample = _microbatch(target, options, 0)
-    with plain_tensors_kept(target.model):
+    with plain_tensors_kept(target.model), restored_after_failure(target.model):
         if verify and target.has_values:
             # The next checks begin with what hooks kept before this one.
             with callable_restored(*holders_of_user(target.model)):
@@ -102,6 +103,8 @@ def capture_target(
                 refuse_dependent_rows(target.model, sample, following)
                 if target.loss_reduction == "mean":
                     refuse_batch_counts(target, sample, wanted)
+                if target.loss_reduction != "weighted":
+                    _warn(other_reduction_of(target, options.microbatches))
             _log(chain(_remarks(captured), [_proof_text(proof)]))
         else:
             proof = None
@@ -165,6 +168,11 @@ def capture_for_remainder(
     apply_passes(module.graph, [Group(options.groups)])
     hold_loss(module, target.loss_module)
     return capture, module
+
+
+def _warn(text: str | None) -> None:
+    if text is not None:
+        logger.warning(text)
 
 
 def _microbatch(target: Target, options: Options, index: int) -> Arguments:

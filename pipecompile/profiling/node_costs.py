@@ -64,8 +64,20 @@ class _CostCollector(NodeCaller):
         if call.node.op == "output":
             return None  # Nobody reads the loss; one that differentiates needs gradients here.
         if call.node.op == "call_module" and not call.mutates:
-            return _performed_with_gradients(call)
+            return self._performed_with_gradients(call)
         return super().perform(call)
+
+    def _performed_with_gradients(self, call: NodeCall) -> Any:
+        """Return the value of a called module, detached: forward hooks, which may put hooks on its
+        outputs, ran as in a step.
+        """
+        with torch.enable_grad():
+            value = call.bind(call.fresh_arguments())()
+        # A parameter that passes through, as through an Identity, is one for its readers too.
+        names = self.workload.names
+        return tree_map_only(
+            Tensor, lambda each: each if id(each) in names else each.detach(), value
+        )
 
     def _cost(self, call: NodeCall) -> CallCost:
         if call.node.op == "placeholder" or (
@@ -74,12 +86,3 @@ class _CostCollector(NodeCaller):
             return FREE_CALL
         with torch.enable_grad():
             return self.model.cost(call)
-
-
-def _performed_with_gradients(call: NodeCall) -> Any:
-    """Return the value of a called module, detached: forward hooks, which may put hooks on its
-    outputs, ran as in a step.
-    """
-    with torch.enable_grad():
-        value = call.bind(call.fresh_arguments())()
-    return tree_map_only(Tensor, Tensor.detach, value)

@@ -304,14 +304,15 @@ def _cuda_devices(tensors: Sequence[Tensor]) -> tuple[int, ...]:
 
 
 def _keep_layout(
-    gradients: dict[int, Tensor], index: int, stride: tuple[int, ...], gradient: Tensor
+    gradients: dict[int, Tensor], index: int, stride: tuple[int, ...], gradient: Tensor | None
 ) -> None:
     """Keep a gradient that is dense but laid out differently than its input, which has `stride`.
+    A Function may return None for it, which autograd gives to hooks.
 
     A gradient with gaps is a view of something larger. It is not kept, so that autograd copies it
     and the larger storage is freed.
     """
-    if gradient.stride() == stride:
+    if gradient is None or gradient.stride() == stride:
         return
     # A gradient of shape (2, 3) with strides (1, 2) is dense: seen as (3, 2) it is contiguous.
     # One with strides (6, 1) is every second row of something larger, in whatever order it is

@@ -11,6 +11,7 @@ built.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -25,8 +26,9 @@ from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from pipecompile.errors import InputError, PipecompileError, reason_of
 from pipecompile.frontend.attribute_reads import getter_patched
-from pipecompile.frontend.batch_counts import OUTPUT, refuse_counts
+from pipecompile.frontend.batch_counts import OUTPUT, refuse_counts, value_of_loss
 from pipecompile.frontend.callable_state import callable_restored
+from pipecompile.frontend.other_reduction import other_reduction
 from pipecompile.frontend.signature import OutputStructure
 from pipecompile.frontend.target import LossFunction, Target
 from pipecompile.graph.attributes import PLAIN
@@ -34,6 +36,8 @@ from pipecompile.graph.storages import is_irregular, storage_key
 from pipecompile.runtime.shards import local_part
 
 __all__ = ["UserLoss", "loss_of"]
+
+logger = logging.getLogger("pipecompile.training")
 
 
 @dataclass
@@ -54,8 +58,9 @@ class UserLoss:
     def __call__(self, outputs: Sequence[Tensor], wanted: Any) -> Any:
         """Return what the function returns; InputError if it raises or reads state of the model."""
         self._calls += 1
-        if self._calls == 1 and self.target.loss_reduction == "mean":
-            self._refuse_counts(outputs, wanted)
+        # A loss that is a module is not tried: calls may change its state.
+        if self._calls == 1 and self.target.loss_module is None:
+            self._check_reduction(outputs, wanted)
         # Looking at each operator takes time, and a loss may begin to read in the middle of a
         # training: the calls 1, 2, 4, 8, … are looked at.
         if self._calls.bit_count() > 1:
@@ -63,13 +68,14 @@ class UserLoss:
         with self._refusing_reads(outputs):
             return loss_of(self.structure, self.target.trained_by, outputs, wanted)
 
-    def _refuse_counts(self, outputs: Sequence[Tensor], wanted: Any) -> None:
-        """Raise InputError if a number in the target counts the whole batch.
-
-        A loss that is a module is not tried: calls may change its state.
+    def _check_reduction(self, outputs: Sequence[Tensor], wanted: Any) -> None:
+        """Raise InputError if a number in the target counts the whole batch; warn of a loss that is
+        of another reduction.
         """
-        if self.target.loss_module is not None:
+        reduction = self.target.loss_reduction
+        if reduction == "weighted":
             return
+        rows = max((len(each) for each in outputs if each.dim()), default=0)
 
         def loss(given: Mapping[str, Any]) -> Any:
             return self.target.trained_by(*given.values())
@@ -77,11 +83,24 @@ class UserLoss:
         def twice(tensor: Tensor) -> Tensor:
             return torch.cat([tensor, tensor]) if tensor.dim() else tensor
 
+        def part(begin: int, end: int) -> Mapping[str, Any]:
+            def cut(tensor: Tensor) -> Tensor:
+                return tensor[begin:end] if tensor.dim() and len(tensor) == rows else tensor
+
+            return tree_map_only(Tensor, cut, given)
+
         given = {OUTPUT: self.structure.unflatten(outputs), "the target": wanted}
         devices = [each.device.index for each in outputs if each.is_cuda]
         # These calls are no calls of the step: the loss counts none, and draws for none.
         with torch.random.fork_rng(devices), callable_restored(self.target.loss_fn):
-            refuse_counts(loss, given, tree_map_only(Tensor, twice, given))
+            if reduction == "mean":
+                refuse_counts(loss, given, tree_map_only(Tensor, twice, given))
+            # Halves, and not more than there is: no step needs more memory for it.
+            half = rows // 2
+            bounds = (0, 2 * half), (0, half), (half, 2 * half)
+            together, *parts = (value_of_loss(loss, part(*each)) for each in bounds)
+            if half and (text := other_reduction(reduction, together, parts)):
+                logger.warning(text)
 
     @contextmanager
     def _refusing_reads(self, outputs: Sequence[Tensor]) -> Iterator[None]:

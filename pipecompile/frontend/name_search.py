@@ -88,7 +88,7 @@ from pipecompile.graph.collector import collector_paused
 
 __all__ = ["NameSearch"]
 
-OF_ENVIRONMENT = frozenset({"environ", "getenv"})
+OF_ENVIRONMENT = frozenset({"environ", "environb", "getenv", "getenvb"})
 """What finds variables of the environment by strings."""
 BY_STRING = OF_ENVIRONMENT | {"modules", "import_module", "__import__"}
 """What finds these or Python modules by strings."""
@@ -293,8 +293,9 @@ class NameSearch:
         values: list[Any] = [*function.__code__.co_consts, function.__globals__.get("__name__")]
         values += (function.__globals__.get(name) for name in reads.globals)
         values += map(content, function.__closure__ or ())
+        strings = (os.fsdecode(each) for each in values if isinstance(each, str | bytes))
         # No name has spaces.
-        for text in {each for each in values if isinstance(each, str) and not SPACE.search(each)}:
+        for text in {each for each in strings if not SPACE.search(each)}:
             self.found.look(f"os.environ[{text!r}]", variable(text))
             self.found.follow(text, sys.modules.get(text))
 

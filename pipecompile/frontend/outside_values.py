@@ -84,6 +84,11 @@ class OutsideValues:
         self._modules = [module for _, module in self._named_modules]
         self._kinds = list(map(type, self._modules))
 
+    @property
+    def values(self) -> Iterator[tuple[str, Any]]:
+        """The values that are compared by what they hold, and where they are."""
+        return ((each.where, each.before) for each in self._values)
+
     def changed(self) -> str | None:
         """Return where there is something else now; None if all is the same."""
         # There are many, so they are first compared as objects, without loops in Python.

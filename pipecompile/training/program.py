@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from hashlib import blake2b
 from itertools import compress
 from operator import attrgetter, is_
 from types import MethodType
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, fx, nn
+from torch.utils._pytree import tree_leaves
 
 from pipecompile.codegen.regions import EncodedRuns, Regions
 from pipecompile.codegen.stages import BoundaryTensor, StageModule, emit
@@ -165,6 +168,20 @@ class Program:
         # The parameters of the model and of the loss, as they are if they are unchanged.
         self.parameters = [parameter for _, parameter in self._named_parameters]
         self._trained_as = self._now_trained_as()
+
+    def array_digests(self) -> dict[str, str]:
+        """Return a digest of each array of numpy that the forward may read, by where it is."""
+        found: dict[str, str] = {}
+        for where, value in (*self._settings.items(), *self._outside_values.values):
+            arrays = [each for each in tree_leaves(value) if isinstance(each, np.ndarray)]
+            total = blake2b(digest_size=8)
+            for array in arrays:
+                # Of objects there are only addresses, which differ between processes.
+                content = b"" if array.dtype.hasobject else array.tobytes()
+                total.update(f"{array.dtype}{array.shape}".encode() + content)
+            if arrays:
+                found[where] = total.hexdigest()
+        return found
 
     def check_unchanged(self) -> None:
         """Raise InputError if the model is not as it was when the graph was captured, or autocast,

@@ -38,6 +38,7 @@ __all__ = [
     "refuse_hooks_in_flight",
     "refuse_in_flight",
     "refuse_shared_memory",
+    "refuse_unequal_arrays",
     "refuse_without_gradients",
     "refuse_without_steps",
     "warn_of_other_shards",
@@ -219,6 +220,20 @@ def refuse_without_gradients(schedule: Schedule) -> None:
             "the plan's schedule is forward-only, which trains nothing; evaluate, or plan with "
             "'1f1b'"
         )
+
+
+def refuse_unequal_arrays(digests: Mapping[str, str]) -> None:
+    """Raise InputError, on all ranks, if an array of numpy that the forward reads has other values
+    on another rank; `digests` are those of this rank, by where the arrays are.
+    """
+    for rank, other in enumerate(world.gather(digests)):
+        for where in sorted(digests.keys() & other.keys()):
+            if digests[where] != other[where]:
+                raise InputError(
+                    f"{where} is an array of numpy that has other values on rank {rank} than on "
+                    f"rank {world.rank()}, and each stage would compute with its own; seed numpy "
+                    "alike on all ranks, or keep it in a buffer, which takes those of rank 0"
+                )
 
 
 def refuse_frozen(parameters: Iterable[Tensor]) -> None:

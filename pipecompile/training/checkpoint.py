@@ -116,6 +116,7 @@ class Checkpoint:
         about a tied parameter, or if steps have put gradients aside.
         """
         self.wait()
+        self._run.meet("the save of a checkpoint")
         written = self._written()
         # Only now that nothing is refused: until then the old checkpoint can still be read.
         self._drop(path)
@@ -132,6 +133,7 @@ class Checkpoint:
         does `wait`: call that at the end of the run. They raise the error if it could not write.
         """
         self.wait()
+        self._run.meet("the save of a checkpoint")
         if self._group is None and self._state.is_distributed:
             # In the group of the steps, the thread's messages would get between theirs. And groups
             # of NCCL do not carry what is on the host.
@@ -167,6 +169,7 @@ class Checkpoint:
         InputError if keys are missing, or are of another model: then nothing has changed.
         """
         self.wait()
+        self._run.meet("the loading of a checkpoint")
         saved = SavedKeys(path)
         # Before the weights, which are read in place.
         problem = self._state.problem(saved)

@@ -36,6 +36,9 @@ class HeldModel:
     def drain(self) -> None:
         """Let what is in flight go back, where there is something: weights change until then."""
 
+    def meet(self, what: str) -> None:
+        """Wait until all ranks come to `what`, where there are others."""
+
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield this process's parameters by their first name in the model; a tied one on every
         rank that holds it.
@@ -110,6 +113,7 @@ class HeldModel:
         Call it on all ranks.
         """
         self.drain()
+        self.meet("the gathering of the whole state")
         return full_state(self._model, self._share)
 
     def save_safetensors(self, path: str | Path) -> None:
@@ -129,6 +133,7 @@ class HeldModel:
         """
         check_installed()
         names = self._model.state_dict()
+        self.meet("the loading of weights")
         with world.failing_together():
             self.load_state_dict(SafetensorsWeights(path, names, self._share.first_names))
 

@@ -366,6 +366,10 @@ class Pipeline(HeldModel):
             self._runner.watch.refuse_after_loss()
         self._training.drain()
 
+    def meet(self, what: str) -> None:
+        """Wait until all ranks come to `what`, within `step_timeout`; for checkpoints."""
+        self._runner.meet(what)
+
     def eval(self) -> Self:
         """Put all modules into eval mode."""
         return self.train(False)

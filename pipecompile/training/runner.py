@@ -113,6 +113,14 @@ class Runner:
         """
         return nullcontext() if self.watch is None else self.watch.watched(name, steps)
 
+    def meet(self, what: str) -> None:
+        """Wait until all ranks come to `what`, which they do together: with `step_timeout` one that
+        does not is named in time. InputError if they begin different things.
+        """
+        if self.watch is not None:
+            with self.watch.watched(what):
+                self._agreement.meet(what, self.watch)
+
     @property
     def reads_batch(self) -> bool:
         """Whether this process has the first stage, which reads inputs, or the last one, which

@@ -114,6 +114,10 @@ class StepAgreement:
         with suppress(InputError):  # which is what the others raise
             Agreement(Statement({REFUSAL: f"{kind}{error}"}), forum, watch).settle()
 
+    def meet(self, what: str, watch: StepWatch) -> None:
+        """Wait until all ranks begin `what`; InputError if one begins something else."""
+        Agreement(Statement({"what it begins": what}), self._everyone, watch).settle()
+
     def _compares(self, minibatch: Minibatch) -> bool:
         return self._compared < FIRST_STEPS or minibatch.step % STEPS_BETWEEN == 0
 

@@ -30,6 +30,9 @@ class TrainingRun(Protocol):
     def drain(self) -> None:
         """Let what is in flight end: it would write to weights that were loaded meanwhile."""
 
+    def meet(self, what: str) -> None:
+        """Wait until all ranks come to `what`."""
+
 
 class HeldState(Protocol):
     """What of the model's state this process holds; `LocalShare` is one.
@@ -61,6 +64,9 @@ class ModelRun:
 
     def drain(self) -> None:
         """Nothing is in flight."""
+
+    def meet(self, what: str) -> None:
+        """Nobody else comes."""
 
 
 @dataclass

@@ -141,7 +141,7 @@ def value_of_loss(loss: Callable[[Any], Any], given: Any) -> float | None:
         with torch.no_grad():
             returned = loss(given)
         value: Tensor = returned[0] if isinstance(returned, tuple) else returned
-        return value.detach().item()
+        return float(value.detach().item())
     except Exception:
         return None  # a step of it is known to work
 

@@ -90,7 +90,7 @@ def capture_target(
     _refuse_synchronised_norms(target.model)
     _refuse_irregular_state(target.model)
     sample = _microbatch(target, options, 0)
-    with plain_tensors_kept(target.model), restored_after_failure(target.model):
+    with restored_after_failure(target.model), plain_tensors_kept(target.model):
         if verify and target.has_values:
             # The next checks begin with what hooks kept before this one.
             with callable_restored(*holders_of_user(target.model)):

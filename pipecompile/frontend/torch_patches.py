@@ -12,6 +12,7 @@ import logging
 import sys
 import types
 from collections.abc import Callable, Iterator, Mapping
+from itertools import chain
 from typing import Any
 
 import torch
@@ -92,11 +93,31 @@ def redirect_calls(
     nn.Module.__call__ = lambda module, *a, **k: call_module(call, module, a, k)  # type: ignore[method-assign]
     nn.Module.__setattr__ = set_attribute  # type: ignore[method-assign,assignment]
     try:
-        with redirect_autograd_functions(call_function):
+        with redirect_autograd_functions(call_function), _only_real_conversions():
             yield
     finally:
         nn.Module.__call__ = call  # type: ignore[method-assign]
         nn.Module.__setattr__ = assign  # type: ignore[method-assign]
+
+
+@contextlib.contextmanager
+def _only_real_conversions() -> Iterator[None]:
+    """Let a module be where it converts nothing: the router of Switch Transformers calls
+    `.to(dtype)` in each forward, which would ask for gradients and set parameters anew.
+    """
+    convert = nn.Module._apply
+
+    def convert_if_other(module: nn.Module, function: Any, *args: Any, **kwargs: Any) -> Any:
+        with torch._C.DisableTorchFunction():  # this question is no part of the forward
+            state = chain(module.parameters(), module.buffers())
+            is_as_wanted = all(function(tensor) is tensor for tensor in state)
+        return module if is_as_wanted else convert(module, function, *args, **kwargs)
+
+    nn.Module._apply = convert_if_other  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        nn.Module._apply = convert  # type: ignore[method-assign]
 
 
 @contextlib.contextmanager

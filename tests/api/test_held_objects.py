@@ -4,10 +4,12 @@ accepted or refused; and none of them holds a tensor without values meanwhile.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from plain_loop import mean_square
@@ -114,3 +116,54 @@ def test_one_of_a_layer_that_is_one_node_is_filled_by_the_first_step() -> None:
     assert vars(memo) == {}
     pipe.step(X, X)
     assert torch.equal(memo.made, torch.ones(WIDTH))
+
+
+def refused_forwards() -> Iterator[tuple[str, Callable[[Tensor], Tensor], Callable[[], object]]]:
+    """Forwards that change something each time, and what is there now."""
+    numbers, table, listed = np.zeros(2), {"calls": 0}, list[int]()
+    count, mean = 0, torch.zeros(WIDTH)
+
+    def in_array(value: Tensor) -> Tensor:
+        numbers[:] += 1
+        return value * float(numbers[0])
+
+    def in_table(value: Tensor) -> Tensor:
+        table["calls"] += 1
+        return value * table["calls"]
+
+    def in_cell(value: Tensor) -> Tensor:
+        nonlocal count
+        count += 1
+        return value * count
+
+    def in_mean(value: Tensor) -> Tensor:
+        nonlocal mean
+        mean = 0.9 * mean + 0.1 * value.detach().mean(0)
+        return value - mean
+
+    def in_class(value: Tensor) -> Tensor:
+        Memo.calls += 1
+        return value * Memo.calls
+
+    def in_list(calls: list[int], value: Tensor) -> Tensor:
+        calls.append(1)
+        return value * len(calls)
+
+    yield "an array", in_array, numbers.tolist
+    yield "a dict that it encloses", in_table, lambda: dict(table)
+    yield "a number that it encloses", in_cell, lambda: count
+    yield "a tensor that it encloses", in_mean, lambda: (type(mean), mean.tolist())
+    yield "an attribute of a class", in_class, lambda: Memo.calls
+    yield "a list in a partial", partial(in_list, listed), lambda: list(listed)
+
+
+REFUSED = {name: rest for name, *rest in refused_forwards()}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_refused_compile_puts_back_what_code_holds(name: str) -> None:
+    forward, now = REFUSED[name]
+    before = now()
+    with pytest.raises(CaptureError):
+        compiled(Layer(None, lambda _, value: forward(value), asks=False))
+    assert now() == before

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -125,6 +126,35 @@ LAYOUTS: dict[str, tuple[Callable[[], nn.Module], Tensor, Tensor]] = {
         torch.randn(8, 2, 4, 4).contiguous(**CHANNELS_LAST),
     ),
 }
+
+
+class Features(nn.Module):
+    """A layer times an array of numpy, in an attribute or in a table of what it encloses."""
+
+    def __init__(self, array: np.ndarray, *, encloses: bool) -> None:
+        super().__init__()
+        self.lin = nn.Linear(WIDTH, WIDTH)
+        table = {"array": array}
+        if encloses:
+            self.features = lambda: torch.from_numpy(table["array"])
+        else:
+            self.array = array
+            self.features = lambda: torch.from_numpy(self.array)
+
+    def forward(self, value: Tensor) -> Tensor:
+        """A value of shape (N, WIDTH) to the same shape."""
+        return self.lin(value) * self.features()
+
+
+def said_of_arrays(seed_of_rank: bool, *, encloses: bool) -> tuple[str, str]:
+    """The kind and the text of what a rank says of a model with an array that ranks draw."""
+    seed = dist.get_rank() if seed_of_rank else 0
+    torch.manual_seed(0)
+    array = np.random.default_rng(seed).random(WIDTH).astype("float32")
+    model = nn.Sequential(Features(array, encloses=encloses), nn.Linear(WIDTH, WIDTH))
+    said = _said(nullcontext, lambda: compiled(model).step(X, None))
+    dist.destroy_process_group()
+    return said
 
 
 def said_of_layout(name: str) -> tuple[str, str]:

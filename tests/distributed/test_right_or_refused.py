@@ -42,3 +42,14 @@ def test_what_lies_in_memory_otherwise_than_it_is_received_is_refused(
     assert kind == "InputError"
     assert "strides" in text or "lies in memory in another way" in text
     assert other_kind == "RankFaultError" and text in other_text
+
+
+@pytest.mark.parametrize("encloses", [False, True])
+def test_arrays_that_ranks_draw_apart_are_refused(
+    workers: Workers, tmp_path: Path, encloses: bool
+) -> None:
+    folder = str(tmp_path)
+    for kind, text in workers.run(2, jobs.said_of_arrays, True, encloses=encloses, folder=folder):
+        assert kind == "InputError" and "an array of numpy that has other values on rank" in text
+    for kind, text in workers.run(2, jobs.said_of_arrays, False, encloses=encloses, folder=folder):
+        assert (kind, text) == ("", "")

@@ -84,9 +84,8 @@ READ: dict[str, tuple[Callable[[Tensor, Any], Tensor], Any]] = {
 
 def compiled(loss: Any, **options: Any) -> Pipeline:
     torch.manual_seed(0)
-    return pipecompile(
-        nn.Linear(4, 3), X, k=1, microbatches=4, costs="flops", loss_fn=loss, **options
-    )
+    options = {"microbatches": 4, **options}
+    return pipecompile(nn.Linear(4, 3), X, k=1, costs="flops", loss_fn=loss, **options)
 
 
 @pytest.mark.one_case_in(3)
@@ -213,3 +212,46 @@ def test_any_count_of_a_sum_is_found(count: float, rows: int, is_sum: bool) -> N
         return
     with pytest.raises(InputError, match="divided by n, which"):
         refuse_counts(loss, one, two)
+
+
+REDUCTIONS = pytest.mark.parametrize(
+    ("loss", "reduction", "word"), [(total, "mean", "a sum"), (mean, "sum", "a mean")]
+)
+
+
+@REDUCTIONS
+@pytest.mark.parametrize("microbatches", [2, 4, ROWS])
+def test_a_loss_of_another_reduction_is_told_at_the_compile(
+    loss: Any, reduction: str, word: str, microbatches: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    compiled(loss, sample_target=LABELS, loss_reduction=reduction, microbatches=microbatches)
+    assert f"the loss is {word} over samples" in caplog.text
+
+
+@REDUCTIONS
+def test_without_a_sample_it_is_told_in_the_first_step(
+    loss: Any, reduction: str, word: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    pipeline = compiled(loss, loss_reduction=reduction)
+    for _ in range(2):
+        pipeline.step(X, LABELS)
+    assert caplog.text.count(f"the loss is {word} over samples") == 1
+
+
+@pytest.mark.parametrize("sample", [{}, {"sample_target": LABELS}])
+@pytest.mark.parametrize(
+    ("loss", "reduction"),
+    [
+        (mean, "mean"),
+        (total, "sum"),
+        (lambda o, t: mean(o, t) + 0.1 * total(o, t), "mean"),
+        (lambda o, _: o.sum() * 0, "mean"),
+        # A contrastive loss of random rows grows by the logarithm of their number.
+        (lambda o, _: functional.cross_entropy(o @ o.T, torch.arange(len(o))), "mean"),
+    ],
+)
+def test_of_other_losses_nothing_is_told(
+    loss: Any, reduction: str, sample: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    compiled(loss, loss_reduction=reduction, **sample).step(X, LABELS)
+    assert "over samples" not in caplog.text

@@ -664,6 +664,11 @@ COMPUTED: dict[str, tuple[Forward, Change, str]] = {
         lambda patch: patch.setenv(VARIABLE, "3.0"),
         "TEST_OUTSIDE",
     ),
+    "a variable of the environment in bytes": (
+        lambda x: x * float(os.environb[b"TEST_OUTSIDE"]),
+        lambda patch: patch.setenv(VARIABLE, "3.0"),
+        "TEST_OUTSIDE",
+    ),
     "a variable of the environment by another name": (
         lambda x: x * float(of_environment.get(VARIABLE, "2.0")),
         lambda patch: patch.setenv(VARIABLE, "3.0"),

@@ -4,8 +4,11 @@ comes by them.
 
 from __future__ import annotations
 
+import os
 import random
+import secrets
 import threading
+import uuid
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -80,6 +83,28 @@ def test_draws_from_generators_of_the_model_are_refused(what: str) -> None:
     # Neither generators nor their class are changed.
     assert (model.python.getstate(), model.numpy.bit_generator.state) == states
     assert not {"random", "getrandbits"} & vars(random.Random).keys()
+
+
+OF_SYSTEM: dict[str, Callable[[], Any]] = {
+    "a new generator": lambda: np.random.default_rng().random() > 1e-9,
+    "a new one of the old kind": lambda: np.random.RandomState().rand() > 1e-9,
+    "a generator of the system": lambda: random.SystemRandom().random() > 1e-9,
+    "a secret": lambda: secrets.randbelow(2**40) >= 0,
+    "a name for a run": lambda: uuid.uuid4().int > 0,
+    "bytes": lambda: len(os.urandom(1)),
+}
+
+
+@pytest.mark.parametrize("what", OF_SYSTEM)
+def test_draws_from_the_system_are_refused(what: str) -> None:
+    draw, before = OF_SYSTEM[what], os.urandom
+    with pytest.raises(CaptureError, match=r"the system's random numbers"):
+        capture(Scaling(lambda _: draw()), Arguments((X,), {}))
+    assert os.urandom is before and vars(random)["_urandom"] is before
+
+
+def test_a_generator_that_is_made_with_a_seed_is_a_constant() -> None:
+    capture(Scaling(lambda _: np.random.default_rng(3).random()), Arguments((X,), {}))
 
 
 def test_so_are_those_from_what_a_forward_names() -> None:

@@ -399,6 +399,9 @@ def is_fake(layer: nn.Module, x: Tensor) -> Tensor:
     return x if isinstance(x, FakeTensor) else layer(x)
 
 
+OF_SYSTEM = "the system's random numbers"
+
+
 def from_secrets(layer: nn.Module, x: Tensor) -> Tensor:
     return x * secrets.randbits(60)
 
@@ -431,8 +434,8 @@ CAUSES: dict[Callable[[nn.Module, Tensor], Tensor], str] = {
     exact_class: EXACT_TYPE,
     type_of_a_weight: EXACT_TYPE,
     is_fake: EXACT_TYPE,
-    from_secrets: UNSEEDED,
-    from_the_system: UNSEEDED,
+    from_secrets: OF_SYSTEM,
+    from_the_system: OF_SYSTEM,
     from_the_clock: UNSEEDED,
     from_own_generator: UNSEEDED,
     nested: "is nested, whose bytes no plan counts",

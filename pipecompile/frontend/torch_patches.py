@@ -105,7 +105,7 @@ def _only_real_conversions() -> Iterator[None]:
     """Let a module be where it converts nothing: the router of Switch Transformers calls
     `.to(dtype)` in each forward, which would ask for gradients and set parameters anew.
     """
-    convert = nn.Module._apply
+    convert: Any = nn.Module._apply
 
     def convert_if_other(module: nn.Module, function: Any, *args: Any, **kwargs: Any) -> Any:
         with torch._C.DisableTorchFunction():  # this question is no part of the forward
@@ -113,7 +113,7 @@ def _only_real_conversions() -> Iterator[None]:
             is_as_wanted = all(function(tensor) is tensor for tensor in state)
         return module if is_as_wanted else convert(module, function, *args, **kwargs)
 
-    nn.Module._apply = convert_if_other  # type: ignore[method-assign]
+    nn.Module._apply = convert_if_other  # type: ignore[method-assign,assignment]
     try:
         yield
     finally:

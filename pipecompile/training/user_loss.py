@@ -12,8 +12,9 @@ built.
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+import sys
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
@@ -76,31 +77,33 @@ class UserLoss:
         if reduction == "weighted":
             return
         rows = max((len(each) for each in outputs if each.dim()), default=0)
+        given = {OUTPUT: self.structure.unflatten(outputs), "the target": wanted}
 
         def loss(given: Mapping[str, Any]) -> Any:
             return self.target.trained_by(*given.values())
 
-        def twice(tensor: Tensor) -> Tensor:
-            return torch.cat([tensor, tensor]) if tensor.dim() else tensor
+        def changed(change: Callable[[Tensor], Tensor]) -> Mapping[str, Any]:
+            return {name: tree_map_only(Tensor, change, part) for name, part in given.items()}
 
-        def part(begin: int, end: int) -> Mapping[str, Any]:
+        def loss_of_rows(begin: int, end: int) -> float | None:
             def cut(tensor: Tensor) -> Tensor:
                 return tensor[begin:end] if tensor.dim() and len(tensor) == rows else tensor
 
-            return tree_map_only(Tensor, cut, given)
+            return value_of_loss(loss, changed(cut))
 
-        given = {OUTPUT: self.structure.unflatten(outputs), "the target": wanted}
         devices = [each.device.index for each in outputs if each.is_cuda]
-        # These calls are no calls of the step: the loss counts none, and draws for none.
-        with torch.random.fork_rng(devices), callable_restored(self.target.loss_fn):
+        # These calls are no calls of the step: the loss counts none, draws for none, and is
+        # compiled for no other shape.
+        kept = callable_restored(self.target.loss_fn)
+        with torch.random.fork_rng(devices), kept, _eagerly():
             if reduction == "mean":
-                refuse_counts(loss, given, tree_map_only(Tensor, twice, given))
+                refuse_counts(loss, given, changed(_twice))
             # Halves, and not more than there is: no step needs more memory for it.
-            half = rows // 2
-            bounds = (0, 2 * half), (0, half), (half, 2 * half)
-            together, *parts = (value_of_loss(loss, part(*each)) for each in bounds)
-            if half and (text := other_reduction(reduction, together, parts)):
-                logger.warning(text)
+            if half := rows // 2:
+                together = loss_of_rows(0, 2 * half)
+                parts = [loss_of_rows(0, half), loss_of_rows(half, 2 * half)]
+                if text := other_reduction(reduction, together, parts):
+                    logger.warning(text)
 
     @contextmanager
     def _refusing_reads(self, outputs: Sequence[Tensor]) -> Iterator[None]:
@@ -233,3 +236,17 @@ def _description(value: object) -> object:
     if isinstance(value, Tensor):
         return f"{value.dtype}{list(value.shape)}"
     return value if isinstance(value, PLAIN) else f"a {type(value).__name__}"
+
+
+def _eagerly() -> AbstractContextManager[None]:
+    """Return a context in which what torch has compiled runs as it was written."""
+    # Without dynamo nothing has been compiled, and its import takes a second.
+    if "torch._dynamo" not in sys.modules:
+        return nullcontext()
+    stance: AbstractContextManager[None] = torch.compiler.set_stance("force_eager")
+    return stance
+
+
+def _twice(tensor: Tensor) -> Tensor:
+    """Return a tensor with its rows twice; a number as it is."""
+    return torch.cat([tensor, tensor]) if tensor.dim() else tensor

@@ -7,7 +7,8 @@ between hosts, takes half a millisecond of each step: it wakes two threads on ev
 
 A word is written at once, and says of which round it is, so that whoever reads it needs no lock.
 Two rounds lie there by turns. A rank reads all others in a round before it writes the next one, so
-none is overwritten before all have read it.
+none is overwritten before all have read it. Behind them each rank notes what it does now, which
+others read if it has ended without a word.
 """
 
 from __future__ import annotations
@@ -53,6 +54,14 @@ class Board(Protocol):
         """Write the `WIDTH` numbers of this rank, of which the low `NUMBER_BITS` are told."""
         ...
 
+    def note(self, number: int) -> None:
+        """Note what this rank does now."""
+        ...
+
+    def noted(self, rank: int) -> int:
+        """Return what a global rank has noted last, 0 if that is not known here."""
+        ...
+
 
 def board_of(group: dist.ProcessGroup | None) -> Board:
     """Return the board of the ranks of `group`, which exchanges tensors on the host; None stands
@@ -86,6 +95,13 @@ class GroupBoard:
 
         return read
 
+    def note(self, number: int) -> None:
+        """Notes do not leave a host."""
+
+    def noted(self, rank: int) -> int:
+        """Return 0."""
+        return 0
+
 
 class HostBoard:
     """A board of `ranks` on one host, in the file at `path`, which lies in memory. A rank waits for
@@ -109,7 +125,7 @@ class HostBoard:
     @staticmethod
     def size(ranks: Sequence[int]) -> int:
         """Return the bytes of its file."""
-        return 2 * len(ranks) * WIDTH * WORD_BYTES
+        return (2 * WIDTH + 1) * len(ranks) * WORD_BYTES
 
     @classmethod
     def shared_by(cls, group: dist.ProcessGroup) -> HostBoard | None:
@@ -144,6 +160,14 @@ class HostBoard:
         for place, value in enumerate(numbers, start):
             self._words[place] = number % ROUNDS << NUMBER_BITS | value & NUMBERS
         return lambda: self._read_all(number, deadline)
+
+    def note(self, number: int) -> None:
+        """Note what this rank does now."""
+        self._words[self._own - len(self._ranks)] = number
+
+    def noted(self, rank: int) -> int:
+        """Return what a global rank has noted last."""
+        return self._words[self._ranks.index(rank) - len(self._ranks)]
 
     def _start(self, index: int, number: int) -> int:
         return (number % 2 * len(self._ranks) + index) * WIDTH

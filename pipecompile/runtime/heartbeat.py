@@ -37,10 +37,21 @@ def own_store() -> Store:
 
 
 class Heartbeat:
-    """The thread that publishes the state of a watched step until it is stopped."""
+    """The thread that publishes the state of a watched step until it is stopped.
 
-    def __init__(self, state: Callable[[int], RankState], deadline: Deadline, store: Store) -> None:
+    `last_action` returns what a rank of this host has begun last, "" where that is not known: who
+    dies has published what it did up to a beat before.
+    """
+
+    def __init__(
+        self,
+        state: Callable[[int], RankState],
+        deadline: Deadline,
+        store: Store,
+        last_action: Callable[[int], str],
+    ) -> None:
         self._state = state
+        self._last_action = last_action
         self._deadline = deadline
         self._store = store
         self._is_store_lost = False
@@ -79,6 +90,9 @@ class Heartbeat:
                 for rank, state in after.items()
                 if state.phase in ("computing", "waiting") and state.beat == before[rank].beat
             ]
+            for rank in silent:
+                action = self._last_action(rank) or after[rank].action
+                after[rank] = msgspec.structs.replace(after[rank], action=action)
             yield verdict(after, silent)
 
     def _run(self) -> None:

@@ -25,12 +25,17 @@ import torch.distributed as dist
 
 from pipecompile.errors import InputError, PipecompileError, RankFaultError
 from pipecompile.ir.schedule import BACKWARDS, TRANSFERS, Action, Kind
+from pipecompile.runtime.board import Board
 from pipecompile.runtime.deadline import Deadline, OverdueError
 from pipecompile.runtime.faults import Phase, RankState, action_text
 from pipecompile.runtime.heartbeat import Heartbeat, own_store
 from pipecompile.runtime.peers import Peers, peer_of
 
 __all__ = ["StepWatch"]
+
+KINDS = tuple(Kind)
+MICROBATCHES = 2**24
+"""More than a run has."""
 
 
 class _Doing(NamedTuple):
@@ -46,14 +51,21 @@ class StepWatch:
 
     `ranks` are the global ranks of all replicas, and `peers[s]` are those that run stage s of this
     replica, in turns. `seconds` is how long a step may take; without it nothing is published, and
-    an error names only what this rank did.
+    an error names only what this rank did. On the `board` each rank notes its actions.
     """
 
-    def __init__(self, ranks: Sequence[int], peers: Peers, seconds: float | None) -> None:
+    def __init__(
+        self,
+        ranks: Sequence[int],
+        peers: Peers,
+        seconds: float | None,
+        board: Board | None = None,
+    ) -> None:
         self._ranks = ranks
         self._peers = peers
         self._seconds = seconds
         self._store = None if seconds is None else own_store()
+        self._board = None if seconds is None else board
         self._own = dist.get_rank()
         self._begun = 0
         self._name = ""
@@ -69,6 +81,8 @@ class StepWatch:
         """`action` is next; it may wait for a message."""
         peer = self._source(action)
         self._now = _Doing("computing" if peer is None else "waiting", action, peer)
+        if self._board is not None:
+            self._board.note(_number_of(action))
 
     def ready(self, action: Action) -> None:
         """`action` has what it needs."""
@@ -82,6 +96,7 @@ class StepWatch:
     def waits_in(self, exchange: str) -> None:
         """The rank takes part in an exchange with others."""
         self._now = _Doing("waiting", exchange)
+        self._note_no_action()
 
     @contextmanager
     def waiting_for_all(self, moment: str = "beginning") -> Iterator[None]:
@@ -127,7 +142,10 @@ class StepWatch:
         self._begun, self._name, self._error = self._begun + 1, name, ""
         # Until its first action it only waits for other ranks.
         self._now = _Doing("waiting", f"the beginning of {name}")
-        beating = None if self._store is None else Heartbeat(self.state, self.deadline, self._store)
+        self._note_no_action()
+        beating = None
+        if self._store is not None:
+            beating = Heartbeat(self.state, self.deadline, self._store, self._last_action)
         try:
             yield
         except PipecompileError as error:
@@ -148,6 +166,7 @@ class StepWatch:
             raise
         else:
             self._now = _Doing("done", "")
+            self._note_no_action()
         finally:
             if beating is not None:
                 beating.stop()
@@ -164,6 +183,15 @@ class StepWatch:
             peer=now.peer,
             error=self._error,
         )
+
+    def _note_no_action(self) -> None:
+        if self._board is not None:
+            self._board.note(0)
+
+    def _last_action(self, rank: int) -> str:
+        """Return the action that a rank has begun last, "" if it is in none or on another host."""
+        number = 0 if self._board is None else self._board.noted(rank)
+        return action_text(_action_of(number)) if number else ""
 
     def _is_of_another(self, error: Exception) -> bool:
         """Return whether the error says that another rank cannot be reached: torch raises
@@ -211,6 +239,18 @@ class StepWatch:
         else:
             return None
         return None if source == self._own else source
+
+
+def _number_of(action: Action) -> int:
+    """Return an action as a number that is not 0, without its weight version."""
+    microbatch = 0 if action.microbatch is None else action.microbatch + 1
+    return 1 + KINDS.index(action.kind) + len(KINDS) * (microbatch + MICROBATCHES * action.stage)
+
+
+def _action_of(number: int) -> Action:
+    rest, kind = divmod(number - 1, len(KINDS))
+    stage, microbatch = divmod(rest, MICROBATCHES)
+    return Action(stage, KINDS[kind], microbatch - 1 if microbatch else None)
 
 
 def _text(what: Action | str) -> str:

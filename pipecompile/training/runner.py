@@ -94,7 +94,8 @@ class Runner:
         if share.is_distributed:
             # In this order: stages move first, since NCCL sends what is on a GPU; then the
             # program learns which objects it has; then ranks send each other values.
-            self.watch = StepWatch(sorted(chain(*place.pipelines)), peers, step_timeout)
+            everyone, board = sorted(chain(*place.pipelines)), self._agreement.board
+            self.watch = StepWatch(everyone, peers, step_timeout, board)
             refuse_unequal_arrays(planned.array_digests())
             self.move_stages()
             # Buffers that moved to a GPU are other objects now.

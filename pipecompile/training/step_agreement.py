@@ -16,6 +16,7 @@ from pipecompile.errors import InputError, PipecompileError
 from pipecompile.ir.plan import Plan
 from pipecompile.ir.serialization import fingerprint
 from pipecompile.runtime.agreement import REFUSAL, Agreement, Forum, Statement
+from pipecompile.runtime.board import Board
 from pipecompile.runtime.place import RankPlace
 from pipecompile.runtime.rank_step import Minibatch
 from pipecompile.runtime.watch import StepWatch
@@ -47,6 +48,11 @@ class StepAgreement:
         # What was said of steps that differ only in their number.
         self._said: dict[tuple[Any, ...], Statement] = {}
         self._compared = 0
+
+    @property
+    def board(self) -> Board:
+        """The board of all ranks of all replicas."""
+        return self._everyone.board
 
     def of_step(
         self,

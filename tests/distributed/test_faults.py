@@ -98,7 +98,7 @@ def _assert_all_name(seen: Sequence[jobs.Seen], culprit: int, fault: str, action
 def test_a_rank_that_dies_in_flight_is_named(tmp_path: Path, schedule: str, action: str) -> None:
     arguments = schedule, action, "kill"
     started = _start(3, _store_in(tmp_path), jobs.drill_in_flight, *arguments)
-    _expect_death(int(action[0]), *started)
+    _expect_death(int(action[0]), *started, action=action)
 
 
 @pytest.mark.one_case_in(3)
@@ -108,7 +108,8 @@ def test_a_rank_that_dies_is_named(
 ) -> None:
     culprit = int(action[0])
     arguments = 3, schedule, recompute, action, "kill"
-    _expect_death(culprit, *_start(3, _store_in(tmp_path), jobs.drill, *arguments))
+    started = _start(3, _store_in(tmp_path), jobs.drill, *arguments)
+    _expect_death(culprit, *started, action=f"{action} (")
 
 
 @pytest.mark.one_case_in(4)
@@ -116,7 +117,8 @@ def test_a_rank_that_dies_is_named(
 def test_a_rank_of_a_replica_that_dies_is_named(tmp_path: Path, action: str) -> None:
     culprit = 2 + int(action[0])  # of the second replica
     arguments = 2, "1f1b", "none", action, "kill", culprit
-    _expect_death(culprit, *_start(4, _store_in(tmp_path), jobs.drill, *arguments))
+    started = _start(4, _store_in(tmp_path), jobs.drill, *arguments)
+    _expect_death(culprit, *started, action=f"{action} (")
 
 
 @pytest.mark.one_case_in(3)
@@ -144,14 +146,18 @@ def _store_in(folder: Path) -> str:
 
 
 def _expect_death(
-    culprit: int, processes: Sequence[BaseProcess], pipes: Sequence[Connection]
+    culprit: int,
+    processes: Sequence[BaseProcess],
+    pipes: Sequence[Connection],
+    *,
+    action: str = "",
 ) -> None:
-    """Only the culprit dies, and all others name it in time."""
+    """Only the culprit dies, and all others name it and its `action` in time."""
     for rank, pipe in enumerate(pipes):
         if rank != culprit:
             seen = pipe.recv()
             assert seen.error == "RankFaultError"
-            assert f"rank {culprit} no longer answers" in seen.text
+            assert f"rank {culprit} no longer answers; it was last seen in {action}" in seen.text
             assert seen.seconds < WITHIN
     for rank, process in enumerate(processes):
         process.join(timeout=20)

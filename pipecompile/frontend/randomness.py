@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from pipecompile.errors import CaptureError
+from pipecompile.frontend.packages import package_of
 
 __all__ = ["require_torch_randomness"]
 
@@ -108,7 +109,8 @@ def _refuse_own_draws() -> Iterator[None]:
     def refusing(draw: Callable[..., Any], source: str) -> Callable[..., Any]:
         def refuse(*args: Any) -> Any:
             # Other threads are no part of the forward.
-            if get_ident() != forward or _package_that_draws() in DRAWING_PACKAGES:
+            is_of_forward = get_ident() == forward and _package_that_draws() not in DRAWING_PACKAGES
+            if not is_of_forward or _is_importing():
                 return draw(*args)
             raise CaptureError(DRAWS % source)
 
@@ -136,6 +138,18 @@ def _package_that_draws() -> str:
     while frame is not None and frame.f_globals.get("__name__") in PASSED_ON:
         frame = frame.f_back
     return "" if frame is None else str(frame.f_globals.get("__name__")).partition(".")[0]
+
+
+def _is_importing() -> bool:
+    """Return whether the forward imports a Python module, which may draw a name or a key."""
+    # 0 is this function, 1 the method that refuses; code of this package has called the forward.
+    frame: types.FrameType | None = sys._getframe(2)
+    while frame is not None:
+        module = str(frame.f_globals.get("__name__"))
+        if module == "importlib._bootstrap" or package_of(module) == package_of(__name__):
+            return module == "importlib._bootstrap"
+        frame = frame.f_back
+    return False
 
 
 def _numpy_generators(model: nn.Module) -> list[Any]:

@@ -4,12 +4,14 @@ comes by them.
 
 from __future__ import annotations
 
+import importlib
 import os
 import random
 import secrets
 import threading
 import uuid
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -101,6 +103,16 @@ def test_draws_from_the_system_are_refused(what: str) -> None:
     with pytest.raises(CaptureError, match=r"the system's random numbers"):
         capture(Scaling(lambda _: draw()), Arguments((X,), {}))
     assert os.urandom is before and vars(random)["_urandom"] is before
+
+
+def test_what_a_forward_imports_may_draw(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "named_by_itself.py").write_text("import uuid\nNAME = uuid.uuid4().hex\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+    def draw(_: Scaling) -> float:
+        return float(bool(importlib.import_module("named_by_itself").NAME))
+
+    capture(Scaling(draw), Arguments((X,), {}))
 
 
 def test_a_generator_that_is_made_with_a_seed_is_a_constant() -> None:

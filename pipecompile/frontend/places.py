@@ -71,9 +71,11 @@ class Attribute:
 
 def variable(name: str) -> Item:
     """Return the read of a variable of the environment."""
-    # In the table behind `os.environ`, which itself makes a new string each time it is asked.
-    behind: Any = os.environ
-    return Item(behind._data, behind.encodekey(name))
+    environment: Any = os.environ
+    if not isinstance(environment, os._Environ):  # a test may have put a dict there
+        return Item(environment, name)
+    # The table behind it, since it makes a new string each time that it is asked.
+    return Item(environment._data, environment.encodekey(name))
 
 
 class Places:

@@ -30,23 +30,18 @@ def other_reduction_of(target: Target, microbatches: int) -> str | None:
     """Return what to say if the loss of a minibatch, cut into so many microbatches, is a sum and
     `loss_reduction` a mean, or the other way round.
     """
-    # Two microbatches and what they are together; of an odd number all of them.
-    count = 1 if microbatches % 2 else microbatches // 2
-    number = microbatches // count
 
     def loss(given: tuple[Arguments, Any]) -> Any:
         call, wanted = given
         return target.trained_by(target.model(*call.args, **call.kwargs), wanted)
 
-    def data(count: int) -> list[tuple[Arguments, Any]]:
-        return list(zip(target.microbatches(count), target.cut_targets(count), strict=True))
-
+    calls, targets = target.microbatches(microbatches), target.cut_targets(microbatches)
     with restored_state(target.model), restored_state(target.loss_module or nn.Identity()):
         # Dropout would give two losses for the same data.
         for module in target.model.modules():
             module.training = False
-        together = value_of_loss(loss, data(count)[0])
-        parts = [value_of_loss(loss, each) for each in data(microbatches)[:number]]
+        together = value_of_loss(loss, target.beginning(2, microbatches))
+        parts = [value_of_loss(loss, each) for each in zip(calls[:2], targets[:2], strict=True)]
     return other_reduction(target.loss_reduction, together, parts)
 
 

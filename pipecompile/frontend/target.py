@@ -109,6 +109,17 @@ class Target:
         )
         return list(map(inputs.unflatten, rows))
 
+    def beginning(self, number: int, microbatches: int) -> tuple[Arguments, Any]:
+        """Return the first `number` of so many equal microbatches as one, and its target."""
+        size, dims = self.samples // microbatches, self.inputs.batch_dims
+        bounds = (number * size, (microbatches - number) * size)
+        sizes = tuple(filter(None, bounds))
+        rows = MicrobatchSizes(size, sizes).rows(self.inputs.flatten(self.call), dims)
+        targets = [None]
+        if self.targets is not None:
+            targets = cut_targets(self.targets, sizes, self.target_batch_dims, dims)
+        return self.inputs.unflatten(rows[0]), targets[0]
+
     def share(self, replicas: int) -> Target:
         """Return the target of one of so many replicas: the first equal part of the minibatch."""
         if replicas == 1:

@@ -17,6 +17,9 @@ from torch.nn import functional
 from pipecompile.api.compilation import pipecompile
 from pipecompile.errors import InputError
 from pipecompile.frontend.batch_counts import refuse_counts
+from pipecompile.frontend.other_reduction import other_reduction_of
+from pipecompile.frontend.signature import arguments_of
+from pipecompile.frontend.target import Target
 from pipecompile.training.pipeline import Pipeline
 
 ROWS = 8
@@ -226,6 +229,14 @@ def test_a_loss_of_another_reduction_is_told_at_the_compile(
 ) -> None:
     compiled(loss, sample_target=LABELS, loss_reduction=reduction, microbatches=microbatches)
     assert f"the loss is {word} over samples" in caplog.text
+
+
+@REDUCTIONS
+def test_so_it_is_of_an_odd_number_of_microbatches(loss: Any, reduction: Any, word: str) -> None:
+    model = nn.Linear(4, 3)
+    call, labels = arguments_of(model, X[:6]), LABELS[:6]
+    target = Target(model, call, loss_fn=loss, targets=labels, loss_reduction=reduction)
+    assert f"the loss is {word} over samples" in (other_reduction_of(target, 3) or "")
 
 
 @REDUCTIONS

@@ -71,11 +71,10 @@ class Attribute:
 
 def variable(name: str) -> Item:
     """Return the read of a variable of the environment."""
-    environment: Any = os.environ
-    if not isinstance(environment, os._Environ):  # a test may have put a dict there
-        return Item(environment, name)
-    # The table behind it, since it makes a new string each time that it is asked.
-    return Item(environment._data, environment.encodekey(name))
+    # The table behind it, since it makes a new string each time that it is asked. A test may have
+    # put a dict there.
+    table = vars(os.environ).get("_data") if hasattr(os.environ, "encodekey") else None
+    return Item(os.environ, name) if table is None else Item(table, os.environ.encodekey(name))
 
 
 class Places:

@@ -18,7 +18,7 @@ from torch import nn
 from pipecompile.frontend.batch_counts import value_of_loss
 from pipecompile.frontend.loss_reduction import LossReduction
 from pipecompile.frontend.signature import Arguments
-from pipecompile.frontend.target import Target
+from pipecompile.frontend.target import Target, sum_of_squares
 from pipecompile.frontend.training_step import restored_state
 
 __all__ = ["other_reduction", "other_reduction_of"]
@@ -42,15 +42,19 @@ def other_reduction_of(target: Target, microbatches: int) -> str | None:
             module.training = False
         together = value_of_loss(loss, target.beginning(2, microbatches))
         parts = [value_of_loss(loss, each) for each in zip(calls[:2], targets[:2], strict=True)]
-    return other_reduction(target.loss_reduction, together, parts)
+    return other_reduction(target, together, parts)
 
 
 def other_reduction(
-    reduction: LossReduction, together: float | None, parts: Sequence[float | None]
+    target: Target, together: float | None, parts: Sequence[float | None]
 ) -> str | None:
-    """Return what to say if what a loss is `together` shows that it is of another reduction than
-    that of its equal `parts`; None is a loss that has failed.
+    """Return what to say if what the loss is `together` shows that it is of another reduction than
+    `loss_reduction`, for its equal `parts`; None is a loss that has failed.
     """
+    # Which stands for a loss where a user has given none.
+    if target.loss_fn is sum_of_squares:
+        return None
+    reduction: LossReduction = target.loss_reduction
     losses = [each for each in parts if each is not None]
     if together is None or len(losses) < max(len(parts), 2):
         return None

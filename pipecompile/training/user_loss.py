@@ -102,7 +102,7 @@ class UserLoss:
             if half := rows // 2:
                 together = loss_of_rows(0, 2 * half)
                 parts = [loss_of_rows(0, half), loss_of_rows(half, 2 * half)]
-                if text := other_reduction(reduction, together, parts):
+                if text := other_reduction(self.target, together, parts):
                     logger.warning(text)
 
     @contextmanager

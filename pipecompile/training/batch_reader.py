@@ -52,22 +52,14 @@ class CutBatch(NamedTuple):
 class BatchReader:
     """Reads batches for the first stage, and targets for the last one, where these run.
 
-    `target_batch_dims` says along which dimensions targets are cut, see `cut_targets`. If it
-    `needs_target`, the loss was given one of a sample.
+    `target_batch_dims` says along which dimensions targets are cut, see `cut_targets`.
     """
 
     def __init__(
-        self,
-        plan: Plan,
-        programs: Programs,
-        runner: Runner,
-        target_batch_dims: Any = None,
-        *,
-        needs_target: bool = False,
+        self, plan: Plan, programs: Programs, runner: Runner, target_batch_dims: Any = None
     ) -> None:
         self._plan = plan
         self._target_batch_dims = target_batch_dims
-        self._needs_target = needs_target
         self._declared = programs.declared
         self._runner = runner
         # By the shapes and types of the tensors of a batch.
@@ -154,14 +146,7 @@ class BatchReader:
         return cut
 
     def targets(self, sizes: MicrobatchSizes, target: Any) -> list[Any]:
-        """Return the target of each microbatch; InputError if it cannot be cut like the batch, or
-        if there is none for a loss of this rank that was given one of the sample.
-        """
-        if target is None and self._needs_target and self._runner.has_last_stage:
-            raise InputError(
-                "there is no target, but sample_target was one; give the step one: "
-                "step(batch, target)"
-            )
+        """Return the target of each microbatch; InputError if it cannot be cut like the batch."""
         # Otherwise a dataclass would be one leaf, and the tensors in it would not be cut.
         register_dataclasses(target)
         # A plain tensor is most of what losses take, and torch flattens slowly.

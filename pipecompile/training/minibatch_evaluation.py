@@ -37,10 +37,9 @@ class MinibatchEvaluation:
                 program.check_unchanged()
                 remainder = parts.programs.for_remainder(program, sizes.remainder, cut.shape)
             cut.check(program, remainder)
-            rows = cut.rows
-            targets = parts.data.targets(sizes, target) if with_loss else [None] * len(rows)
+            targets = parts.data.targets(sizes, target)
             number = -self._taken
-            minibatch = Minibatch(rows, targets, self._run.seed, number, samples=sizes.samples)
+            minibatch = Minibatch(cut.rows, targets, self._run.seed, number, samples=sizes.samples)
         # An evaluation of many samples may take as long as steps with all of them.
         steps = -(-len(cut.rows) // parts.plan.microbatches)
         watched = runner.watched(name, steps)

@@ -62,9 +62,6 @@ class PipelineParts(NamedTuple):
         # Now that the stages are on the devices where they stay.
         for shape in shapes:
             programs.declare(shape)
-        needs_target = target.targets is not None
-        data = BatchReader(
-            plan, programs, runner, target.target_batch_dims, needs_target=needs_target
-        )
+        data = BatchReader(plan, programs, runner, target.target_batch_dims)
         loss = StepLoss(target.loss_reduction, share.place, runner)
         return cls(plan, target, share, programs, runner, data, loss, [])

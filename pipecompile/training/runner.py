@@ -130,11 +130,6 @@ class Runner:
         return bool({0, self._plan.k - 1} & set(self._share.stages))
 
     @property
-    def has_last_stage(self) -> bool:
-        """Whether this process has the last stage, which reads targets."""
-        return self._plan.k - 1 in self._share.stages
-
-    @property
     def stages(self) -> tuple[fx.GraphModule, ...]:
         """The planned stage modules of this process."""
         return tuple(self._planned.stages[index].module for index in self._share.stages)

@@ -128,25 +128,6 @@ LAYOUTS: dict[str, tuple[Callable[[], nn.Module], Tensor, Tensor]] = {
 }
 
 
-def said_without_target() -> list[tuple[str, str]]:
-    """The kind and the text of what a rank says of steps without and with a target."""
-    torch.manual_seed(0)
-    pipeline = pipecompile(
-        nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)),
-        X,
-        ranks=2,
-        microbatches=4,
-        costs="flops",
-        loss_fn=nn.functional.mse_loss,
-        sample_target=X,
-        step_timeout=20.0,
-    )
-    steps = [lambda: pipeline.step(X), lambda: pipeline.evaluate(X), lambda: pipeline.step(X, X)]
-    said = [_said(nullcontext, step) for step in steps]
-    dist.destroy_process_group()
-    return said
-
-
 class Features(nn.Module):
     """A layer times an array of numpy, in an attribute or in a table of what it encloses."""
 

@@ -53,9 +53,3 @@ def test_arrays_that_ranks_draw_apart_are_refused(
         assert kind == "InputError" and "an array of numpy that has other values on rank" in text
     for kind, text in workers.run(2, jobs.said_of_arrays, False, encloses=encloses, folder=folder):
         assert (kind, text) == ("", "")
-
-
-def test_a_step_without_a_target_is_refused_by_all(workers: Workers, tmp_path: Path) -> None:
-    for (kind, text), *others in workers.run(2, jobs.said_without_target, folder=str(tmp_path)):
-        assert kind == "InputError" and "give the step one: step(batch, target)" in text
-        assert others == [("", ""), ("", "")]

@@ -41,11 +41,7 @@ from pipecompile.training.materialisation import move
 from pipecompile.training.parallel_stages import Parallelize, ParallelStages, first_holders
 from pipecompile.training.program import Program
 from pipecompile.training.program_stages import ProgramStages
-from pipecompile.training.run_conditions import (
-    refuse_hook,
-    refuse_in_flight,
-    refuse_unequal_arrays,
-)
+from pipecompile.training.run_conditions import refuse_hook, refuse_in_flight
 from pipecompile.training.step_agreement import StepAgreement
 from pipecompile.training.tensor_copies import TensorCopies
 from pipecompile.training.trial_forward import TrialOutputs, check_trial, trial_outputs
@@ -96,7 +92,6 @@ class Runner:
             # program learns which objects it has; then ranks send each other values.
             everyone, board = sorted(chain(*place.pipelines)), self._agreement.board
             self.watch = StepWatch(everyone, peers, step_timeout, board)
-            refuse_unequal_arrays(planned.array_digests())
             self.move_stages()
             # Buffers that moved to a GPU are other objects now.
             planned.remember()

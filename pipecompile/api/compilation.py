@@ -31,6 +31,7 @@ from pipecompile.frontend.batch_dims import BatchDim
 from pipecompile.frontend.callable_state import callable_restored
 from pipecompile.frontend.kept_state import holders_of_user
 from pipecompile.frontend.loss_reduction import LossReduction
+from pipecompile.frontend.open_capture import OpenCapture
 from pipecompile.frontend.signature import arguments_of
 from pipecompile.frontend.target import LossFunction, Target
 from pipecompile.frontend.target_capture import Captured, capture_target
@@ -331,20 +332,26 @@ def _committed(plan: Plan | str | Path, links: LinksInput, choices: Choices) -> 
     return committed
 
 
-def _captured(target: Target, options: Options, *, self_check: bool) -> Captured:
-    """Return the same graph on every rank.
+def _captured(
+    target: Target, options: Options, *, self_check: bool, opened: OpenCapture | None = None
+) -> Captured:
+    """Return the same graph on every rank, of what is `opened` for several lengths if it can be.
 
     Rank 0 proves it, and the others capture by the method that it used.
     """
     # The proof runs a training step on real values, which takes time and memory: once is enough,
     # and the digests are compared afterwards (`_check_fit`). The method must be rank 0's: another
     # way to capture gives nodes of other names, and the plan's stages name nodes.
-    captured = world.run_on_first(lambda: capture_target(target, options, verify=self_check))
+    captured = world.run_on_first(
+        lambda: capture_target(target, options, verify=self_check, opened=opened)
+    )
     method = world.share_from_first(
         lambda: captured.capture.method.encode() if captured else b""
     ).decode()
     with world.failing_together():
-        return captured or capture_target(target, options, verify=False, method=method)
+        return captured or capture_target(
+            target, options, verify=False, method=method, opened=opened
+        )
 
 
 def _check_fit(plan: Plan, captured: Captured) -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -24,7 +25,7 @@ from pipecompile.cost_models.protocol import FREE_CALL
 from pipecompile.errors import InputError, PipecompileError
 from pipecompile.frontend.signature import Arguments, InputStructure, arguments_of
 from pipecompile.frontend.target import Target
-from pipecompile.frontend.target_capture import Captured
+from pipecompile.frontend.target_capture import Captured, open_capture
 from pipecompile.ir.copied_nodes import with_copies
 from pipecompile.ir.graph import FUSED_ATTENTION
 from pipecompile.ir.plan import Plan
@@ -49,27 +50,42 @@ def declared_shapes(
     planned: Captured,
     plan: Plan,
     samples: Sequence[Any],
-    capture: Callable[[Target], Captured],
+    capture: Callable[..., Captured],
 ) -> list[DeclaredShape]:
-    """Return the shapes of `samples`, minibatches like the planned one, each with its `capture`.
+    """Return the shapes of `samples`, minibatches like the planned one, each with its
+    `capture(target, opened=…)`: they share one where lengths can be open.
 
     Raise InputError if one differs from the planned one in more than sizes, if it is declared
     twice, or if it may need more memory than a rank has by the plan. Every rank must call this.
     """
-    shapes: list[DeclaredShape] = []
+    targets: list[Target] = []
     for index, sample in enumerate(samples):
-        try:
-            # Each is compared with all before it, so two equal ones among the further shapes are
-            # found too.
-            known = [target, *(shape.target for shape in shapes)]
+        # Each is compared with all before it, so two equal ones among the further shapes are found
+        # too.
+        with _naming(index):
+            known = [target, *targets]
             other = _target_with(target, planned.capture.inputs, known, sample)
-            shapes.append(DeclaredShape(other, capture(other)))
-        except PipecompileError as error:
-            # The same kind of error, since exit codes and callers tell errors apart by it.
-            raise type(error)(f"shapes[{index}]: {error}") from error
+            # For its error, if the samples are no so many equal parts.
+            other.microbatches(plan.options.microbatches)
+            targets.append(other)
+    opened = open_capture(planned, targets, plan.options) if targets else None
+    shapes: list[DeclaredShape] = []
+    for index, other in enumerate(targets):
+        with _naming(index):
+            shapes.append(DeclaredShape(other, capture(other, opened=opened)))
     # After the loop, in which all ranks capture: memory is the same wherever it is computed.
     world.run_on_first(partial(_check_memory, plan, target, planned, shapes))
     return shapes
+
+
+@contextmanager
+def _naming(index: int) -> Iterator[None]:
+    """Say in an error of the block which shape it is of."""
+    try:
+        yield
+    except PipecompileError as error:
+        # The same kind of error, since exit codes and callers tell errors apart by it.
+        raise type(error)(f"shapes[{index}]: {error}") from error
 
 
 def _target_with(

@@ -64,7 +64,13 @@ from pipecompile.graph.model_state import has_values, named_state
 from pipecompile.graph.pytrees import tensor_leaves
 from pipecompile.graph.torch_repairs import repair_torch
 
-__all__ = ["capture", "captures", "is_first_choice", "normalises_batches"]
+__all__ = [
+    "capture",
+    "capture_with_lengths",
+    "captures",
+    "is_first_choice",
+    "normalises_batches",
+]
 
 
 def capture(
@@ -99,6 +105,19 @@ def captures(
         if _is_of_functions(failures):
             # torch keeps what it compiled of branches on fakes, by which the model would fail.
             torch._dynamo.reset()
+
+
+def capture_with_lengths(
+    model: nn.Module, call: Arguments, leaf: Sequence[str], lengths: tuple[frozenset[int], ...]
+) -> Capture:
+    """Return `model` recorded by the first method, with symbols for the sizes of each input in the
+    dimensions `lengths`, for open_capture.py. UnsupportedError or CaptureError if it cannot be.
+    """
+    recapture, leaves = partial(capture, model, leaf=leaf), leaf_paths(model, leaf)
+    with plain_tensors_kept(model):
+        return _capture_by(
+            model, call, METHODS[0], leaves=leaves, recapture=recapture, lengths=lengths
+        )
 
 
 def _captures(
@@ -257,12 +276,13 @@ def _capture_by(
     recapture: Callable[..., Capture],
     answers: ProbedAnswers | None = None,
     read_outside: AttributeReads | None = None,
+    lengths: tuple[frozenset[int], ...] = (),
 ) -> Capture:
     """Return the capture of `model` by one method; its attributes are restored. `read_outside` is
-    what the forward of a probe has read.
+    what the forward of a probe has read, and `lengths` the dimensions of inputs that are open.
     """
     options = RecordingOptions(
-        method.exporting, method.hides_fakes, leaves, answers, method.reads_inputs
+        method.exporting, method.hides_fakes, leaves, answers, method.reads_inputs, lengths
     )
     before, reads = ModuleAttributes.of(model), AttributeReads()
 

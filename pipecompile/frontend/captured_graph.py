@@ -38,7 +38,14 @@ from pipecompile.graph.storages import is_irregular, layout_name, storage_key
 from pipecompile.passes.buffer_versions import KeepVersions
 from pipecompile.passes.contract import apply_passes
 
-__all__ = ["KEYS_IN_ORDER", "Capture", "CaptureNote", "aliases_of", "eliminate_dead_code"]
+__all__ = [
+    "KEYS_IN_ORDER",
+    "Capture",
+    "CaptureNote",
+    "aliases_of",
+    "eliminate_dead_code",
+    "substituted",
+]
 
 KEYS_IN_ORDER = ", keys in order"
 """Ends the method of a capture whose forward goes by the order of keys in its arguments."""
@@ -183,7 +190,8 @@ class Capture:
         # The graph may be wrong here: the forward would have taken another branch.
         if not self.holds_for(call):
             return self.recaptured(call).instantiate(call)
-        graph = _substituted(self.graph, self.guards.symbol, batch)
+        symbol = self.guards.symbol
+        graph = substituted(self.graph, {} if symbol is None else {symbol: sympy.Integer(batch)})
         self._set_answers(graph, call)
         # Of a dict fx puts each object under its path as it is: parameters are the model's own,
         # under their own names. (torch's `split_module` would rename them.)
@@ -376,13 +384,12 @@ def eliminate_dead_code(graph: fx.Graph) -> None:
             graph.erase_node(node)
 
 
-def _substituted(graph: fx.Graph, symbol: sympy.Symbol | None, batch: int) -> fx.Graph:
-    """Return a copy of `graph` with the values of symbolic numbers at this batch size."""
-    values = {} if symbol is None else {symbol: sympy.Integer(batch)}
+def substituted(graph: fx.Graph, values: dict[sympy.Symbol, sympy.Integer]) -> fx.Graph:
+    """Return a copy of `graph` with these values of symbols in its arguments."""
 
     # `x.view(s0, 8)` of a recording is `x.view(4, 8)` at a batch of 4.
     def concrete(argument: Any) -> Any:
-        return argument.value_for(values) if isinstance(argument, SymbolicNumber) else argument
+        return argument.with_sizes(values) if isinstance(argument, SymbolicNumber) else argument
 
     copy = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}

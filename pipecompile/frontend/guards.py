@@ -1,13 +1,14 @@
 """Guards: what a recording assumed about the batch size, and whether another size meets it.
 
 The batch size is a symbol while a forward is recorded. Each branch that the forward takes on it
-becomes a guard, for example `Ge(s0, 4)` at model.py:17.
+becomes a guard, for example `Ge(s0, 4)` at model.py:17. Lengths may be symbols too, see
+open_capture.py; a recording has numbers for them before it is used.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +19,10 @@ from torch._dynamo.source import ConstantSource
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
+from pipecompile.frontend.refusals import UnsupportedError
 from pipecompile.frontend.source import HIDDEN
 
-__all__ = ["Guards", "ValueRead", "batch_symbol", "fake_input"]
+__all__ = ["Guards", "ValueRead", "fake_input", "symbols_in"]
 
 
 @dataclass(frozen=True)
@@ -35,12 +37,21 @@ class Guards:
     assumptions: tuple[tuple[sympy.Basic, str], ...] = ()
 
     @staticmethod
-    def of(batch: int, symbol: sympy.Symbol | None, environment: ShapeEnv) -> Guards:
-        """Return what `environment` noted about the batch's symbol while the forward ran."""
-        if symbol is None:
+    def of(
+        batch: int,
+        symbol: sympy.Symbol | None,
+        environment: ShapeEnv,
+        lengths: Collection[sympy.Symbol] = (),
+    ) -> Guards:
+        """Return what `environment` noted about the symbols of the batch and of lengths while the
+        forward ran. UnsupportedError if the forward made a number of a length.
+        """
+        replaced = environment.replacements
+        if lengths and any(each in replaced for each in (*lengths, symbol)):
+            raise UnsupportedError("the forward makes a number of a length, or of the batch size")
+        if symbol is None and not lengths:
             return Guards(batch, None)
-        replacement = environment.replacements.get(symbol)
-        if isinstance(replacement, sympy.Integer):
+        if symbol is not None and isinstance(replaced.get(symbol), sympy.Integer):
             equals = (sympy.Eq(symbol, batch), "the forward makes a number of it")
             return Guards(batch, symbol, (equals,))
         branches = [(guard.expr, _guard_line(guard.sloc)) for guard in environment.guards]
@@ -48,13 +59,19 @@ class Guards:
             (sympy.Ge(symbol, interval.lower), "torch treats batches of 0 and 1 apart")
             for symbol, interval in environment.var_to_range.items()
         ]
+        own = {*lengths, *([] if symbol is None else [symbol])}
         # Assumptions about data have symbols of their own; they do not restrict the batch size.
         assumptions = tuple(
-            assumption
-            for assumption in (*branches, *ranges)
-            if assumption[0].free_symbols <= {symbol}
+            assumption for assumption in (*branches, *ranges) if assumption[0].free_symbols <= own
         )
         return Guards(batch, symbol, assumptions)
+
+    def with_lengths(self, lengths: Mapping[sympy.Symbol, sympy.Integer]) -> Guards | None:
+        """Return the guards for these lengths; None if the recording does not hold for them."""
+        placed = [(e.xreplace(dict(lengths)), line) for e, line in self.assumptions]
+        if any(expression == sympy.false for expression, _ in placed):
+            return None
+        return replace(self, assumptions=tuple(p for p in placed if p[0] != sympy.true))
 
     @property
     def is_fixed(self) -> bool:
@@ -106,33 +123,36 @@ class ValueRead:
         )
 
 
-def fake_input(tensor: Tensor, mode: FakeTensorMode, batch_dim: int | None) -> Tensor:
-    """Return a fake of `tensor`, whose dimension `batch_dim` is the symbol of the batch; None for
-    sizes that are all numbers.
-    """
-    if batch_dim is None:
+def fake_input(
+    tensor: Tensor, mode: FakeTensorMode, name: str, open_dims: Collection[int]
+) -> Tensor:
+    """Return a fake of the input `name`, whose sizes in `open_dims` are symbols."""
+    if not open_dims:
         return mode.from_tensor(tensor, static_shapes=True)
     if tensor._is_view():
         # The fake of a view is a view of a fake base, which would have symbols of its own.
         tensor = tensor.clone()
     # DUCK: equal sizes share a symbol, so all inputs have the same batch size.
-    sizes = [DimDynamic.STATIC] * tensor.dim()
-    sizes[batch_dim] = DimDynamic.DUCK
+    is_open = [dim in open_dims for dim in range(tensor.dim())]
+    sizes = [DimDynamic.DUCK if each else DimDynamic.STATIC for each in is_open]
     # The symbol is named after the source. Without one torch counts the fakes that are alive, which
     # are not the same in two recordings, whose values are compared as text.
     return mode.from_tensor(
         tensor,
-        source=ConstantSource("batch"),
+        source=ConstantSource(name),
         symbolic_context=StatelessSymbolicContext(dynamic_sizes=sizes),
     )
 
 
-def batch_symbol(fakes: Sequence[Tensor]) -> sympy.Symbol | None:
-    """Return the symbol of the batch; None if sizes are fixed, as for batches of 0 and 1."""
-    for size in (size for fake in fakes for size in fake.shape):
-        if isinstance(size, torch.SymInt) and isinstance(size.node.expr, sympy.Symbol):
-            return size.node.expr
-    return None
+def symbols_in(
+    fakes: Sequence[Tensor], open_dims: Sequence[Collection[int]]
+) -> dict[sympy.Symbol, int]:
+    """Return the symbols in these dimensions of inputs, with the sizes that the sample has there;
+    none for sizes of 0 and 1, which torch takes as numbers.
+    """
+    pairs = zip(fakes, open_dims, strict=True)
+    sizes: list[int | torch.SymInt] = [fake.shape[dim] for fake, dims in pairs for dim in dims]
+    return {size.node.expr: size.node.hint for size in sizes if isinstance(size, torch.SymInt)}
 
 
 def _guard_line(location: Any) -> str:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 
 import torch
 from torch import Tensor, fx, nn
@@ -56,17 +57,20 @@ class Proof:
 
 
 def proven_capture(
-    model: nn.Module, call: Arguments, leaf: Sequence[str] = ()
+    model: nn.Module,
+    call: Arguments,
+    leaf: Sequence[str] = (),
+    known: Sequence[Capture] = (),
 ) -> tuple[Capture, fx.GraphModule, Proof]:
     """Return the best capture that equals the model, its graph for `call`, and the proof.
 
     A training step on `call` is compared and, if the graph is for several batch sizes, one on
     another number of the same samples; with modules that branch on data also some on other data.
-    CaptureError if no capture equals the model.
+    Captures that are `known` are tried before others. CaptureError if none equals the model.
     """
     failures: list[CaptureError] = []
     seen: set[str] = set()
-    candidates = captures(model, call, leaf)
+    candidates = chain(known, captures(model, call, leaf))
     while True:
         try:
             candidate = next(candidates)

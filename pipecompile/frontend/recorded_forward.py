@@ -18,7 +18,7 @@ from pipecompile.frontend.caches import CacheUse
 from pipecompile.frontend.call_refusals import refuse_split_gradients
 from pipecompile.frontend.captured_graph import eliminate_dead_code
 from pipecompile.frontend.foreign_leaves import refuse_recorded_leaves
-from pipecompile.frontend.guards import Guards, batch_symbol, fake_input
+from pipecompile.frontend.guards import Guards, fake_input, symbols_in
 from pipecompile.frontend.recorder import ForwardRecorder
 from pipecompile.frontend.recording_options import RecordingOptions
 from pipecompile.frontend.refusals import (
@@ -95,7 +95,8 @@ def _record_once(
     symbolic: bool,
     cached: Collection[CodeType],
 ) -> RecordedForward:
-    """Run the forward once on fake tensors; `symbolic` ones have a symbol as their batch size.
+    """Run the forward once on fake tensors; `symbolic` ones have a symbol as their batch size, and
+    for the lengths of the options.
 
     Functions with the code `cached` have caches.
     """
@@ -105,20 +106,23 @@ def _record_once(
     # Tensors that no module owns, such as those in globals, are real, and become constants.
     mode = FakeTensorMode(shape_env=environment, allow_non_fake_inputs=True)
     recorder = ForwardRecorder(model, mode, fake_state(model, mode), options, cached)
+    dims = [{d} if symbolic and d is not None else set() for d in inputs.batch_dims]
+    lengths = options.lengths or [frozenset[int]()] * len(tensors)
     # Inputs that are the same tensor get a fake each, since each is a placeholder.
-    pairs = zip(distinct_tensors(tensors), inputs.batch_dims, strict=True)
-    fakes = [fake_input(tensor, mode, dim if symbolic else None) for tensor, dim in pairs]
+    columns = zip(distinct_tensors(tensors), inputs.tensor_names, dims, lengths, strict=True)
+    fakes = [fake_input(tensor, mode, name, {*own, *more}) for tensor, name, own, more in columns]
     for name, fake in zip(inputs.tensor_names, fakes, strict=True):
         recorder.recording.placeholder(name, fake)
-    # Before the run, in which a guard may replace the symbol by a number.
-    symbol = batch_symbol(fakes)
-    if symbol is not None:
-        recorder.values.sizes = {symbol: sympy.Integer(inputs.batch_size(tensors))}
+    # Before the run, in which a guard may replace a symbol by a number.
+    of_batch, of_lengths = symbols_in(fakes, dims), symbols_in(fakes, lengths)
+    known = {**of_batch, **of_lengths}
+    recorder.values.sizes = {symbol: sympy.Integer(size) for symbol, size in known.items()}
     if all(map(has_values, tensors)):
         recorder.values.inputs = dict(zip(inputs.tensor_names, tensors, strict=True))
     outputs = _run_model(recorder, model, inputs, fakes)
     eliminate_dead_code(recorder.recording.graph)
-    guards = Guards.of(inputs.batch_size(tensors), symbol, environment)
+    symbol = next(iter(of_batch), None)
+    guards = Guards.of(inputs.batch_size(tensors), symbol, environment, of_lengths)
     return RecordedForward(recorder, inputs, outputs, guards)
 
 

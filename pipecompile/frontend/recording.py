@@ -32,7 +32,7 @@ SYMBOLS = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
 @dataclass(frozen=True)
 class SymbolicNumber:
-    """A number in a node's arguments that depends on the batch size."""
+    """A number in a node's arguments that depends on the batch size, or on lengths."""
 
     expression: sympy.Basic
     type: type[int] | type[float] | type[bool]
@@ -40,6 +40,14 @@ class SymbolicNumber:
     def value_for(self, values: dict[sympy.Symbol, sympy.Integer]) -> int | float | bool:
         """Return the number for these values of the symbols."""
         return self.type(self.expression.xreplace(values))
+
+    def with_sizes(
+        self, values: dict[sympy.Symbol, sympy.Integer]
+    ) -> SymbolicNumber | int | float | bool:
+        """Return the number for these values, or what is open where it depends on others."""
+        expression = self.expression.xreplace(values)
+        is_open = expression.free_symbols
+        return replace(self, expression=expression) if is_open else self.type(expression)
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ from pipecompile.frontend.captured_graph import KEYS_IN_ORDER, Capture
 from pipecompile.frontend.digest import digest
 from pipecompile.frontend.kept_state import holders_of_user
 from pipecompile.frontend.late_loss import refuse_late_loss
+from pipecompile.frontend.open_capture import OpenCapture
 from pipecompile.frontend.other_reduction import other_reduction_of
 from pipecompile.frontend.plain_tensors import plain_tensors_kept
 from pipecompile.frontend.proof import Proof, proven_capture
@@ -28,7 +29,7 @@ from pipecompile.frontend.self_check import check_capture
 from pipecompile.frontend.signature import Arguments
 from pipecompile.frontend.target import Target
 from pipecompile.frontend.unfit_models import refuse_unfit
-from pipecompile.graph.loss_module import hold_loss
+from pipecompile.graph.loss_module import held_loss, hold_loss
 from pipecompile.graph.model_state import named_state
 from pipecompile.graph.modules import is_within
 from pipecompile.graph.pytrees import map_tensors
@@ -37,7 +38,7 @@ from pipecompile.ir.plan import Options, Provenance
 from pipecompile.passes.contract import apply_passes
 from pipecompile.passes.group import Group
 
-__all__ = ["Captured", "capture_for_remainder", "capture_target"]
+__all__ = ["Captured", "capture_for_remainder", "capture_target", "open_capture"]
 
 logger = logging.getLogger("pipecompile.frontend")
 
@@ -76,6 +77,7 @@ def capture_target(
     verify: bool,
     method: str | None = None,
     known: Iterable[Capture] = (),
+    opened: OpenCapture | None = None,
 ) -> Captured:
     """Capture the model at the size of the first microbatch; `verify` proves the graph by a
     training step.
@@ -83,18 +85,21 @@ def capture_target(
     A model without values (on the meta device, or of fake tensors) cannot be proven; its plan says
     so. With `method` the model is captured in the way that another rank has proven. Without a
     proof, one of the captures that are `known` of other sizes serves if it holds at this one, and
-    is what a new capture would be. The log says what is special about the capture.
+    is what a new capture would be. One that is `opened` for several lengths is tried first. The
+    log says what is special about the capture.
     """
     # Before the capture, whose forward would wait for ranks that run something else.
     refuse_unfit(target.model)
     _refuse_synchronised_norms(target.model)
     _refuse_irregular_state(target.model)
     sample = _microbatch(target, options, 0)
+    placed = None if opened is None else opened.at(sample)
+    first = [] if placed is None else [placed]
     with restored_after_failure(target.model), plain_tensors_kept(target.model):
         if verify and target.has_values:
             # The next checks begin with what hooks kept before this one.
             with callable_restored(*holders_of_user(target.model)):
-                captured, module, proof = proven_capture(target.model, sample, options.leaf)
+                captured, module, proof = proven_capture(target.model, sample, options.leaf, first)
             wanted = target.cut_targets(options.microbatches)[0]
             following = _microbatch(target, options, 1) if options.microbatches > 1 else None
             refuse_late_loss(target, sample, wanted, following)
@@ -113,13 +118,14 @@ def capture_target(
                 for capture in known
                 if capture.holds_for(sample) and is_first_choice(capture, sample)
             )
-            captured = next(applicable, None) or _captured_by(method, target, sample, options)
+            if placed is None or method not in (None, placed.method):
+                placed = next(applicable, None) or _captured_by(method, target, sample, options)
+            captured = placed
             module = captured.instantiate(sample)
             _log(_remarks(captured))
     # Names are those of nodes as well, which are known only now.
     _refuse_unknown_names(module.graph, options.groups)
-    apply_passes(module.graph, [Group(options.groups)])
-    hold_loss(module, target.loss_module)
+    _finish(module, target.loss_module, options)
     return Captured(
         captured,
         module,
@@ -128,6 +134,25 @@ def capture_target(
         verified=proof is not None,
         model=type(target.model).__name__,
     )
+
+
+def open_capture(
+    planned: Captured, targets: Iterable[Target], options: Options
+) -> OpenCapture | None:
+    """Return a capture for the planned microbatch and those of `targets`, which have other lengths;
+    None if there is none, or if its graph for the planned microbatch is another one.
+    """
+    others = [_microbatch(target, options, 0) for target in targets]
+    opened = OpenCapture.of(planned.capture, planned.sample, others, options.leaf)
+    own = None if opened is None else opened.at(planned.sample)
+    if own is None:
+        return None
+    with suppress(CaptureError), plain_tensors_kept(own.model):
+        module = own.instantiate(planned.sample)
+        _finish(module, held_loss(planned.module), options)
+        if digest(module) == planned.digest:
+            return opened
+    return None
 
 
 def capture_for_remainder(
@@ -165,9 +190,14 @@ def capture_for_remainder(
             check_capture(capture, module, call)
     except (CaptureError, UnsupportedError) as error:
         raise InputError(refusal % error) from error
-    apply_passes(module.graph, [Group(options.groups)])
-    hold_loss(module, target.loss_module)
+    _finish(module, target.loss_module, options)
     return capture, module
+
+
+def _finish(module: fx.GraphModule, loss: nn.Module | None, options: Options) -> None:
+    """Put the nodes into their groups, and the loss at the end."""
+    apply_passes(module.graph, [Group(options.groups)])
+    hold_loss(module, loss)
 
 
 def _warn(text: str | None) -> None:

@@ -107,6 +107,12 @@ def test_a_gpt2_of_transformers_with_masks_by_length() -> None:
     check_steps(pipeline, [(8, 16), (16, 8), (4, 16), (4, 12), (8, 16)])
 
 
+def test_lengths_share_a_capture_where_it_holds() -> None:
+    """Not for microbatches of one sample, which torch takes apart."""
+    methods = [program.captured.method for program in shared()._programs.declared]
+    assert methods == ["recorded", "recorded with open lengths", "recorded"]
+
+
 def test_evaluation_of_any_number_of_samples_of_each_shape() -> None:
     pipeline = shared()
     twin = copy.deepcopy(pipeline._target.model).eval()

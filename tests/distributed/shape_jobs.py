@@ -31,8 +31,16 @@ def pipeline_of(ranks: int, **options: Any) -> tuple[Pipeline, CausalModel]:
     first, other = (samples_of(MICROBATCHES * size, length)[0] for length, size in SIZES.items())
     options = {"costs": "flops", "microbatches": MICROBATCHES, "self_check": False, **options}
     whole = copy.deepcopy(model)
-    pipeline = pipecompile(model, first, ranks=ranks, loss_fn=token_loss, shapes=[other], **options)
+    # With a third one, in which no step is taken, the further lengths share a capture.
+    shapes = [other, samples_of(MICROBATCHES * 3, 12)[0]]
+    pipeline = pipecompile(model, first, ranks=ranks, loss_fn=token_loss, shapes=shapes, **options)
     return pipeline, whole
+
+
+def ways_of_captures() -> list[str]:
+    """How each of three shapes was captured, proven by rank 0 and without proof by rank 1."""
+    pipeline, _ = pipeline_of(2, self_check=True)
+    return [program.captured.method for program in pipeline._programs.declared]
 
 
 def part_of(samples: int, length: int, replica: int) -> tuple[Tensor, Tensor]:

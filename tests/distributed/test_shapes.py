@@ -30,6 +30,14 @@ def test_steps_of_alternating_shapes_are_the_unsplit_ones(
         assert max(differences) <= EXACT
 
 
+def test_further_lengths_share_one_capture_on_every_rank(workers: Workers, tmp_path: Path) -> None:
+    shared = "recorded with open lengths"
+    assert (
+        workers.run(2, jobs.ways_of_captures, folder=str(tmp_path))
+        == [["recorded", shared, shared]] * 2
+    )
+
+
 def test_evaluation_of_both_shapes(workers: Workers, tmp_path: Path) -> None:
     rows = workers.run(2, jobs.evaluated, 2, folder=str(tmp_path))
     assert [len(row) for row in rows] == [0, 8]

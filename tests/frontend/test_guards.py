@@ -49,7 +49,7 @@ def test_the_batch_has_the_same_name_in_every_recording() -> None:
     for others in range(4):
         mode = FakeTensorMode(shape_env=ShapeEnv())
         alive = [mode.from_tensor(torch.ones(2)) for _ in range(others)]
-        names.add(str(fake_input(torch.ones(6, 2), mode, 0).shape[0]))
+        names.add(str(fake_input(torch.ones(6, 2), mode, "x", {0}).shape[0]))
         del alive
     assert len(names) == 1
 

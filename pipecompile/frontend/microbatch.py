@@ -9,19 +9,16 @@ more microbatch, the remainder:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from numbers import Real
-from typing import Any
 
 import torch
-import torch.utils._pytree as pytree
 from torch import Tensor
 
 from pipecompile.errors import InputError
 from pipecompile.frontend.batch_dims import BatchDims
 
-__all__ = ["InputShapes", "MicrobatchSizes", "as_scalar", "is_count", "shape_of"]
+__all__ = ["InputShapes", "MicrobatchSizes", "is_count", "shape_of"]
 
 InputShapes = Sequence[tuple[int, ...]]
 """The shapes of a model's input tensors in one microbatch."""
@@ -105,65 +102,18 @@ class MicrobatchSizes:
         parts = zip(scalars, self.sizes, strict=True)
         return torch.stack([value * (size / self.samples) for value, size in parts]).sum(dim=0)
 
-    def merge(
-        self, trees: Sequence[Any], scalar: Callable[[Sequence[Any]], Tensor] | None = None
-    ) -> Any:
-        """Return the results of the microbatches as one; InputError if they cannot be joined.
-
-        Tensors are concatenated along dimension 0. Of scalars and numbers it is `joined_scalar`, or
-        what `scalar` makes of those of all microbatches. All else is taken from the first one.
-        """
-        flat = [pytree.tree_flatten(tree) for tree in trees]
-        first = flat[0][1]
-        other = next((spec for _, spec in flat if spec != first), None)
-        if other is not None:
-            raise InputError(
-                f"the loss function returned {first} with the loss of one microbatch and {other} "
-                "with that of another; return the same structure with each"
-            )
-        columns = zip(*(leaves for leaves, _ in flat), strict=True)
-        merged = [_merge_leaf(column, scalar or self.joined_scalar) for column in columns]
-        return pytree.tree_unflatten(merged, first)
-
-    def joined_scalar(self, values: Sequence[Any]) -> Tensor:
-        """Return the mean over samples of the scalars of microbatches; of whole numbers, which
-        count something, their sum.
-        """
-        scalars = list(map(as_scalar, values))
-        return torch.stack(scalars).sum() if is_count(scalars[0]) else self.mean(scalars)
-
     def join(self, parts: Sequence[Tensor], dim: int = 0) -> Tensor:
-        """Return the results of the microbatches as one, along `dim`; see `joined_scalar`."""
-        # A scalar is taken for a mean over samples, as metrics beside a loss are.
-        return torch.cat(list(parts), dim) if parts[0].dim() else self.joined_scalar(parts)
-
-
-def as_scalar(value: Any) -> Tensor:
-    """Return a scalar or a number as a tensor, with all digits of a number."""
-    return torch.as_tensor(value, dtype=torch.float64 if isinstance(value, float) else None)
+        """Return the results of the microbatches as one, along `dim`. Scalars are taken for means
+        over samples, as metrics beside a loss are, and whole numbers for counts, to be summed.
+        """
+        if parts[0].dim():
+            return torch.cat(list(parts), dim)
+        return torch.stack(list(parts)).sum() if is_count(parts[0]) else self.mean(parts)
 
 
 def is_count(scalar: Tensor) -> bool:
     """Return whether a scalar is a whole number or a truth value, and no mean of something."""
     return not (scalar.is_floating_point() or scalar.is_complex())
-
-
-def _merge_leaf(column: Sequence[Any], scalar: Callable[[Sequence[Any]], Tensor]) -> Any:
-    first = column[0]
-    # A truth value is a number to Python, but no mean of truth values is one.
-    if isinstance(first, Real) and not isinstance(first, bool):
-        return scalar(column).item()
-    if not isinstance(first, Tensor):
-        return first
-    if not first.dim():
-        return scalar(column)
-    shapes = [tuple(part.shape) for part in column]
-    if len({shape[1:] for shape in shapes}) > 1:
-        raise InputError(
-            f"tensors of the shapes {shapes} came with the losses of microbatches, and cannot be "
-            "joined along dimension 0; pad them alike, or return a scalar"
-        )
-    return torch.cat(list(column))
 
 
 def shape_of(

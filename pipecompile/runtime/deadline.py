@@ -9,14 +9,14 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import AllgatherOptions, AllreduceOptions
+from torch._C._distributed_c10d import AllgatherOptions, AllreduceOptions, BroadcastOptions
 
 __all__ = ["SETTLING_SECONDS", "Deadline", "OverdueError"]
 
 SETTLING_SECONDS = 1.0
 """Enough beats (`heartbeat.py`) to tell a dead rank from one that lives."""
 
-_Options = TypeVar("_Options", AllreduceOptions, AllgatherOptions)
+_Options = TypeVar("_Options", AllreduceOptions, AllgatherOptions, BroadcastOptions)
 
 
 class OverdueError(Exception):
@@ -65,6 +65,12 @@ class Deadline:
         options.reduceOp = operation  # type: ignore[assignment]
         tensor = torch.view_as_real(tensor) if tensor.is_complex() else tensor
         return _processes(group).allreduce([tensor], self._limit(options))
+
+    def broadcast(self, tensor: Tensor, source: int, group: dist.ProcessGroup | None) -> None:
+        """Fill `tensor` with that of the rank `source` of `group`, as long as time is left."""
+        options = BroadcastOptions()
+        options.rootRank = source
+        self.wait(_processes(group).broadcast([tensor], self._limit(options)))
 
     def start_all_gather(
         self, parts: list[Tensor], own: Tensor, group: dist.ProcessGroup | None

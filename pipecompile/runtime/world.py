@@ -16,13 +16,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
-from torch.utils._pytree import tree_map_only
 
 from pipecompile.errors import InputError, PipecompileError, RankFaultError
 
 __all__ = [
     "broadcast",
-    "broadcast_value",
     "calling_together",
     "failing_together",
     "gather",
@@ -167,12 +165,3 @@ def failing_together() -> Iterator[None]:
         raise error
     for problem in filter(None, problems):
         raise InputError(problem)
-
-
-def broadcast_value(value: T, source: int, group: dist.ProcessGroup | None) -> T:
-    """Return on every rank of `group` the `value` of the global rank `source`, on the CPU."""
-    # A pickled tensor of a GPU is unpickled on the GPU of the same number, which belongs to
-    # another process here.
-    values: list[Any] = [tree_map_only(torch.Tensor, torch.Tensor.cpu, value)]
-    dist.broadcast_object_list(values, src=source, group=group)
-    return values[0]  # type: ignore[no-any-return]

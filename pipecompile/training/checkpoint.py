@@ -7,10 +7,11 @@ read it.
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any, Self
 
@@ -116,7 +117,7 @@ class Checkpoint:
         about a tied parameter, or if steps have put gradients aside.
         """
         self.wait()
-        self._run.meet("the save of a checkpoint")
+        self._run.meet(f"the save of a checkpoint to {_checked(path)}")
         written = self._written()
         # Only now that nothing is refused: until then the old checkpoint can still be read.
         self._drop(path)
@@ -133,7 +134,7 @@ class Checkpoint:
         does `wait`: call that at the end of the run. They raise the error if it could not write.
         """
         self.wait()
-        self._run.meet("the save of a checkpoint")
+        self._run.meet(f"the asynchronous save of a checkpoint to {_checked(path)}")
         if self._group is None and self._state.is_distributed:
             # In the group of the steps, the thread's messages would get between theirs. And groups
             # of NCCL do not carry what is on the host.
@@ -166,16 +167,17 @@ class Checkpoint:
         Each rank reads its own part. Gradients are dropped. Random generators are restored if there
         are as many processes as there were; what a pipeline draws does not depend on them.
 
-        InputError if keys are missing, or are of another model: then nothing has changed.
+        InputError if keys are missing, or are of another model, or of an optimizer or a scheduler
+        of another kind: then nothing has changed.
         """
         self.wait()
-        self._run.meet("the loading of a checkpoint")
+        self._run.meet(f"the loading of the checkpoint {_checked(path)}")
         saved = SavedKeys(path)
         # Before the weights, which are read in place.
         problem = self._state.problem(saved)
         # A rank that has a problem already does not read here, so this must not be a read of all
         # ranks together; then all ranks hear of all problems, and raise the first one.
-        problem = problem or self._state.optimizer_problem(self._saved_classes(path))
+        problem = problem or self._state.settings_problem(self._settings(path, saved))
         for message in world.gather(problem) if self._state.is_distributed else [problem]:
             if message is not None:
                 raise InputError(message)
@@ -185,7 +187,10 @@ class Checkpoint:
             state_dict_loader.load(
                 state, checkpoint_id=path, no_dist=not self._state.is_distributed
             )
-        self.load_state_dict(state)
+        # What only one rank cannot set, such as a slot of its optimizer, all hear of.
+        together = world.failing_together() if self._state.is_distributed else nullcontext()
+        with together:
+            self.load_state_dict(state)
 
     # -- torch.distributed.checkpoint.Stateful
 
@@ -223,14 +228,23 @@ class Checkpoint:
 
     # -- what is loaded
 
-    def _saved_classes(self, path: str | Path) -> dict[str, Any]:
-        """Return the entries of a checkpoint that say which optimizers saved it."""
-        entries = dict.fromkeys(self._state.class_keys())
+    def _settings(self, path: str | Path, saved: SavedKeys) -> dict[str, Any]:
+        """Return the entries of a checkpoint that are no tensors: of optimizers, of schedulers and
+        of the data.
+        """
+        entries = dict.fromkeys(self._state.settings_keys(saved))
         _silence_warnings()
         with _failing_as("read"):
             # Each rank for itself, see `load`.
             state_dict_loader.load(entries, checkpoint_id=path, no_dist=True)
         return entries
+
+
+def _checked(path: str | Path) -> Path:
+    """Return the path of a checkpoint; InputError if it is none."""
+    if not isinstance(path, str | os.PathLike):
+        raise InputError(f"the path of a checkpoint is {path!r}, but it is a str or a Path")
+    return Path(path)
 
 
 @contextmanager

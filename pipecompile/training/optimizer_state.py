@@ -67,23 +67,31 @@ class NamedOptimizerState:
                 yield f"optim.{name}.{slot}", name, wrapped
 
     @property
-    def first_options(self) -> tuple[str, ...]:
-        """The key that says the class of the optimizer that saved a state; empty without one."""
-        return tuple(f"hyperparameters.{name}" for name in list(self.parameters)[:1])
+    def option_keys(self) -> list[str]:
+        """The keys of options, which say the class of the optimizer too."""
+        return [f"hyperparameters.{name}" for name in self.parameters]
 
     def problem(self, state: Mapping[str, Any]) -> str | None:
-        """Return what is wrong if an optimizer of another class saved the state, whose slots are
-        others or mean something else; None if it can be loaded.
+        """Return what is wrong with the options in `state`; None if it can be loaded.
+
+        An optimizer of another class has other slots, or its slots mean something else; and
+        parameters of one group have the same options.
         """
-        for key in self.first_options:
+        first: dict[int, tuple[str, dict[str, Any]]] = {}
+        for member in self._members():
+            options, _, *saved = state[f"hyperparameters.{member.name}"]
             # Checkpoints of before do not say the class.
-            _, _, *saved = state[key]
             if saved and saved[0] != self._kind:
                 return (
                     f"the checkpoint has the state of {saved[0]}, but the optimizer is "
                     f"{self._kind}; make one like that which saved it, or load the weights alone: "
                     "a checkpoint without an optimizer"
                 )
+            # Saved by an optimizer with two groups and loaded into one with one group, two
+            # learning rates would have to become one.
+            name, expected = first.setdefault(member.group, (member.name, options))
+            if (different := _other_options(name, expected, member.name, options)) is not None:
+                return different
         return None
 
     @property
@@ -95,24 +103,21 @@ class NamedOptimizerState:
         return type(stepping).__name__
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Load the state from the keys of a checkpoint.
+        """Load the state from the keys of a checkpoint in which there is no `problem`.
 
-        InputError if slots are missing there, or if parameters of one group had different options.
+        InputError if slots are missing there.
         """
         packed = self._optimizer.state_dict()
         slots_by_number: dict[int, dict[str, Any]] = {}
-        options_by_group: dict[int, tuple[str, dict[str, Any]]] = {}
+        options_by_group: dict[int, dict[str, Any]] = {}
         for member in self._members(packed):
             options, slots, *_ = state[f"hyperparameters.{member.name}"]
-            first, expected = options_by_group.setdefault(member.group, (member.name, options))
-            # Saved by an optimizer with two groups and loaded into one with one group, two
-            # learning rates would have to become one.
-            _check_same_options(first, expected, member.name, options)
+            options_by_group.setdefault(member.group, options)
             # Before its first step an optimizer has no slots, and must make them by itself as it
             # steps.
             if slots:
                 slots_by_number[member.number] = _slots_of(member.name, slots, state)
-        for index, (_, options) in options_by_group.items():
+        for index, options in options_by_group.items():
             packed["param_groups"][index].update(options)
         # By the optimizer's own method, which moves slots to the device of their parameter.
         self._optimizer.load_state_dict({**packed, "state": slots_by_number})
@@ -153,21 +158,23 @@ def _slots_of(name: str, slots: Iterable[str], state: Mapping[str, Any]) -> dict
     return values
 
 
-def _check_same_options(
+def _other_options(
     first: str, expected: Mapping[str, Any], name: str, options: Mapping[str, Any]
-) -> None:
+) -> str | None:
+    """Return in which option two parameters of one group differ; None if in none."""
     different = [
         key
         for key in sorted({*expected, *options})
         if not _equal(expected.get(key), options.get(key))
     ]
-    if different:
-        key = different[0]
-        raise InputError(
-            f"parameters {first!r} and {name!r} are in one group of the optimizer, but in the "
-            f"checkpoint they have {key}={expected.get(key)} and {key}={options.get(key)}; group "
-            "parameters as they were when it was saved"
-        )
+    if not different:
+        return None
+    key = different[0]
+    return (
+        f"parameters {first!r} and {name!r} are in one group of the optimizer, but in the "
+        f"checkpoint they have {key}={expected.get(key)} and {key}={options.get(key)}; group "
+        "parameters as they were when it was saved"
+    )
 
 
 def _equal(left: Any, right: Any) -> bool:

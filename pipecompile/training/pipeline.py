@@ -245,14 +245,14 @@ class Pipeline(HeldModel):
         self.drain()
         return self._evaluation.take(batch, target)
 
-    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
+    def clip_grad_norm_(self, max_norm: float, norm_type: float | str = 2.0) -> Tensor:
         """Scale all gradients so that their norm, over all ranks, is at most `max_norm`.
 
         Returns the norm before, the same on every rank: that of the unsplit model's gradients. A
         tied parameter counts once. After `step`, and with a scaler after its `unscale_`.
         """
         refuse_without_steps(self.plan.schedule, "clip_grad_norm_() is for what a step leaves")
-        rule = UpdateRule(max_norm)
+        rule, norm_type = UpdateRule(max_norm), float(norm_type)  # which may be "inf"
         with self._runner.watched(f"the clipping after {self.steps} steps"):
             norm = self._begin_norm(norm_type).wait(self._runner.deadline)
         rule.apply(gradient_parts(self.parameters()), norm)
@@ -276,11 +276,16 @@ class Pipeline(HeldModel):
         """
         self._runner.hook_into_sums(CommunicationHook(state, hook))
 
-    def zero_grad(self) -> None:
-        """Drop the gradients of this process, and those that steps have put aside."""
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop the gradients of this process, or set them to zeros, and drop those that steps have
+        put aside.
+        """
         self._step.clear()
         for parameter in self._programs.planned.parameters:
-            parameter.grad = None
+            if set_to_none or parameter.grad is None:
+                parameter.grad = None
+            else:
+                parameter.grad = torch.zeros_like(parameter.grad)
 
     @overload
     def train(self, mode: bool = True) -> Self: ...

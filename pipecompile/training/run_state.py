@@ -147,7 +147,8 @@ class RunState:
         """Yield the entries that are the same on all ranks."""
         if self._schedulers:
             # The schedulers of all stages have stepped alike.
-            yield "scheduler", (self._schedulers[0].state_dict(),)
+            first = self._schedulers[0]
+            yield "scheduler", (first.state_dict(), _scheduler_kind(first))
         if self._scaler is not None:
             yield "scaler", (self._scaler.state_dict(),)
         yield "steps", self._run.steps
@@ -173,15 +174,30 @@ class RunState:
         own = {name: value for name, value in self._own_state() if isinstance(value, Tensor)}
         return saved.problem(self._required(saved), own, self._model.state_dict())
 
-    def class_keys(self) -> list[str]:
-        """Return the keys that say which optimizers saved a checkpoint."""
+    def settings_keys(self, saved: SavedKeys) -> list[str]:
+        """Return the keys that `settings_problem` reads."""
         named = map(self._named_optimizer, self._optimizers)
-        return [key for each in named for key in each.first_options]
+        keys = [key for each in named for key in each.option_keys]
+        scheduler = ["scheduler"] if self._schedulers else []
+        return [*keys, *scheduler, *saved.beginning_with("data.")]
 
-    def optimizer_problem(self, state: Mapping[str, Any]) -> str | None:
-        """Return what is wrong if other optimizers saved the entries of `state`; else None."""
-        named = map(self._named_optimizer, self._optimizers)
-        return next(filter(None, (each.problem(state) for each in named)), None)
+    def settings_problem(self, state: Mapping[str, Any]) -> str | None:
+        """Return why this run cannot go on from the settings in `state`, of optimizers, schedulers
+        and the data; None if it can.
+        """
+        for optimizer in self._optimizers:
+            if (problem := self._named_optimizer(optimizer).problem(state)) is not None:
+                return problem
+        for scheduler in self._schedulers:
+            # Checkpoints of before do not say the class.
+            _, *kinds = state["scheduler"]
+            if kinds and kinds[0] != _scheduler_kind(scheduler):
+                return (
+                    f"the checkpoint has the state of {kinds[0]}, but the scheduler is "
+                    f"{_scheduler_kind(scheduler)}; make one like that which saved it, or leave "
+                    "the scheduler out"
+                )
+        return self._data_problem(state)
 
     def readable(self, saved: SavedKeys) -> dict[str, Any]:
         """Return the keys that this process reads, with tensors to read into."""
@@ -207,7 +223,7 @@ class RunState:
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Set everything to `state`, which has the keys of the entries."""
-        if (problem := self.optimizer_problem(state)) is not None:
+        if (problem := self.settings_problem(state)) is not None:
             raise InputError(problem)
         # Minibatches in flight would write to the weights that are loaded here, and their
         # gradients are of the old ones.
@@ -227,26 +243,34 @@ class RunState:
         self._run.steps, self._run.seed = state["steps"], state["seed"]
         if self._versions is not None:
             self._versions.load(state)
-        self._load_data({key: _unwrapped(state[key]) for key in _keys(state, "data.")})
+        self._load_data(state)
         processes, generators = state.get(f"generators.{self.process}", (0, {}))
         if processes == self._processes:
             restore_generators(generators, self._device)
 
-    def _load_data(self, saved: Mapping[str, Any]) -> None:
-        """Go to this replica's place in the data, or to that of all if their number has changed."""
-        place = self._held.place
+    def _own_places(self, state: Mapping[str, Any]) -> list[Any]:
+        """Return the places in the data that this replica may go on from."""
+        place, keys = self._held.place, _keys(state, "data.")
         own = f"data.{place.replica}"
         # Two replicas at the minibatches 10 and 12 go on as two: each has its own place. As three
         # they could not, unless both were at the same one.
-        if len(saved) == place.replicas and own in saved:
-            saved = {own: saved[own]}
-        if len({pickle.dumps(value) for value in saved.values()}) > 1:
-            raise InputError(
-                f"{len(saved)} replicas were at different places in their data, from which "
-                f"{place.replicas} cannot go on; save one place for all, such as the number of "
-                "minibatches"
+        if len(keys) == place.replicas and own in keys:
+            keys = [own]
+        return [_unwrapped(state[key]) for key in keys]
+
+    def _data_problem(self, state: Mapping[str, Any]) -> str | None:
+        places = self._own_places(state)
+        if len(set(map(pickle.dumps, places))) > 1:
+            return (
+                f"{len(places)} replicas were at different places in their data, from which "
+                f"{self._held.place.replicas} cannot go on; save one place for all, such as the "
+                "number of minibatches"
             )
-        for value in saved.values():
+        return None
+
+    def _load_data(self, state: Mapping[str, Any]) -> None:
+        """Go to this replica's place in the data, or to that of all if their number has changed."""
+        for value in self._own_places(state):
             if hasattr(self.data, "load_state_dict"):
                 self.data.load_state_dict(value)
             else:
@@ -286,6 +310,12 @@ def _wrapped(value: Any) -> Any:
 
 def _unwrapped(value: Any) -> Any:
     return value if isinstance(value, Tensor) else value[0]
+
+
+def _scheduler_kind(scheduler: LRScheduler) -> str:
+    """Return the class of a scheduler, with those of the schedulers that it runs."""
+    inner = ", ".join(map(_scheduler_kind, getattr(scheduler, "_schedulers", ())))
+    return f"{type(scheduler).__name__}({inner})" if inner else type(scheduler).__name__
 
 
 def _fit_to_groups(scheduler: LRScheduler) -> None:

@@ -8,6 +8,7 @@ from itertools import chain
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, fx, nn
 
 from pipecompile.errors import InputError
@@ -27,6 +28,7 @@ from pipecompile.runtime.peers import Peers, group_of_own_stage, peers_at
 from pipecompile.runtime.place import device_of_this_rank
 from pipecompile.runtime.rank_step import ActionObserver, Minibatch, StepResult
 from pipecompile.runtime.replicas import ReplicaSums
+from pipecompile.runtime.returned_value import returned_everywhere
 from pipecompile.runtime.shards import gradient_parts
 from pipecompile.runtime.stage import EagerStage
 from pipecompile.runtime.ties import sum_tied_gradients
@@ -116,6 +118,14 @@ class Runner:
         if self.watch is not None:
             with self.watch.watched(what):
                 self._agreement.meet(what, self.watch)
+
+    def tell(self, group: dist.ProcessGroup | None, value: object) -> Sequence[Any]:
+        """Return what each process of `group` tells, in the time of the step; None is this one."""
+        if group is None or self.watch is None:
+            return [value]
+        with self.watch.waiting_for_all("end"):
+            self.watch.deadline.wait_for(group)
+            return world.gather(value, group)
 
     @property
     def reads_batch(self) -> bool:
@@ -371,11 +381,9 @@ class Runner:
         place = self._share.place
         if not place.is_distributed:
             return returned
-        last = self._plan.schedule.placement[-1]
-        # A broadcast of objects has no deadline: if a rank is gone, it ends only with the timeout
-        # of the process group.
-        self.deadline.wait_for(place.pipeline_group)
-        return world.broadcast_value(returned, place.global_ranks[last], place.pipeline_group)
+        source = place.global_ranks[self._plan.schedule.placement[-1]]
+        group = place.pipeline_group
+        return returned_everywhere(returned, source, group, self.device, self.deadline)
 
     def equalise(self) -> None:
         """Set copies of tied parameters to the owner's, and replicas to the first one's values."""

@@ -51,6 +51,11 @@ def write_weights(state: Mapping[str, Any], path: str | Path) -> None:
             metadata[name] = first  # as safetensors.torch.save_model does
     try:
         safetensors.torch.save_file(tensors, path, metadata)
+    except (safetensors.SafetensorError, OSError) as error:
+        raise InputError(
+            f"the weights cannot be written to {path} ({error}); give the path of a file in a "
+            "folder that is there"
+        ) from error
     except KeyError as error:  # of its table of types
         (dtype,) = error.args
         names = [name for name, value in tensors.items() if value.dtype is dtype]
@@ -81,9 +86,15 @@ class SafetensorsWeights(Mapping[str, Tensor]):
 
     def __getitem__(self, name: str) -> Tensor:
         file, saved = self._file_of[name]
-        with safetensors.safe_open(file, framework="pt") as opened:
-            tensor: Tensor = opened.get_tensor(saved)
-            return tensor
+        try:
+            with safetensors.safe_open(file, framework="pt") as opened:
+                tensor: Tensor = opened.get_tensor(saved)
+                return tensor
+        except (safetensors.SafetensorError, OSError) as error:
+            raise InputError(
+                f"the weights have {name} in {file}, which cannot be read ({error}); give a whole "
+                "file, or an index with all files that it names beside it"
+            ) from error
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._file_of)
@@ -99,11 +110,11 @@ def _files(path: Path) -> dict[str, tuple[Path, str]]:
     try:
         if path.suffix == ".json":
             index = json.loads(path.read_text())["weight_map"]
-            return {name: (path.parent / file, name) for name, file in index.items()}
+            return {str(name): (path.parent / file, str(name)) for name, file in index.items()}
         with safetensors.safe_open(path, framework="pt") as opened:
             names: list[str] = opened.keys()
             return {name: (path, name) for name in names}
-    except (safetensors.SafetensorError, json.JSONDecodeError, KeyError) as error:
+    except (safetensors.SafetensorError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise FormatError(
             f"{path} is neither a safetensors file nor the index of several: {error!r}"
         ) from error

@@ -26,10 +26,11 @@ from pipecompile.frontend.loss_reduction import (
     total_weight,
     weigh,
 )
-from pipecompile.frontend.microbatch import MicrobatchSizes, as_scalar, is_count
+from pipecompile.frontend.microbatch import MicrobatchSizes
 from pipecompile.runtime.place import RankPlace
 from pipecompile.runtime.rank_step import StepResult
 from pipecompile.runtime.replicas import mean_over_replicas
+from pipecompile.training.loss_extras import LossExtras
 from pipecompile.training.runner import Runner
 
 __all__ = ["StepLoss"]
@@ -122,13 +123,11 @@ class StepLoss:
             loss = self._quotient(losses, weights)  # they are multiplied already
         else:
             loss = scalar(losses)
-        joined = partial(self._count_or, scalar)
-        return loss if extras[0] is None else (loss, sizes.merge(extras, joined))
-
-    def _count_or(self, scalar: Callable[[Sequence[Tensor]], Tensor], values: Any) -> Tensor:
-        """Return the sum of what counts something, else what `scalar` makes of it."""
-        values = list(map(as_scalar, values))
-        return self._sum(values) if is_count(values[0]) else scalar(values)
+        if all(each is None for each in extras):
+            return loss
+        group = self._place.replica_group
+        merged = LossExtras.of_replicas(extras, partial(self._runner.tell, group))
+        return loss, merged.joined(self._sum, scalar)
 
     def _exchanged_weight(self, result: StepResult | None) -> float:
         """Return the sum of the weights of this step over all replicas, on every rank."""

@@ -237,6 +237,42 @@ def late_for_exchange(what: str) -> Seen:
     return seen_in(exchange)
 
 
+def different_saves(what: str, folder: str) -> Seen:
+    """What this rank sees where ranks save otherwise."""
+    pipeline, batch = small_pipeline("1f1b", 2, step_timeout=TIMEOUT)
+    pipeline.step(batch)
+    checkpoint, is_first = pipeline.checkpoint(), dist.get_rank() == 0
+
+    def save() -> None:
+        if what == "another folder":
+            checkpoint.save(f"{folder}/{dist.get_rank()}")
+        elif what == "another way" and is_first:
+            checkpoint.save(f"{folder}/saved")
+        elif what == "another way":
+            checkpoint.save_async(f"{folder}/saved")
+        elif is_first:
+            checkpoint.save(f"{folder}/saved")
+        else:
+            pipeline.step(batch)
+
+    return seen_in(save)
+
+
+def returned_with_a_function() -> Seen:
+    """What this rank sees of a step that returns on all ranks what cannot be sent."""
+    torch.manual_seed(0)
+    model, rows = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), torch.randn(4, 4)
+    pipeline = pipecompile(
+        *(model, rows),
+        k=2,
+        microbatches=2,
+        costs="flops",
+        step_timeout=TIMEOUT,
+        loss_fn=lambda output, _: (output.sum(), lambda: output),
+    )
+    return seen_in(lambda: pipeline.step(rows, rows, everywhere=True))
+
+
 def seen_in(exchange: Callable[[], object]) -> Seen:
     """What this rank sees of an exchange to which another one comes too late."""
     seen = _seen_of(exchange)

@@ -290,8 +290,8 @@ def test_weights_that_one_rank_gathers_alone(workers: Workers, tmp_path: Path) -
         ("another pipeline's", "step 0"),
         ("the first agreement", "step 0"),
         ("the clipping", "the clipping after 1 steps"),
-        ("the save", "the save of a checkpoint"),
-        ("the load", "the loading of a checkpoint"),
+        ("the save", "the save of a checkpoint to no-folder"),
+        ("the load", "the loading of the checkpoint no-folder"),
         ("the whole state", "the gathering of the whole state"),
     ],
 )
@@ -302,6 +302,29 @@ def test_a_rank_that_does_not_come_to_an_exchange(
     assert seen.error == "RankFaultError"
     assert f"rank 1 has not begun {name}; rank 0 waited in the beginning of {name}" in seen.text
     assert seen.seconds < WITHIN
+
+
+@pytest.mark.parametrize(
+    ("what", "text"),
+    [
+        ("another folder", "0 on rank 0 and the save of a checkpoint to "),
+        ("another way", "saved on rank 0 and the asynchronous save of a checkpoint to "),
+        ("nothing", "what it begins is the save of a checkpoint to "),
+    ],
+)
+def test_ranks_that_save_otherwise_are_told(
+    workers: Workers, tmp_path: Path, what: str, text: str
+) -> None:
+    for seen in workers.run(2, jobs.different_saves, what, str(tmp_path), folder=str(tmp_path)):
+        assert seen.error == "InputError"
+        assert text in seen.text
+    assert not list(tmp_path.glob("**/.metadata"))
+
+
+def test_what_cannot_be_sent_to_all_ranks_is_told_to_all(workers: Workers, tmp_path: Path) -> None:
+    for seen in workers.run(2, jobs.returned_with_a_function, folder=str(tmp_path)):
+        assert seen.error == "InputError"
+        assert seen.text.startswith("what a step returns cannot be sent to all ranks: ")
 
 
 def test_a_replica_that_does_not_come_to_the_averages(workers: Workers, tmp_path: Path) -> None:

@@ -152,5 +152,20 @@ def test_metrics_are_those_of_all_replicas(workers: Workers, tmp_path: Path) -> 
         assert metrics == pytest.approx(wanted, abs=EXACT)
 
 
+@pytest.mark.parametrize(
+    ("which", "text"),
+    [
+        ("a whole number", "{'a': 0.25}"),
+        ("another name", "return the same structure on all of them"),
+        ("more", "{'a': 'a scalar'} with its losses on one replica, and {'a': 'a scalar', 'b'"),
+    ],
+)
+def test_metrics_that_differ_between_replicas(
+    workers: Workers, tmp_path: Path, which: str, text: str
+) -> None:
+    for said in workers.run(2, jobs.metrics_that_differ, which, folder=str(tmp_path)):
+        assert text in said
+
+
 def test_replicas_begin_with_the_values_of_the_first_one(workers: Workers, tmp_path: Path) -> None:
     assert workers.run(2, jobs.values_of_replicas, folder=str(tmp_path)) == [0.0, 0.0]

@@ -445,6 +445,30 @@ def metrics_of_replicas() -> tuple[dict[str, float], dict[str, float]]:
     return tree_map_only(Tensor, Tensor.item, (joined, metrics(target.targets)))
 
 
+def metrics_that_differ(which: str) -> str:
+    """What this replica gets where what comes with the losses is not the same on both."""
+    rows, is_first = torch.randn(4, 4), dist.get_rank() == 0
+    others: dict[str, Any] = {"another name": {"b": 1.0}, "more": {"a": 1.0, "b": 1.0}}
+
+    def loss_and_metrics(output: Tensor, _: Tensor) -> tuple[Tensor, Any]:
+        if which == "a whole number":
+            return output.sum(), {"a": 0 if is_first else 0.5}
+        return output.sum(), {"a": 1.0} if is_first else others[which]
+
+    pipeline = pipecompile(
+        *(nn.Linear(4, 4), rows),
+        ranks=1,
+        costs="flops",
+        loss_fn=loss_and_metrics,
+        microbatches=2,
+        self_check=False,
+    )
+    try:
+        return str(pipeline.step(rows, rows)[1])
+    except InputError as error:
+        return str(error)
+
+
 class OddlyHeld(nn.Module):
     """A parameter with gaps in its memory, one that is transposed, and a buffer of a type that gloo
     does not sum.

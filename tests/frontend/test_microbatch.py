@@ -41,49 +41,14 @@ def test_what_has_no_batch_is_given_whole() -> None:
     assert [row[2].tolist() for row in rows] == [[0, 1], [2]]
 
 
-def test_scalars_are_averaged_and_the_rest_is_joined() -> None:
-    merged = MicrobatchSizes(1, (1, 1)).merge(
-        [
-            {"loss": torch.tensor(float(i)), "logits": torch.full((2, 1), float(i)), "name": "n"}
-            for i in (1, 2)
-        ]
-    )
-    assert merged["loss"].item() == 1.5
-    assert merged["logits"].flatten().tolist() == [1, 1, 2, 2]
-    assert merged["name"] == "n"
-
-
-def test_whole_numbers_are_counts_and_numbers_of_python_are_scalars() -> None:
-    parts = [
-        {"right": torch.tensor(i), "rows": 2 * i, "share": i / 10, "has": torch.tensor(i > 1)}
-        for i in (1, 2)
-    ]
-    merged = MicrobatchSizes(2, (2, 1)).merge(parts)
-    assert merged == {"right": 3, "rows": 6, "share": (2 * 0.1 + 0.2) / 3, "has": 1}
-    assert isinstance(merged["share"], float)
-
-
-@pytest.mark.parametrize(
-    ("parts", "message"),
-    [
-        ((torch.zeros(2, 3), torch.zeros(2, 4)), r"shapes \[\(2, 3\), \(2, 4\)\] .* pad them"),
-        (({"x": 1.0}, {"x": 1.0, "y": 2.0}), "return the same structure with each"),
-    ],
-)
-def test_what_cannot_be_joined_is_an_error(parts: tuple[object, object], message: str) -> None:
-    with pytest.raises(InputError, match=message):
-        MicrobatchSizes(2, (2, 2)).merge(parts)
-
-
 @given(st.integers(1, 13), st.integers(1, 5))
 def test_parts_of_unequal_size_are_merged_by_their_samples(total: int, planned: int) -> None:
     x = torch.randn(total, 2).double()
     cut = MicrobatchSizes.of([x], ["x"], [(planned, 2)], [0])
     parts = [row[0] for row in cut.rows([x], [0])]
     assert [len(part) for part in parts] == list(cut.sizes)
-    merged = cut.merge([{"x": part, "mean": part.mean()} for part in parts])
-    assert torch.equal(merged["x"], x)
-    assert (merged["mean"] - x.mean()).abs() < 1e-14
+    assert torch.equal(cut.join(parts), x)
+    assert (cut.join([part.mean() for part in parts]) - x.mean()).abs() < 1e-14
 
 
 @pytest.mark.parametrize("dim", [0, 1])

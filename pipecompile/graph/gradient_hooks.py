@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 from torch.autograd import graph
 
-__all__ = ["has_hook", "has_joint_hook"]
+__all__ = ["gradient_edge", "has_hook", "has_joint_hook"]
+
+
+def gradient_edge(tensor: Tensor) -> graph.GradientEdge:
+    """Return where the gradient of a tensor flows in."""
+    # torch finds the edge of a leaf by a view of it. Of a subclass of Tensor that is an alias of a
+    # view, one node further from the leaf.
+    with torch._C.DisableTorchFunctionSubclass():
+        return graph.get_gradient_edge(tensor)
 
 
 def has_hook(parameter: Tensor) -> bool:
@@ -28,7 +37,7 @@ def _has_node_hook(parameter: Tensor) -> bool:
     """
     if not parameter.requires_grad:
         return False
-    node = graph.get_gradient_edge(parameter).node
+    node = gradient_edge(parameter).node
     for register in (node.register_prehook, node.register_hook):
         handle = register(lambda *_: None)
         hooks = handle.hooks_dict_ref()

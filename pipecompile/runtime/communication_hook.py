@@ -90,7 +90,12 @@ class HookedBuckets:
         flat = gradients[0].view(-1) if single else _flatten_dense_tensors(gradients)
         is_last = self._given == self._count
         bucket = GradientBucket(index, flat, parameters, is_last=is_last)
-        future = self._hook.function(self._hook.state, bucket)
+        try:
+            future = self._hook.function(self._hook.state, bucket)
+        except Exception as error:
+            raise InputError(
+                f"the communication hook failed: {type(error).__name__}: {error}"
+            ) from error
         if not isinstance(future, torch._C.Future):
             raise InputError(
                 f"the communication hook returned {type(future).__name__}, but it returns a future "

@@ -15,7 +15,7 @@ sums it. Three kinds of parameters do not branch off one node:
     branching off several nodes                  input backward: a later walk would pass the lower
                                                  nodes a second time
     branching off a custom autograd Function     input backward: a Function computes all of its
-                                                 gradients at once
+    or a GroupNorm                               gradients at once
 
 The weight backward adds the gradients of the last two kinds to `.grad`, like all others. Each call
 of autograd walks the graph below its begin, so the bookkeeping of the weight backward grows with
@@ -37,13 +37,18 @@ from torch.autograd.graph import (
     GradientEdge,
     Node,
     _engine_run_backward,
-    get_gradient_edge,
 )
+
+from pipecompile.graph.gradient_hooks import gradient_edge
 
 __all__ = ["BackwardPart", "TiedGradients", "input_backward", "weight_backward"]
 
 TiedGradients = dict[Tensor, Tensor]
 """Gradients of tied parameters for one microbatch, on their way to earlier stages."""
+
+_WITH_INPUTS = frozenset({"NativeGroupNormBackward0"})
+"""Operators whose kernels need the gradient of their input asked: on a CPU torch's own for
+channels_last ends the process without it."""
 
 # Where the weight backward begins for a parameter is a node of the graph, or one of these.
 _INPUT_BACKWARD, _OUTPUTS = object(), object()
@@ -72,7 +77,7 @@ class BackwardPart:
         edges, gradients = self.edges, self.gradients
         if tied_gradients:
             from_later = self._pop_reached(tied_gradients)
-            edges = [*edges, *map(get_gradient_edge, from_later)]
+            edges = [*edges, *map(gradient_edge, from_later)]
             gradients = [*gradients, *from_later.values()]
         if self.parameters is None and all(type(each) is Tensor for each in edges):
             self._run_whole(edges, gradients)
@@ -121,10 +126,10 @@ def input_backward(
     """
     if not inputs or not outputs:
         # Edges, since the weight backward needs no outputs.
-        edges = [get_gradient_edge(value) for value in outputs]
+        edges = [gradient_edge(value) for value in outputs]
         return [None] * len(inputs), [BackwardPart(edges, gradients)]
-    roots = list(map(get_gradient_edge, outputs))
-    leaves = list(map(get_gradient_edge, inputs))
+    roots = list(map(gradient_edge, outputs))
+    leaves = list(map(gradient_edge, inputs))
     graph = _BackwardGraph(roots)
     groups = _parameters_by_begin(graph, {edge.node for edge in leaves}, tied_to_later)
     # Parts run in the order of the graph, from the outputs down.
@@ -135,7 +140,7 @@ def input_backward(
     ]
     if early := groups.get(_INPUT_BACKWARD):
         # The begin of these is the parameter itself: only adding to `.grad` is left.
-        begins.append((early, list(map(get_gradient_edge, early))))
+        begins.append((early, list(map(gradient_edge, early))))
     # For a stage of two linears, x ─ a ─ b ─ y, these are sought: the gradient of x, what flows
     # into b, and what flows into a. Later, one part begins at b and computes b's weight, the
     # other one at a and computes a's: neither runs through a path to x once more.
@@ -244,13 +249,18 @@ def _parameters_by_begin(
         begin = begins[node]
         parameter = getattr(node, "variable", None)
         if node in path:
-            begin = _INPUT_BACKWARD if isinstance(node, BackwardCFunction) else node
+            begin = _INPUT_BACKWARD if _computes_all_at_once(node) else node
         elif parameter is not None and not graph.children[node]:
             final = _final_begin(begin, parameter, tied_to_later)
             groups.setdefault(final, []).append(parameter)
         for child in graph.children[node]:
             begins[child] = begin if begins.get(child, begin) is begin else _INPUT_BACKWARD
     return groups
+
+
+def _computes_all_at_once(node: Node) -> bool:
+    """Return whether the gradients of a node's parameters come with that of its input."""
+    return isinstance(node, BackwardCFunction) or node.name() in _WITH_INPUTS
 
 
 def _final_begin(begin: object, parameter: Tensor, tied_to_later: Collection[Tensor]) -> object:

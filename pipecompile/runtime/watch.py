@@ -164,6 +164,10 @@ class StepWatch:
             self._fail(f"{type(error).__name__}: {error}")
             error.add_note(f"rank {self._own} failed in {self._doing}")
             raise
+        except BaseException:
+            # An interrupt may come amid any exchange, whose other end waits or goes on.
+            self.lose_messages()
+            raise
         else:
             self._now = _Doing("done", "")
             self._note_no_action()

@@ -14,6 +14,7 @@ from pipecompile.runtime import world
 from pipecompile.runtime.local_share import LocalShare
 from pipecompile.runtime.model_state import full_state
 from pipecompile.runtime.shards import divided_like, gradient_parts
+from pipecompile.training.checkpoint_weights import CheckpointWeights
 from pipecompile.training.safetensors_file import SafetensorsWeights, check_installed, write_weights
 
 __all__ = ["HeldModel"]
@@ -133,9 +134,15 @@ class HeldModel:
         """
         check_installed()
         names = self._model.state_dict()
-        self.meet("the loading of weights")
+        self.meet(f"the loading of weights from {path}")
         with world.failing_together():
             self.load_state_dict(SafetensorsWeights(path, names, self._share.first_names))
+
+    def _load_checkpoint_weights(self, path: str | Path) -> None:
+        """Load weights from a checkpoint of torch that has nothing of a run; as above."""
+        names = self._model.state_dict()
+        with world.failing_together():
+            self.load_state_dict(CheckpointWeights(path, names, self._share.first_names))
 
 
 def _shape_of(value: Any) -> Any:

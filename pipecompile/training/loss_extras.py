@@ -73,7 +73,13 @@ class LossExtras:
                 "with that of another; return the same structure with each"
             )
         columns = zip(*(leaves for leaves, _ in flat), strict=True)
-        return LossExtras(list(map(_merged, columns)), first)
+        try:
+            return LossExtras(list(map(_merged, columns)), first)
+        except (RuntimeError, TypeError) as error:
+            # torch's own, which would pass for that of a lost connection.
+            raise InputError(
+                f"what the loss function returned with its losses cannot be joined: {error}"
+            ) from error
 
     @staticmethod
     def of_replicas(trees: Sequence[Any], tell: Callable[[object], Sequence[Any]]) -> LossExtras:

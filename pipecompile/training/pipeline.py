@@ -30,6 +30,7 @@ from pipecompile.runtime.update_rule import UpdateRule
 from pipecompile.schedule.simulator import simulate_plan
 from pipecompile.training.begun_training import BegunTraining
 from pipecompile.training.checkpoint import Checkpoint
+from pipecompile.training.checkpoint_weights import is_of_a_run
 from pipecompile.training.held_model import HeldModel
 from pipecompile.training.materialisation import check_all_set, initialise, lacks_values
 from pipecompile.training.minibatch_evaluation import MinibatchEvaluation
@@ -253,7 +254,9 @@ class Pipeline(HeldModel):
         """
         refuse_without_steps(self.plan.schedule, "clip_grad_norm_() is for what a step leaves")
         rule, norm_type = UpdateRule(max_norm), float(norm_type)  # which may be "inf"
-        with self._runner.watched(f"the clipping after {self.steps} steps"):
+        name = f"the clipping to {max_norm} by norm {norm_type} after {self.steps} steps"
+        self._runner.meet(name)
+        with self._runner.watched(name):
             norm = self._begin_norm(norm_type).wait(self._runner.deadline)
         rule.apply(gradient_parts(self.parameters()), norm)
         return norm
@@ -385,10 +388,12 @@ class Pipeline(HeldModel):
         """Read the values from `weights`, or let modules set them; InputError if some are left."""
         if weights is None:
             initialise(self._model, self._share, self.seed)
-        elif (Path(weights) / ".metadata").is_file():  # torch.distributed.checkpoint's own
+        elif not (Path(weights) / ".metadata").is_file():  # torch.distributed.checkpoint's own
+            self.load_safetensors(weights)
+        elif is_of_a_run(weights):
             self.checkpoint().load(weights)
         else:
-            self.load_safetensors(weights)
+            self._load_checkpoint_weights(weights)
         read = () if weights is None else self._model.state_dict()
         # Before ranks send each other values: a NaN of one that nothing has set would spread.
         check_all_set(self._model, self._share, read)

@@ -14,7 +14,11 @@ from pipecompile.runtime.local_share import LocalShare
 from pipecompile.training.batch_reader import BatchReader
 from pipecompile.training.materialisation import allocate, lacks_values
 from pipecompile.training.programs import DeclaredShape, Programs
-from pipecompile.training.run_conditions import refuse_shared_memory, refuse_unequal_arrays
+from pipecompile.training.run_conditions import (
+    refuse_shared_memory,
+    refuse_unequal_arrays,
+    warn_of_written_buffers,
+)
 from pipecompile.training.runner import Runner
 from pipecompile.training.step_loss import StepLoss
 
@@ -55,6 +59,7 @@ class PipelineParts(NamedTuple):
         if share.is_distributed:
             refuse_shared_memory(plan, model, planned)
             refuse_unequal_arrays(planned.array_digests())
+            warn_of_written_buffers(plan, model, planned, share.place)
         if lacks_values(model):
             allocate(model, share, share.device_for_meta)
             programs.bind(planned)

@@ -42,6 +42,7 @@ __all__ = [
     "refuse_without_gradients",
     "refuse_without_steps",
     "warn_of_other_shards",
+    "warn_of_written_buffers",
 ]
 
 logger = logging.getLogger("pipecompile.training")
@@ -175,13 +176,38 @@ def _warn_of_averages(plan: Plan, model: nn.Module, place: RankPlace) -> None:
         and module.track_running_stats
         for module in model.modules()
     )
-    # With more ranks than stages a stage has several, each with microbatches of its own.
-    is_replicated = place.replicas > 1 or (place.is_distributed and plan.ranks > plan.k)
-    differ = is_replicated and plan.options.batch_norm == "microbatch"
+    differ = _is_replicated(plan, place) and plan.options.batch_norm == "microbatch"
     if averages and differ and world.rank() == 0:
         logger.warning(
             "the running averages of batch norms will be those of each replica's own data, and "
             "the first one's are saved; with batch_norm='minibatch' all replicas have the same"
+        )
+
+
+def _is_replicated(plan: Plan, place: RankPlace) -> bool:
+    """Return whether several ranks run a stage, each with microbatches of its own."""
+    return place.replicas > 1 or (place.is_distributed and plan.ranks > plan.k)
+
+
+def warn_of_written_buffers(
+    plan: Plan, model: nn.Module, planned: Program, place: RankPlace
+) -> None:
+    """Warn if forwards write to buffers that each replica then has of its own data."""
+    norms = {
+        f"{path}.{name}".lstrip(".")
+        for path, module in model.named_modules()
+        if isinstance(module, nn.modules.batchnorm._BatchNorm)
+        for name in module._buffers
+    }
+    written = [name for stage in planned.stages for name in stage.written if name not in norms]
+    if written and _is_replicated(plan, place) and world.rank() == 0:
+        more = f" and {len(written) - 1} more buffers" if len(written) > 1 else ""
+        logger.warning(
+            "the forward writes to %s: each replica has there what it makes of its own data, and "
+            "the first one's is saved. Where the forward reads it too, gradients are not those of "
+            "one pipeline with all data; reduce it over pipeline.replica_group between steps, or "
+            "train on one replica",
+            f"{written[0]}{more}",
         )
 
 

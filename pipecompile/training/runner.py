@@ -116,6 +116,7 @@ class Runner:
         does not is named in time. InputError if they begin different things.
         """
         if self.watch is not None:
+            self.watch.refuse_after_loss()
             with self.watch.watched(what):
                 self._agreement.meet(what, self.watch)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import Tensor
 
@@ -21,7 +21,9 @@ try:
 except ImportError:  # an optional extra
     safetensors = None  # type: ignore[assignment]
 
-__all__ = ["SafetensorsWeights", "check_installed", "write_weights"]
+__all__ = ["SafetensorsWeights", "check_installed", "with_other_names", "write_weights"]
+
+_Place = TypeVar("_Place")
 
 
 def check_installed() -> None:
@@ -75,14 +77,7 @@ class SafetensorsWeights(Mapping[str, Tensor]):
     def __init__(
         self, path: str | Path, names: Iterable[str], first_names: Mapping[str, str]
     ) -> None:
-        self._file_of = _files(Path(path))
-        # A tensor with the names `embed.weight` (its first) and `head.weight`, of which the file
-        # has only the second one: it is noted under the first, and both names find it.
-        saved = {first_names.get(name, name): place for name, place in self._file_of.items()}
-        for name in names:
-            place = saved.get(first_names.get(name, name))
-            if place is not None:
-                self._file_of.setdefault(name, place)
+        self._file_of = with_other_names(_files(Path(path)), names, first_names)
 
     def __getitem__(self, name: str) -> Tensor:
         file, saved = self._file_of[name]
@@ -101,6 +96,20 @@ class SafetensorsWeights(Mapping[str, Tensor]):
 
     def __len__(self) -> int:
         return len(self._file_of)
+
+
+def with_other_names(
+    places: Mapping[str, _Place], names: Iterable[str], first_names: Mapping[str, str]
+) -> dict[str, _Place]:
+    """Return the places of saved tensors, also under those of `names` that the saved ones are other
+    names of.
+    """
+    # A tensor with the names `embed.weight` (its first) and `head.weight`, of which only the second
+    # one is saved: it is noted under the first, and both names find it.
+    saved = {first_names.get(name, name): place for name, place in places.items()}
+    known = {name: first_names.get(name, name) for name in names}
+    others = {name: saved[first] for name, first in known.items() if first in saved}
+    return {**others, **places}
 
 
 def _files(path: Path) -> dict[str, tuple[Path, str]]:

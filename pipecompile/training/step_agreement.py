@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from hashlib import blake2b
@@ -15,6 +16,7 @@ from torch.utils._pytree import tree_leaves
 from pipecompile.errors import InputError, PipecompileError
 from pipecompile.ir.plan import Plan
 from pipecompile.ir.serialization import fingerprint
+from pipecompile.runtime import world
 from pipecompile.runtime.agreement import REFUSAL, Agreement, Forum, Statement
 from pipecompile.runtime.board import Board
 from pipecompile.runtime.place import RankPlace
@@ -32,6 +34,10 @@ HOST_BACKENDS = frozenset({"gloo"})
 """The backends whose groups exchange tensors of the host."""
 
 
+_PIPELINES = itertools.count()
+"""Numbers the pipelines that this process has made with others."""
+
+
 class StepAgreement:
     """Compares what ranks are about to do, in each step and evaluation.
 
@@ -44,6 +50,9 @@ class StepAgreement:
         self._place = place
         if place.is_distributed:
             self._everyone, self._pipeline = _forums(place)
+            # Of two pipelines with one plan ranks may step in another order.
+            count = world.share_from_first(lambda: str(next(_PIPELINES)).encode())
+            self._number = int(count)
         self._kinds: set[tuple[Any, ...]] = set()
         # What was said of steps that differ only in their number.
         self._said: dict[tuple[Any, ...], Statement] = {}
@@ -88,7 +97,12 @@ class StepAgreement:
         """
         what, flags = "an evaluation", {"a target": with_loss}
         if everyone and len(self._place.pipelines) > 1:
-            said = {"what it begins": what, "the plan": self._plan_digest, **_named_flags(flags)}
+            said = {
+                "what it begins": what,
+                "the number of its pipeline": self._number,
+                "the plan": self._plan_digest,
+                **_named_flags(flags),
+            }
             Agreement(Statement(said), self._everyone, watch).settle()
         return self._begin(what, program, minibatch, watch, self._pipeline, flags)
 
@@ -141,6 +155,8 @@ class StepAgreement:
             for what, values in (("input", minibatch.inputs), ("target", minibatch.targets))
             for number, value in enumerate(values)
         }
+        # A scaler's update goes by gradients that overflow on all ranks or on none.
+        own["scale of the scaler"] = _digest_of(minibatch.loss_gradients)
         group = self._pipeline.group
         by_rank: list[dict[str, str]] = [{} for _ in range(dist.get_world_size(group))]
         with watch.waiting_for_all():
@@ -153,7 +169,7 @@ class StepAgreement:
                 raise InputError(
                     f"the {name} has other values on some ranks of a pipeline: their digests are "
                     f"{given}; give all ranks of a pipeline the same batch, for example by a "
-                    "loader that is seeded alike on all of them"
+                    "loader that is seeded alike on all of them, and scalers that were made alike"
                 )
 
     def _begin(
@@ -173,6 +189,7 @@ class StepAgreement:
         if key not in self._said:
             said = {
                 "what it begins": what,
+                "the number of its pipeline": self._number,
                 "the plan": self._plan_digest,
                 "the input of a microbatch": shapes,
                 "the number of samples": minibatch.samples,

@@ -144,6 +144,7 @@ def after_a_loss(schedule: str, action: str, error: str) -> list[str]:
         lambda: pipeline.step(batch),
         lambda: pipeline.evaluate(batch),
         pipeline.full_state_dict,
+        lambda: pipeline.checkpoint().save("no-folder"),
     ):
         said.append(_said_by(act))
     dist.destroy_process_group()
@@ -235,6 +236,51 @@ def late_for_exchange(what: str) -> Seen:
             pipeline.step(batch)
 
     return seen_in(exchange)
+
+
+def interrupted_in_sums() -> list[str]:
+    """What a rank says where rank 0 is interrupted in the exchanges behind the actions of a step,
+    and of the next step.
+    """
+    pipeline, batch = small_pipeline("1f1b", 2, step_timeout=TIMEOUT)
+    pipeline.step(batch)
+
+    def interrupted(*_: object) -> None:
+        if dist.get_rank() == 0:
+            raise KeyboardInterrupt
+        time.sleep(0.2)
+
+    with patch("pipecompile.training.runner.sum_tied_gradients", interrupted):
+        said = [_said_by(lambda: pipeline.step(batch))]
+    said.append(_said_by(lambda: pipeline.step(batch)))
+    dist.destroy_process_group()
+    return said
+
+
+def steps_of_two_pipelines() -> Seen:
+    """What this rank sees where ranks step with two pipelines of one plan in another order."""
+    (first, batch), (second, _) = (small_pipeline("1f1b", 2) for _ in range(2))
+    for each in (first, second):
+        each.step(batch)
+    return seen_in(lambda: (second if dist.get_rank() else first).step(batch))
+
+
+def other_scales() -> Seen:
+    """What this rank sees where each has a scaler of its own scale."""
+    pipeline, batch = small_pipeline("1f1b", 2)
+    scaler = torch.amp.GradScaler(DEVICE.type, init_scale=2.0 ** (3 + dist.get_rank()))
+    return seen_in(lambda: pipeline.step(batch, scaler=scaler))
+
+
+def hook_that_fails() -> Seen:
+    """What this rank sees where the communication hook has an error."""
+    pipeline, batch = small_pipeline("1f1b", 1, step_timeout=TIMEOUT)
+
+    def hook(_: object, bucket: Any) -> Any:
+        raise RuntimeError("planted")
+
+    pipeline.register_comm_hook(pipeline.replica_group, hook)
+    return seen_in(lambda: pipeline.step(batch))
 
 
 def different_saves(what: str, folder: str) -> Seen:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn import functional
@@ -142,11 +143,16 @@ WIDTH, LAYERS = 4096, 8
 LAYER_BYTES = 4 * (WIDTH + 1) * WIDTH
 
 
-def write_layers(file: Path) -> None:
+def write_layers(file: Path, kind: str) -> None:
     """Write weights for the model of `peak_growth`."""
     shapes = {"weight": (WIDTH, WIDTH), "bias": (WIDTH,)}
     layers = range(LAYERS)
-    save_file({f"{i}.{n}": torch.zeros(s) for i in layers for n, s in shapes.items()}, file)
+    state = {f"{i}.{n}": torch.zeros(s) for i in layers for n, s in shapes.items()}
+    if kind == "safetensors":
+        save_file(state, file)
+    else:
+        run = {"steps": 0, "seed": 0} if kind == "a run's checkpoint" else {}
+        dcp.save({"model": state, **run}, checkpoint_id=file, no_dist=True)
 
 
 def peak_growth(weights: str | None = None) -> tuple[int, int]:

@@ -289,7 +289,7 @@ def test_weights_that_one_rank_gathers_alone(workers: Workers, tmp_path: Path) -
     [
         ("another pipeline's", "step 0"),
         ("the first agreement", "step 0"),
-        ("the clipping", "the clipping after 1 steps"),
+        ("the clipping", "the clipping to 1.0 by norm 2.0 after 1 steps"),
         ("the save", "the save of a checkpoint to no-folder"),
         ("the load", "the loading of the checkpoint no-folder"),
         ("the whole state", "the gathering of the whole state"),
@@ -302,6 +302,32 @@ def test_a_rank_that_does_not_come_to_an_exchange(
     assert seen.error == "RankFaultError"
     assert f"rank 1 has not begun {name}; rank 0 waited in the beginning of {name}" in seen.text
     assert seen.seconds < WITHIN
+
+
+def test_an_interrupt_behind_the_actions_ends_the_run(workers: Workers, tmp_path: Path) -> None:
+    first, last = workers.run(2, jobs.interrupted_in_sums, folder=str(tmp_path))
+    assert first[0].startswith("KeyboardInterrupt") and last[0] == ""
+    assert first[1].startswith("InputError: step 1 failed midway and its messages are lost")
+    assert last[1].startswith("InputError: rank 0 refuses what it was given") or last[1].startswith(
+        "RankFaultError"
+    )
+
+
+def test_two_pipelines_in_another_order_are_told(workers: Workers, tmp_path: Path) -> None:
+    for seen in workers.run(2, jobs.steps_of_two_pipelines, folder=str(tmp_path)):
+        assert seen.error == "InputError"
+        assert "but the number of its pipeline is " in seen.text
+
+
+def test_scalers_of_other_scales_are_told(workers: Workers, tmp_path: Path) -> None:
+    for seen in workers.run(2, jobs.other_scales, folder=str(tmp_path)):
+        assert seen.error == "InputError"
+        assert seen.text.startswith("the scale of the scaler has other values on some ranks")
+
+
+def test_a_hook_that_fails_is_named(workers: Workers, tmp_path: Path) -> None:
+    for seen in workers.run(2, jobs.hook_that_fails, folder=str(tmp_path)):
+        assert seen.text.startswith("the communication hook failed: RuntimeError: planted")
 
 
 @pytest.mark.parametrize(

@@ -148,6 +148,43 @@ def test_the_state_of_another_optimizer_is_refused(
     assert torch.equal(other.table.weight, model.table.weight)
 
 
+def schedulers_of(optimizer: torch.optim.Optimizer) -> list[Any]:
+    """Schedulers of five kinds."""
+    rates = torch.optim.lr_scheduler
+    pair = [rates.LinearLR(optimizer), rates.CosineAnnealingLR(optimizer, 9)]
+    return [
+        rates.StepLR(optimizer, 2),
+        rates.CosineAnnealingLR(optimizer, 9),
+        rates.ReduceLROnPlateau(optimizer),
+        rates.SequentialLR(optimizer, pair, [3]),
+        rates.SequentialLR(optimizer, [*pair[1:], rates.StepLR(optimizer, 2)], [3]),
+    ]
+
+
+@pytest.mark.parametrize("saved", range(5))
+def test_the_state_of_another_scheduler_is_refused(saved: int, tmp_path: Path) -> None:
+    model, other = Tied(), Tied()
+    optimizer, new = (torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, other))
+    Checkpoint.of_model(model, optimizer, schedulers_of(optimizer)[saved]).save(tmp_path)
+    before = other.table.weight.detach().clone()
+    for number, scheduler in enumerate(schedulers_of(new)):
+        checkpoint = Checkpoint.of_model(other, new, scheduler)
+        if number == saved:
+            continue
+        with pytest.raises(InputError, match=r"has the state of .*, but the scheduler is .*; make"):
+            checkpoint.load(tmp_path)
+        assert torch.equal(other.table.weight, before)
+    Checkpoint.of_model(other, new, schedulers_of(new)[saved]).load(tmp_path)
+
+
+@pytest.mark.parametrize("path", [None, 3, True])
+def test_what_is_no_path_is_refused(path: Any) -> None:
+    checkpoint = Checkpoint.of_model(Tied())
+    for act in (checkpoint.save, checkpoint.save_async, checkpoint.load):
+        with pytest.raises(InputError, match="the path of a checkpoint is"):
+            act(path)
+
+
 def test_an_optimizer_goes_to_the_host_and_back(tmp_path: Path) -> None:
     model = Tied()
 
@@ -358,7 +395,9 @@ def test_files_that_are_no_weights_are_refused(tmp_path: Path) -> None:
     pipeline = pipeline_of(Tied())
     (tmp_path / "bad.safetensors").write_bytes(b"no weights")
     (tmp_path / "bad.json").write_text("{}")
-    for name in ("bad.safetensors", "bad.json"):
+    (tmp_path / "list.json").write_text('{"weight_map": ["a"]}')
+    (tmp_path / "none.json").write_text("[]")
+    for name in ("bad.safetensors", "bad.json", "list.json", "none.json"):
         with pytest.raises(FormatError, match="neither a safetensors file nor the index"):
             pipeline.load_safetensors(tmp_path / name)
     with pytest.raises(InputError, match="there is no file"):
@@ -368,6 +407,24 @@ def test_files_that_are_no_weights_are_refused(tmp_path: Path) -> None:
     save_file({"other": torch.ones(1)}, tmp_path / "other.safetensors")
     with pytest.raises(InputError, match="are missing from"):
         pipeline.load_safetensors(tmp_path / "other.safetensors")
+
+
+@pytest.mark.parametrize("names", ["a file that is not there", "another file"])
+def test_an_index_that_names_another_file_is_refused(tmp_path: Path, names: str) -> None:
+    model, index = Tied(), tmp_path / "model.safetensors.index.json"
+    if names == "another file":
+        save_file({"other": torch.ones(1)}, tmp_path / "1.safetensors")
+    index.write_text(json.dumps({"weight_map": dict.fromkeys(model.state_dict(), "1.safetensors")}))
+    with pytest.raises(
+        InputError, match=r"the weights have .* in .*1.safetensors, which cannot be"
+    ):
+        pipeline_of(model).load_safetensors(tmp_path)
+
+
+def test_a_file_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
+    path = tmp_path / "none" / "model.safetensors"
+    with pytest.raises(InputError, match=r"the weights cannot be written to .* a folder that is"):
+        pipeline_of(Tied()).save_safetensors(path)
 
 
 def test_a_type_that_such_files_do_not_hold_is_refused(tmp_path: Path) -> None:

@@ -58,6 +58,9 @@ def other_reduction(
     losses = [each for each in parts if each is not None]
     if together is None or len(losses) < max(len(parts), 2):
         return None
+    # A mean over labelled samples alone may be 0 where a part has none, and look like a sum.
+    if not all(losses):
+        return None
     total = sum(losses)
     is_sum = isclose(together, total, rel_tol=TOLERANCE)
     is_mean = isclose(together, total / len(losses), rel_tol=TOLERANCE)

@@ -87,7 +87,7 @@ class OutsideValues:
     @property
     def values(self) -> Iterator[tuple[str, Any]]:
         """The values that are compared by what they hold, and where they are."""
-        return ((each.where, each.before) for each in self._values)
+        return ((each.where, each.read()) for each in self._values)
 
     def changed(self) -> str | None:
         """Return where there is something else now; None if all is the same."""

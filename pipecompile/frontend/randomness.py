@@ -58,7 +58,10 @@ DRAWS = (
     "the forward draws from %s, and one draw would be used for all steps; draw with torch, or "
     "switch it off (layer drop, for example)"
 )
-OF_SYSTEM = "the system's random numbers (a generator made without a seed, secrets, uuid, urandom)"
+OF_SYSTEM = (
+    "the system's random numbers (a generator of numpy made without a seed, or as RandomState, "
+    "which draws them with a seed too and default_rng(seed) does not; secrets, uuid, urandom)"
+)
 SEEDS = (
     "the forward seeds torch's generator, or draws from it unseen, but every random node of a "
     "pipeline is seeded by itself; seed outside the model"

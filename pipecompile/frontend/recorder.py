@@ -79,7 +79,14 @@ from pipecompile.frontend.torch_patches import (
     run_inference_as_no_grad,
     set_export_flags,
 )
-from pipecompile.frontend.value_reads import CONVERSIONS, VALUE_READS, ValueReads, refuse_reads
+from pipecompile.frontend.value_reads import (
+    CONVERSIONS,
+    OUTSIDE,
+    VALUE_READS,
+    ValueReads,
+    is_asked_by_distribution,
+    refuse_reads,
+)
 from pipecompile.graph.data_answers import DataAnswer, OtherPathError, replay_answers
 from pipecompile.graph.hidden_fakes import hide_fake_tensors
 from pipecompile.graph.hook_frames import forward_hooks, hook_codes_of
@@ -219,6 +226,10 @@ class ForwardRecorder(TorchFunctionMode):
 
     def _call(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
         """Run a function or method; record it if it returns a tensor or has a side effect."""
+        if name == "__bool__" and is_asked_by_distribution():
+            # It raises if the answer is no, and so does this node in each microbatch.
+            self._call(torch._assert_async, "_assert_async", (args[0], OUTSIDE), {})
+            return True
         if name in VALUE_READS:
             answer = self.values.answer(func, args[0])
             if answer is not None:

@@ -9,11 +9,15 @@ The recorder asks before it runs a call of `VALUE_READS`; what has no answer dep
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import FrameType
 from typing import Any
 
 import sympy
+import torch
+import torch.distributions.distribution
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.overrides import TorchFunctionMode
@@ -22,11 +26,19 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from pipecompile.frontend.call_refusals import refuse_conversion, refuse_data
 from pipecompile.frontend.constant_answers import ConstantAnswer, certain_outcome
 from pipecompile.frontend.guards import ValueRead
+from pipecompile.frontend.packages import package_of
 from pipecompile.frontend.recording import Recording
 from pipecompile.frontend.refusals import DataDependentError
 from pipecompile.graph.data_answers import is_data_dependent
 
-__all__ = ["CONVERSIONS", "VALUE_READS", "ValueReads", "refuse_reads"]
+__all__ = [
+    "CONVERSIONS",
+    "OUTSIDE",
+    "VALUE_READS",
+    "ValueReads",
+    "is_asked_by_distribution",
+    "refuse_reads",
+]
 
 VALUE_READS = frozenset(
     {"item", "tolist", "__float__", "__int__", "__bool__", "__index__", "__complex__"}
@@ -34,6 +46,22 @@ VALUE_READS = frozenset(
 """Methods that make numbers of a tensor's values."""
 CONVERSIONS = VALUE_READS | {"numpy", "__array__", "__repr__", "__format__", "untyped_storage"}
 """Methods that fail on fake tensors, and hardly ever on others."""
+
+
+OUTSIDE = "a parameter or a value of a distribution is outside of what the distribution allows"
+"""Says what is wrong where `torch.distributions` would raise a ValueError."""
+
+
+def is_asked_by_distribution() -> bool:
+    """Return whether a distribution of torch asks now whether its parameters, or a value, are
+    allowed: `if not valid: raise`.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and package_of(frame.f_globals.get("__name__")) == package_of(__name__):
+        frame = frame.f_back
+    if frame is None or frame.f_code.co_name not in ("__init__", "_validate_sample"):
+        return False
+    return frame.f_globals.get("__name__") == torch.distributions.distribution.__name__
 
 
 class ValueReads:

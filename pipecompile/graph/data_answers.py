@@ -28,6 +28,7 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
 )
 from torch.fx.experimental.symbolic_shapes import ShapeEnv, free_unbacked_symbols
+from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
@@ -112,8 +113,8 @@ class RecordAnswers(TorchDispatchMode):
 
 
 class _RecordedConversions(TorchFunctionMode):
-    """A mode that adds to `answers` the tensors that become arrays, and in which `tolist` reads
-    item by item.
+    """A mode that adds to `answers` the tensors that become arrays, in which `tolist` reads item by
+    item, and `one_hot` nothing.
 
     On a real tensor `tolist` reads memory without calling an operator. On a fake one it calls an
     operator for each item, and these calls are what the answers are for.
@@ -126,12 +127,23 @@ class _RecordedConversions(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is Tensor.tolist:
             return FakeTensor.tolist(*args)
+        if func is functional.one_hot:
+            return _one_hot(*args, **(kwargs or {}))
         result = func(*args, **(kwargs or {}))
         if func in TO_ARRAYS:
             # A copy: code may write to the array, which has the memory of the tensor.
             content = args[0].detach().clone()
             self._answers.append(DataAnswer(func.__name__, None, (), content))
         return result
+
+
+def _one_hot(tensor: Tensor, num_classes: int = -1) -> Tensor:
+    """Return what torch's does. Of a real tensor torch also reads whether the classes are in range,
+    and of a fake one it does not.
+    """
+    if num_classes < 1:
+        return functional.one_hot(tensor, num_classes)
+    return (tensor.unsqueeze(-1) == torch.arange(num_classes, device=tensor.device)).long()
 
 
 class _ReplayedConversions(TorchFunctionMode):

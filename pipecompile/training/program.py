@@ -20,6 +20,7 @@ from pipecompile.codegen.regions import EncodedRuns, Regions
 from pipecompile.codegen.stages import BoundaryTensor, StageModule, emit
 from pipecompile.errors import InputError
 from pipecompile.frontend.captured_graph import Capture
+from pipecompile.frontend.compared_value import MAPPINGS
 from pipecompile.frontend.microbatch import InputShapes, MicrobatchSizes
 from pipecompile.frontend.packages import is_installed, package_of
 from pipecompile.frontend.signature import OutputStructure
@@ -173,7 +174,7 @@ class Program:
         """Return a digest of each array of numpy that the forward may read, by where it is."""
         found: dict[str, str] = {}
         for where, value in (*self._settings.items(), *self._outside_values.values):
-            arrays = [each for each in tree_leaves(value) if isinstance(each, np.ndarray)]
+            arrays = [each for each in _leaves(value) if isinstance(each, np.ndarray)]
             total = blake2b(digest_size=8)
             for array in arrays:
                 # Of objects there are only addresses, which differ between processes.
@@ -390,6 +391,10 @@ def _watched(captured: Capture) -> Iterator[tuple[str, nn.Module, list[str]]]:
         if not captured.runs_itself(path):
             watched += BACKWARD_HOOKS
         yield path, module, watched
+
+
+def _leaves(value: Any) -> list[Any]:
+    return tree_leaves(dict(value) if isinstance(value, MAPPINGS) else value)
 
 
 def _shape(edge: BoundaryTensor) -> BoundaryShape:

@@ -4,9 +4,11 @@ pipeline itself.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
+from math import inf
 from pathlib import Path
 from typing import Any, Unpack, get_args
 
@@ -26,9 +28,9 @@ from pipecompile.api.soundness import findings
 from pipecompile.api.staleness import check_current
 from pipecompile.api.target import planned_target
 from pipecompile.cost_models.table import CostFunction
-from pipecompile.errors import InputError, ScheduleError
+from pipecompile.errors import InputError, ScheduleError, StalePlanError
 from pipecompile.frontend.batch_dims import BatchDim
-from pipecompile.frontend.callable_state import callable_restored
+from pipecompile.frontend.callable_state import callable_restored, can_be_restored
 from pipecompile.frontend.kept_state import holders_of_user
 from pipecompile.frontend.loss_reduction import LossReduction
 from pipecompile.frontend.open_capture import OpenCapture
@@ -36,6 +38,7 @@ from pipecompile.frontend.signature import arguments_of
 from pipecompile.frontend.target import LossFunction, Target
 from pipecompile.frontend.target_capture import Captured, capture_target
 from pipecompile.frontend.training_step import restored_state
+from pipecompile.graph.pytrees import map_tensors
 from pipecompile.ir.links import FREE
 from pipecompile.ir.option_names import known_name
 from pipecompile.ir.plan import Options, Plan
@@ -49,6 +52,8 @@ from pipecompile.training.parallel_stages import Parallelize
 from pipecompile.training.pipeline import Pipeline
 
 __all__ = ["pipecompile"]
+
+logger = logging.getLogger("pipecompile.api")
 
 
 def pipecompile(
@@ -128,24 +133,25 @@ def pipecompile(
     Under torchrun rank 0 plans for all ranks. Raises InputError, CaptureError, InfeasibleError or
     StalePlanError, and FormatError or ScheduleError for a file that is damaged or out of order.
     """
-    # From what costs nothing to what costs minutes: names, kinds of values, the process group,
-    # the model, its capture, the plan. Each step may rely on those before it.
-    check_names(choices)
-    known_name("engine", engine, get_args(Engine))
-    _check_kinds(step_timeout, mesh, autocast, shapes)
-    # Before anything is planned: from here on the ranks of a torchrun job talk to each other.
+    # From here on the ranks of a torchrun job talk to each other: what one of them refuses all do.
     world.join()
-    target = Target(
-        model,
-        arguments_of(model, sample_input, batch_dim=batch_dim),
-        loss_fn,
-        sample_target,
-        costs=costs if callable(costs) else None,
-        autocast=autocast,
-        target_batch_dims=target_batch_dims,
-        loss_reduction=loss_reduction,
-    )
-    _check_weights(target, weights)
+    # From what costs nothing to what costs minutes: names, kinds of values, the model, its capture,
+    # the plan. Each step may rely on those before it.
+    with world.failing_together():
+        check_names(choices)
+        known_name("engine", engine, get_args(Engine))
+        _check_kinds(step_timeout, mesh, autocast, shapes)
+        target = Target(
+            model,
+            arguments_of(model, sample_input, batch_dim=batch_dim),
+            loss_fn,
+            _sample_target(loss_fn, sample_target),
+            costs=costs if callable(costs) else None,
+            autocast=autocast,
+            target_batch_dims=target_batch_dims,
+            loss_reduction=loss_reduction,
+        )
+        _check_weights(target, weights)
     # Anomaly detection would look for NaN in the gradients of tensors without values.
     unwatched = torch.autograd.set_detect_anomaly(False)
     with target.precision(), on_meta(model), _unchanged(target), unwatched:
@@ -162,7 +168,7 @@ def pipecompile(
             # capture has to be of that share, or its shapes would be those of another graph.
             target = planned_target(target, committed)
             captured = _captured(target, committed.options, self_check=self_check)
-        _check_fit(committed, captured)
+        _check_fit(committed, captured, is_new=plan is None)
         # A further shape is captured and proven as the planned one was, and by every rank, since
         # `_captured` is a call that all make.
         capture = partial(_captured, options=committed.options, self_check=self_check)
@@ -184,17 +190,29 @@ def pipecompile(
         )
 
 
+def _sample_target(loss_fn: object, sample_target: Any) -> Any:
+    """Return the target with which the loss is tried and measured, a copy, to which it may write;
+    None for a loss that may be called by steps alone.
+    """
+    if sample_target is None or can_be_restored(loss_fn):
+        return map_tensors(lambda each: each.detach().clone(), sample_target)
+    logger.warning(
+        "the loss moves on what nobody can put back, such as an iterator or a file, so that only "
+        "steps call it: the plan does not count it"
+    )
+    return None
+
+
 def _check_kinds(step_timeout: object, mesh: object, autocast: object, shapes: object) -> None:
     """Raise InputError for an argument that is of another kind than it has to be."""
-    is_number = isinstance(step_timeout, int | float) and step_timeout > 0
+    is_number = isinstance(step_timeout, int | float) and 0 < step_timeout < inf
     if step_timeout is not None and not is_number:
         raise InputError(f"step_timeout={step_timeout!r}, but it is a number of seconds above 0")
     if mesh is not None and not isinstance(mesh, DeviceMesh):
         raise InputError(f"mesh is a {type(mesh).__name__}; make it with init_device_mesh")
-    is_type = isinstance(autocast, torch.dtype) and autocast.is_floating_point
-    if autocast is not None and not is_type:
+    if autocast not in (None, torch.bfloat16, torch.float16):
         raise InputError(
-            f"autocast={autocast!r}, but it is a type of floating point, such as torch.bfloat16"
+            f"autocast={autocast!r}, but torch casts to torch.bfloat16 or torch.float16"
         )
     if not isinstance(shapes, list | tuple):
         raise InputError(f"shapes is a {type(shapes).__name__}, but it is a list of minibatches")
@@ -354,10 +372,19 @@ def _captured(
         )
 
 
-def _check_fit(plan: Plan, captured: Captured) -> None:
-    """Raise on all ranks if a plan is not for this model and these processes; a plan that was just
-    made is checked as one from a file is.
+def _check_fit(plan: Plan, captured: Captured, *, is_new: bool) -> None:
+    """Raise on all ranks if a plan is not for this model and these processes; a plan that rank 0
+    has just made is checked as one from a file is.
     """
     with world.failing_together():  # a rank may have built another model
-        check_current(plan, captured)
+        try:
+            check_current(plan, captured)
+        except StalePlanError as error:
+            if is_new:
+                raise StalePlanError(
+                    "this rank has another graph of the model than rank 0, which made the plan; "
+                    "make the model, its mode, its inputs and what its forward goes by (a set of "
+                    "texts, an environment variable, the number of the rank) alike on all ranks"
+                ) from error
+            raise
         check_world(plan)

@@ -47,7 +47,7 @@ def refuse_batch_counts(target: Target, call: Arguments, wanted: Any) -> None:
 
     def loss(given: Mapping[str, Any]) -> Any:
         args, kwargs, targets = given.values()
-        return target.trained_by(model(*args, **kwargs), targets)
+        return target.tried_loss(model(*args, **kwargs), targets)
 
     with restored_state(model), restored_state(target.loss_module or nn.Identity()):
         # Dropout would give two losses for the same data.

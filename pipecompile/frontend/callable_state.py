@@ -23,6 +23,7 @@ from types import CellType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor, nn
 from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.parameter import is_lazy
@@ -48,7 +49,7 @@ from pipecompile.graph.attributes import CONTAINERS, PLAIN, plain_container
 from pipecompile.graph.model_state import has_values
 from pipecompile.graph.storages import is_irregular
 
-__all__ = ["callable_restored", "restored_after_failure"]
+__all__ = ["callable_restored", "can_be_restored", "restored_after_failure"]
 
 HOLDS_NOTHING: tuple[Any, ...] = (*PLAIN, ModuleType, *weakref.ProxyTypes)
 PARTS: dict[type, tuple[str, ...]] = {
@@ -67,6 +68,8 @@ HOLDING_ATTRIBUTES = {*NAMESPACES, "collections"}
 """Parts of the standard library whose objects hold what a user gives them in attributes, as
 `UserDict` does.
 """
+SHARED = frozenset({"ctypes", "multiprocessing", "queue", "_queue"})
+"""Parts of the standard library whose objects hold values that nobody can put back."""
 OF_ITEMS = (*CONTAINERS, OrderedDict, tuple)
 MOST_ITEMS = 1024
 """Of a larger container only the items are put back, and not what is in them."""
@@ -90,6 +93,13 @@ def callable_restored(*functions: object) -> Iterator[None]:
         state.restore()
 
 
+def can_be_restored(function: object) -> bool:
+    """Return whether `callable_restored` can put back all that a function holds: not what it moves
+    on for good, such as an iterator of Python or a file.
+    """
+    return _CallableState([function]).is_complete
+
+
 @contextlib.contextmanager
 def restored_after_failure(model: nn.Module) -> Iterator[None]:
     """Put back what `model` and its code hold, as `callable_restored` does, if the block fails.
@@ -105,15 +115,19 @@ def restored_after_failure(model: nn.Module) -> Iterator[None]:
 
 
 class _CallableState:
-    """All that callables hold, found from one thing to the next, with what puts it back."""
+    """All that callables hold, found from one thing to the next, with what puts it back. It
+    `is_complete` if there is nothing that cannot be put back.
+    """
 
     def __init__(self, functions: Iterable[object]) -> None:
+        self.is_complete = True
         self._seen = dict[int, Any]()
         # The nearest first: they are state more likely than what those lead to.
         self._pending = deque(functions)
         self._room = {"parameters": MOST_BYTES, "others": MOST_BYTES}
         # The generators of Python and numpy themselves need no name to be drawn from.
         self._restores: list[Restore] = [
+            partial(torch.set_default_dtype, torch.get_default_dtype()),
             partial(random.setstate, random.getstate()),
             partial(np.random.set_state, np.random.get_state()),
         ]
@@ -135,6 +149,8 @@ class _CallableState:
             return
         # The object itself is kept too, so that no other one gets its id.
         self._seen[id(value)] = value
+        if _lasts(kind):
+            self.is_complete = False
         if issubclass(kind, Tensor):
             self._add_tensor(value, is_parameter=isinstance(value, nn.Parameter))
         elif issubclass(kind, np.ndarray):
@@ -155,6 +171,7 @@ class _CallableState:
                 self._add_object(value)
 
     def _add_tensor(self, tensor: Tensor, *, is_parameter: bool) -> None:
+        self._pending.append(vars(tensor))  # what a user has set on it
         if not has_values(tensor) or is_irregular(tensor) or is_lazy(tensor):
             return
         fits = self._has_room("parameters" if is_parameter else "others", tensor.nbytes)
@@ -235,6 +252,13 @@ class _CallableState:
         for name in names:
             self._restores.append(in_table(table, name))
             self._pending.append(table.get(name))
+
+
+def _lasts(kind: type) -> bool:
+    """Return whether objects of a class change for good: iterators, files, shared memory."""
+    # An iterator of the user's has its place in an attribute.
+    is_lasting = issubclass(kind, Iterator) or package_of(kind.__module__) in SHARED
+    return is_lasting and not _is_of_user(kind.__module__)
 
 
 def _is_of_user(module: str | None) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 from collections import OrderedDict, deque
 from collections.abc import Callable
+from contextlib import suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
@@ -131,6 +132,9 @@ def _refill(container: Any, items: Any) -> None:
 def in_context_variable(variable: ContextVar[Any]) -> Restore:
     """Put back what a context variable has; Python cannot unset one."""
     value = variable.get(ABSENT)
+    if value is ABSENT:
+        with suppress(LookupError):  # it may have no default
+            value = variable.get()
 
     def restore() -> None:
         if value is not ABSENT and variable.get() is not value:

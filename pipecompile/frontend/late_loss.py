@@ -145,7 +145,7 @@ def _taken(
         output = map_tensors(lambda value: value, model(*call.args, **call.kwargs))
         later = next_output() if is_late else []
         _seed()
-        returned = target.trained_by(output, wanted)
+        returned = target.tried_loss(output, wanted)
         values = _copies(returned)
         trained = [*tensor_leaves(output), *loss.parameters()]
         values += _gradients(tensor_leaves(returned), trained)

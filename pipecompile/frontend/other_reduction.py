@@ -33,7 +33,7 @@ def other_reduction_of(target: Target, microbatches: int) -> str | None:
 
     def loss(given: tuple[Arguments, Any]) -> Any:
         call, wanted = given
-        return target.trained_by(target.model(*call.args, **call.kwargs), wanted)
+        return target.tried_loss(target.model(*call.args, **call.kwargs), wanted)
 
     calls, targets = target.microbatches(microbatches), target.cut_targets(microbatches)
     with restored_state(target.model), restored_state(target.loss_module or nn.Identity()):

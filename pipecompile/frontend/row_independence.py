@@ -10,7 +10,8 @@ are given beside the rows of a microbatch, whose outputs must stay as they are:
 
 Numbers of b are enlarged. The first half for (b, b) shows whether rows know where in the batch they
 are, and a alone whether they know how many there are. It is asked in eval mode, where BatchNorm and
-dropout do not mix or change samples.
+dropout do not mix or change samples, and what is drawn there all the same is the same number
+everywhere.
 """
 
 from __future__ import annotations
@@ -18,9 +19,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipecompile.errors import InputError
 from pipecompile.frontend.callable_state import callable_restored
@@ -40,11 +43,10 @@ TOLERANCE = 0.02
 def refuse_dependent_rows(model: nn.Module, first: Arguments, second: Arguments) -> None:
     """Raise InputError if outputs for the rows of one microbatch depend on those of the other.
 
-    A model that fails in eval mode, or draws random numbers or writes to buffers there, is not
-    asked.
+    A model that fails in eval mode, or writes to buffers there, is not asked.
     """
     kept = callable_restored(*holders_of_user(model))
-    with restored_state(model), kept, torch.no_grad(), _normalised_alone(model):
+    with restored_state(model), kept, torch.no_grad(), _normalised_alone(model), _NoChance(model):
         for module in model.modules():
             module.training = False
         fill_zeros(model)
@@ -108,6 +110,31 @@ def _refuse_outputs_without_rows(
                 f"its own. {_remedy(inputs, tensors)}; return losses apart, each as one number; if "
                 "that is what you want, self_check=False accepts it"
             )
+
+
+class _NoChance(TorchDispatchMode):
+    """A mode in which each draw of random numbers gives the same, however many there are."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._devices = cuda_devices(model)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        # Kernels of attention and of recurrent layers draw for their dropout, which is off.
+        is_drawn = torch.Tag.nondeterministic_seeded in func.tags and not any(
+            name in str(func) for name in ("attention", "rnn")
+        )
+        if not is_drawn:
+            return func(*args, **(kwargs or {}))
+        # The generators stay as they are: what moves them is no sign of a write.
+        with torch.random.fork_rng(self._devices):
+            result = func(*args, **(kwargs or {}))
+        for drawn in tensor_leaves(result):
+            if func is torch.ops.aten.randperm.default:
+                torch.arange(len(drawn), out=drawn)
+            else:
+                drawn.fill_(0.5 if drawn.is_floating_point() else 0)
+        return result
 
 
 @contextmanager

@@ -24,6 +24,7 @@ from pipecompile.frontend.signature import Arguments, InputStructure, arguments_
 from pipecompile.frontend.target_cut import cut_targets
 from pipecompile.graph.loss_module import joined_modules
 from pipecompile.graph.model_state import has_values, named_state, without_values
+from pipecompile.graph.pytrees import map_tensors
 
 __all__ = ["LossFunction", "Target", "model_loss", "sum_of_squares"]
 
@@ -92,6 +93,10 @@ class Target:
     def model_with_loss(self) -> nn.Module:
         """The model, with that loss as one module more: all that is trained and saved."""
         return joined_modules(self.model, self.loss_module)
+
+    def tried_loss(self, output: Any, wanted: Any) -> Any:
+        """Return what `trained_by` does, of copies of the target: a loss may write to it."""
+        return self.trained_by(output, map_tensors(torch.clone, wanted))
 
     def cut_targets(self, microbatches: int) -> list[Any]:
         """Return the targets of each of so many equal microbatches."""

@@ -13,7 +13,11 @@ from torch import fx, nn
 from pipecompile.errors import CaptureError, InputError
 from pipecompile.frontend.batch_counts import refuse_batch_counts
 from pipecompile.frontend.batch_dims import part_of
-from pipecompile.frontend.callable_state import callable_restored, restored_after_failure
+from pipecompile.frontend.callable_state import (
+    callable_restored,
+    can_be_restored,
+    restored_after_failure,
+)
 from pipecompile.frontend.capture import capture, captures, is_first_choice
 from pipecompile.frontend.captured_graph import KEYS_IN_ORDER, Capture
 from pipecompile.frontend.digest import digest
@@ -102,13 +106,16 @@ def capture_target(
                 captured, module, proof = proven_capture(target.model, sample, options.leaf, first)
             wanted = target.cut_targets(options.microbatches)[0]
             following = _microbatch(target, options, 1) if options.microbatches > 1 else None
-            refuse_late_loss(target, sample, wanted, following)
+            # A loss that moves on an iterator, say, is called by steps alone.
+            may_be_tried = can_be_restored(target.loss_fn)
+            if may_be_tried:
+                refuse_late_loss(target, sample, wanted, following)
             # What samples know of each other shows only where they are cut apart.
             if following is not None:
                 refuse_dependent_rows(target.model, sample, following)
-                if target.loss_reduction == "mean":
+                if may_be_tried and target.loss_reduction == "mean":
                     refuse_batch_counts(target, sample, wanted)
-                if target.loss_reduction != "weighted":
+                if may_be_tried and target.loss_reduction != "weighted":
                     _warn(other_reduction_of(target, options.microbatches))
             _log(chain(_remarks(captured), [_proof_text(proof)]))
         else:

@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from pipecompile.errors import InputError
+from pipecompile.graph.storages import is_irregular
 from pipecompile.memory_model.replicas import buckets
 from pipecompile.runtime import world
 from pipecompile.runtime.local_share import LocalShare
@@ -90,13 +91,18 @@ class HeldModel:
         # Such a state is that of the model alone, or is older than a loss with parameters.
         if self._loss_names.isdisjoint(state):
             own = {name: value for name, value in own.items() if name not in self._loss_names}
-        # All three before the first write: a state dict is loaded as a whole, or nothing of it.
+        # All before the first write: a state dict is loaded as a whole, or nothing of it.
         _refuse("are missing from", own.keys() - state.keys())
         _refuse("are not in the model, but in", state.keys() - known)
-        _refuse(
-            "have another shape in",
-            {n for n, value in own.items() if _shape_of(value) != _shape_of(state[n])},
-        )
+        shaped, unreadable = set[str](), set[str]()
+        for name, value in own.items():
+            saved = state[name]  # which may be read from a file
+            if _shape_of(value) != _shape_of(saved):
+                shaped.add(name)
+            elif isinstance(saved, Tensor) and (saved.is_meta or is_irregular(saved)):
+                unreadable.add(name)
+        _refuse("have another shape in", shaped)
+        _refuse("have no values, or are not dense, in", unreadable)
         # Only what is held is read, a part at a time: `state` may be a file of all weights, which
         # no rank could hold, nor its own ones twice.
         names = list(own)

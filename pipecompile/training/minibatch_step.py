@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from torch.amp.grad_scaler import GradScaler
 
+from pipecompile.errors import InputError
 from pipecompile.frontend.microbatch import MicrobatchSizes
 from pipecompile.runtime.batch_statistics import MinibatchStatistics
 from pipecompile.runtime.gradients import StepGradients, divide_gradients
@@ -86,6 +87,10 @@ class MinibatchStep:
     def _ready(self, batch: Any, target: Any, scaler: GradScaler | None) -> _Ready:
         """Return what the ranks need for a step; InputError where the step cannot be right."""
         parts = self._parts
+        if scaler is not None and not isinstance(scaler, GradScaler):
+            raise InputError(
+                f"scaler is a {type(scaler).__name__}, but it is a torch.amp.GradScaler"
+            )
         refuse_without_gradients(parts.plan.schedule)
         refuse_frozen(parts.programs.planned.parameters)
         for recorder in parts.recorders:

@@ -246,15 +246,17 @@ class Pipeline(HeldModel):
         self.drain()
         return self._evaluation.take(batch, target)
 
-    def clip_grad_norm_(self, max_norm: float, norm_type: float | str = 2.0) -> Tensor:
+    def clip_grad_norm_(self, max_norm: float | Tensor, norm_type: float | str = 2.0) -> Tensor:
         """Scale all gradients so that their norm, over all ranks, is at most `max_norm`.
 
         Returns the norm before, the same on every rank: that of the unsplit model's gradients. A
         tied parameter counts once. After `step`, and with a scaler after its `unscale_`.
         """
         refuse_without_steps(self.plan.schedule, "clip_grad_norm_() is for what a step leaves")
-        rule, norm_type = UpdateRule(max_norm), float(norm_type)  # which may be "inf"
-        name = f"the clipping to {max_norm} by norm {norm_type} after {self.steps} steps"
+        # torch takes a tensor of one number, and "inf".
+        limit = max_norm.item() if isinstance(max_norm, Tensor) else max_norm
+        rule, norm_type = UpdateRule(limit), float(norm_type)
+        name = f"the clipping to {limit} by norm {norm_type} after {self.steps} steps"
         self._runner.meet(name)
         with self._runner.watched(name):
             norm = self._begin_norm(norm_type).wait(self._runner.deadline)

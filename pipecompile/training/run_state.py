@@ -325,7 +325,11 @@ def _fit_to_groups(scheduler: LRScheduler) -> None:
     """
     for inner in getattr(scheduler, "_schedulers", ()):
         _fit_to_groups(inner)
-    groups = scheduler.optimizer.param_groups
+    groups, saved = scheduler.optimizer.param_groups, getattr(scheduler, "_last_lr", ())
+    for group, rate in zip(groups, saved if len(saved) == len(groups) else (), strict=False):
+        # A group whose parameters are all on other ranks gets no options by their names.
+        if not group["params"]:
+            group["lr"] = rate
     if hasattr(scheduler, "base_lrs") and all("initial_lr" in group for group in groups):
         scheduler.base_lrs = [group["initial_lr"] for group in groups]
     scheduler._last_lr = [group["lr"] for group in groups]

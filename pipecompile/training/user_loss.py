@@ -11,6 +11,7 @@ built.
 
 from __future__ import annotations
 
+import inspect
 import logging
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -28,11 +29,12 @@ from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 from pipecompile.errors import InputError, PipecompileError, reason_of
 from pipecompile.frontend.attribute_reads import getter_patched
 from pipecompile.frontend.batch_counts import OUTPUT, refuse_counts, value_of_loss
-from pipecompile.frontend.callable_state import callable_restored
+from pipecompile.frontend.callable_state import callable_restored, can_be_restored
 from pipecompile.frontend.other_reduction import other_reduction
 from pipecompile.frontend.signature import OutputStructure
 from pipecompile.frontend.target import LossFunction, Target
 from pipecompile.graph.attributes import PLAIN
+from pipecompile.graph.pytrees import map_tensors
 from pipecompile.graph.storages import is_irregular, storage_key
 from pipecompile.runtime.shards import local_part
 
@@ -59,8 +61,9 @@ class UserLoss:
     def __call__(self, outputs: Sequence[Tensor], wanted: Any) -> Any:
         """Return what the function returns; InputError if it raises or reads state of the model."""
         self._calls += 1
-        # A loss that is a module is not tried: calls may change its state.
-        if self._calls == 1 and self.target.loss_module is None:
+        # Calls may change a loss that is a module, or moves on what nobody can put back.
+        is_tried = self._calls == 1 and self.target.loss_module is None
+        if is_tried and can_be_restored(self.target.loss_fn):
             self._check_reduction(outputs, wanted)
         # Looking at each operator takes time, and a loss may begin to read in the middle of a
         # training: the calls 1, 2, 4, 8, … are looked at.
@@ -80,7 +83,9 @@ class UserLoss:
         given = {OUTPUT: self.structure.unflatten(outputs), "the target": wanted}
 
         def loss(given: Mapping[str, Any]) -> Any:
-            return self.target.trained_by(*given.values())
+            # It may write to the outputs as well.
+            output, wanted = given.values()
+            return self.target.tried_loss(map_tensors(torch.clone, output), wanted)
 
         def changed(change: Callable[[Tensor], Tensor]) -> Mapping[str, Any]:
             return {name: tree_map_only(Tensor, change, part) for name, part in given.items()}
@@ -214,6 +219,11 @@ def loss_of(
         raise
     except Exception as error:
         raised = f"{type(error).__name__}: {reason_of(error)}"
+        if not _takes_two(loss):
+            raise InputError(
+                f"loss_fn takes other arguments than (output, target) ({raised}); if it needs no "
+                "target, write loss_fn=lambda output, _: …"
+            ) from error
         # A function that needs a target raises one of these where it is given None.
         if wanted is None and isinstance(error, (TypeError, AttributeError)):
             raise InputError(
@@ -230,6 +240,17 @@ def loss_of(
             f"loss_fn raised {raised}; for a microbatch it was given the output {given[0]} and the "
             f"target {given[1]}{advice if several else ''}"
         ) from error
+
+
+def _takes_two(function: Callable[..., Any]) -> bool:
+    """Return whether a function can be called with two arguments, as far as it says."""
+    try:
+        inspect.signature(function).bind(None, None)
+    except TypeError:
+        return False
+    except ValueError:  # a function of C may say nothing
+        return True
+    return True
 
 
 def _description(value: object) -> object:

@@ -5,6 +5,7 @@ accepted or refused; and none of them holds a tensor without values meanwhile.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -149,6 +150,20 @@ def refused_forwards() -> Iterator[tuple[str, Callable[[Tensor], Tensor], Callab
         calls.append(1)
         return value * len(calls)
 
+    counted = nn.Parameter(torch.ones(WIDTH))
+    counted.uses = 0  # type: ignore[attr-defined]
+    calls: ContextVar[int] = ContextVar("calls", default=0)
+
+    def on_parameter(value: Tensor) -> Tensor:
+        counted.uses += 1  # type: ignore[attr-defined]
+        return value * counted.uses  # type: ignore[attr-defined]
+
+    def in_context(value: Tensor) -> Tensor:
+        calls.set(calls.get() + 1)
+        return value * calls.get()
+
+    yield "an attribute of a parameter", on_parameter, lambda: counted.uses  # type: ignore[attr-defined]
+    yield "a context variable", in_context, calls.get
     yield "an array", in_array, numbers.tolist
     yield "a dict that it encloses", in_table, lambda: dict(table)
     yield "a number that it encloses", in_cell, lambda: count

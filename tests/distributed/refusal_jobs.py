@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -129,29 +130,43 @@ LAYOUTS: dict[str, tuple[Callable[[], nn.Module], Tensor, Tensor]] = {
 
 
 class Features(nn.Module):
-    """A layer times an array of numpy, in an attribute or in a table of what it encloses."""
+    """A layer times an array of numpy, which is in some `place`."""
 
-    def __init__(self, array: np.ndarray, *, encloses: bool) -> None:
+    def __init__(self, array: np.ndarray, place: str) -> None:
         super().__init__()
         self.lin = nn.Linear(WIDTH, WIDTH)
-        table = {"array": array}
-        if encloses:
-            self.features = lambda: torch.from_numpy(table["array"])
-        else:
-            self.array = array
-            self.features = lambda: torch.from_numpy(self.array)
+        table, held = {"array": array}, SimpleNamespace(array=array)
+        Features.of_class = array
+        self.array = array if place == "an attribute" else None
+        self.features = {
+            "an attribute": lambda: torch.from_numpy(self.array),
+            "a table that it encloses": lambda: torch.from_numpy(table["array"]),
+            "what it encloses": lambda: torch.from_numpy(array),
+            "an object": lambda: torch.from_numpy(held.array),
+            "its class": lambda: torch.from_numpy(Features.of_class),
+        }[place]
+
+    of_class: np.ndarray | None = None
 
     def forward(self, value: Tensor) -> Tensor:
         """A value of shape (N, WIDTH) to the same shape."""
         return self.lin(value) * self.features()
 
 
-def said_of_arrays(seed_of_rank: bool, *, encloses: bool) -> tuple[str, str]:
+def said_of_arrays(seed_of_rank: bool, place: str) -> tuple[str, str]:
     """The kind and the text of what a rank says of a model with an array that ranks draw."""
     seed = dist.get_rank() if seed_of_rank else 0
     torch.manual_seed(0)
     array = np.random.default_rng(seed).random(WIDTH).astype("float32")
-    model = nn.Sequential(Features(array, encloses=encloses), nn.Linear(WIDTH, WIDTH))
+    model = nn.Sequential(Features(array, place), nn.Linear(WIDTH, WIDTH))
+    said = _said(nullcontext, lambda: compiled(model).step(X, None))
+    dist.destroy_process_group()
+    return said
+
+
+def said_of_no_module() -> tuple[str, str]:
+    """The kind and the text of what a rank says where rank 1 has no module, but a text."""
+    model: Any = nn.Linear(WIDTH, WIDTH) if dist.get_rank() == 0 else "model"
     said = _said(nullcontext, lambda: compiled(model).step(X, None))
     dist.destroy_process_group()
     return said

@@ -46,3 +46,11 @@ def test_stages_on_ranks_have_the_averages_of_the_unsplit_model(
 ) -> None:
     for unequal in workers.run(2, jobs.verified, schedule, recompute, folder=str(tmp_path)):
         assert unequal == []
+
+
+def test_buffers_that_forwards_write_to_are_named_where_replicas_have_them(
+    workers: Workers, tmp_path: Path
+) -> None:
+    said = workers.run(2, jobs.warned_of_buffers, folder=str(tmp_path))
+    assert "the forward writes to 0.mean: each replica has there what it makes" in said[0]
+    assert said[1] == ""

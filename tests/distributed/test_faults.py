@@ -367,8 +367,10 @@ def test_ranks_that_begin_different_steps_are_told(workers: Workers, tmp_path: P
 
 def test_ranks_that_compile_different_models_are_told(workers: Workers, tmp_path: Path) -> None:
     first, last = workers.run(2, jobs.different_models, folder=str(tmp_path))
-    assert first.startswith("InputError: rank 1: the plan was made for another graph")
-    assert last.startswith("StalePlanError: the plan was made for another graph")
+    assert first.startswith(
+        "InputError: rank 1: this rank has another graph of the model than rank 0"
+    )
+    assert last.startswith("StalePlanError: this rank has another graph of the model than rank 0")
 
 
 def test_a_pipeline_that_is_made_after_a_fault_says_so(workers: Workers, tmp_path: Path) -> None:

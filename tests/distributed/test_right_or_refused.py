@@ -44,12 +44,20 @@ def test_what_lies_in_memory_otherwise_than_it_is_received_is_refused(
     assert other_kind == "RankFaultError" and text in other_text
 
 
-@pytest.mark.parametrize("encloses", [False, True])
+def test_what_one_rank_refuses_before_all_others_do_too(workers: Workers, tmp_path: Path) -> None:
+    for kind, text in workers.run(2, jobs.said_of_no_module, folder=str(tmp_path)):
+        assert kind == "InputError" and "the model is a str, but must be an nn.Module" in text
+
+
+@pytest.mark.parametrize(
+    "place",
+    ["an attribute", "a table that it encloses", "what it encloses", "an object", "its class"],
+)
 def test_arrays_that_ranks_draw_apart_are_refused(
-    workers: Workers, tmp_path: Path, encloses: bool
+    workers: Workers, tmp_path: Path, place: str
 ) -> None:
     folder = str(tmp_path)
-    for kind, text in workers.run(2, jobs.said_of_arrays, True, encloses=encloses, folder=folder):
+    for kind, text in workers.run(2, jobs.said_of_arrays, True, place, folder=folder):
         assert kind == "InputError" and "an array of numpy that has other values on rank" in text
-    for kind, text in workers.run(2, jobs.said_of_arrays, False, encloses=encloses, folder=folder):
+    for kind, text in workers.run(2, jobs.said_of_arrays, False, place, folder=folder):
         assert (kind, text) == ("", "")

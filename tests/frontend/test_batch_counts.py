@@ -239,6 +239,21 @@ def test_so_it_is_of_an_odd_number_of_microbatches(loss: Any, reduction: Any, wo
     assert f"the loss is {word} over samples" in (other_reduction_of(target, 3) or "")
 
 
+def test_a_mean_over_labelled_rows_of_which_a_part_has_none_is_no_sum(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    labels = LABELS.clone()
+    labels[: len(labels) // 2] = -100
+
+    def labelled(output: Tensor, target: Tensor) -> Tensor:
+        rows = target != -100
+        total = functional.cross_entropy(output, target, reduction="sum", ignore_index=-100)
+        return total / rows.sum().clamp(min=1)
+
+    compiled(labelled, sample_target=labels, microbatches=2).step(X, labels)
+    assert "over samples" not in caplog.text
+
+
 @REDUCTIONS
 def test_without_a_sample_it_is_told_in_the_first_step(
     loss: Any, reduction: str, word: str, caplog: pytest.LogCaptureFixture

@@ -137,6 +137,12 @@ DEPENDENT = {
     "centred, with hooks that calls leave": (with_hooks_that_come(), (6,)),
     "centred, with a hook that comes anew": (with_a_hook_that_is_registered_anew(), (6,)),
     "in a dictionary": (Mixed(lambda v: {"a": v, "b": v.flip(0)}), (6,)),
+    "with noise": (Mixed(lambda v: v - v.mean(0) + torch.randn_like(v)), (6,)),
+    "with chosen rows": (Mixed(lambda v: v.cumsum(0) * torch.bernoulli(v.sigmoid())), (6,)),
+    "with a dropout that is always on": (
+        Mixed(lambda v: functional.dropout(v, 0.5, True) + v.flip(0)),
+        (6,),
+    ),
 }
 INDEPENDENT = {
     "linear": (Mixed(torch.tanh), (6,)),
@@ -147,6 +153,16 @@ INDEPENDENT = {
     "chance that nobody seeds": (Drawing(), (6,)),
     "lstm, batch first, with its states": (nn.LSTM(6, 6, 2, batch_first=True), (5, 6)),
     "noise in eval mode": (Mixed(lambda v: v + torch.randn_like(v)), (6,)),
+    "classes drawn": (Mixed(lambda v: v * torch.multinomial(v.softmax(-1), 1)), (6,)),
+    "a sample of a distribution": (
+        Mixed(lambda v: torch.distributions.Normal(v, v.exp()).rsample()),
+        (6,),
+    ),
+    "logits with gumbel noise": (Mixed(lambda v: functional.gumbel_softmax(v, hard=True)), (6,)),
+    "rows in a drawn order, and back": (
+        Mixed(lambda v: (order := torch.randperm(len(v)), v[order][order.argsort()])[1]),
+        (6,),
+    ),
     "a hook that removes itself": (with_a_hook_for_one_call(), (6,)),
     "a running mean": (Counting(), (6,)),
     "a switch": (Switching(), (6,)),

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.nn import functional
 
 from pipecompile.errors import CaptureError
 from pipecompile.graph.data_answers import (
@@ -34,6 +35,7 @@ DATA_DEPENDENT: dict[str, Callable[[Tensor], Any]] = {
     "nonzero": lambda x: x.new_ones(torch.nonzero(x > 0).shape),
     "mask": lambda x: x[x > 0] * 2,
     "unique": lambda x: x.sign().unique(return_counts=True)[1],
+    "one hot": lambda x: functional.one_hot((x > 0).long(), 2)[x > 0],
     "equal": lambda x: x if torch.equal(x, x.abs()) else x[0],
     "loop": lambda x: [x := x / 2 for _ in range(9) if x.abs().max() > 1][-1],
 }

@@ -244,6 +244,53 @@ def test_a_function_runs_its_backward_once() -> None:
     assert Cube.calls == 3 * 2
 
 
+class Tagged(torch.Tensor):
+    """A tensor with a class of its own, as libraries for images have it."""
+
+
+@pytest.mark.parametrize("place", ["input", "parameter", "buffer"])
+def test_gradients_of_tensors_of_another_class(place: str) -> None:
+    """Torch finds the edge of such a leaf one node further."""
+
+    def tagged(tensor: Tensor, name: str) -> Tensor:
+        return tensor.as_subclass(Tagged) if name == place else tensor
+
+    gradients = []
+    for halves in (False, True):
+        torch.manual_seed(0)
+        weight = nn.Parameter(tagged(torch.randn(4, 4), "parameter"))
+        x = tagged(torch.randn(2, 4), "input").detach().requires_grad_()
+        y = torch.tanh(x @ weight) * tagged(torch.ones(4) / 2, "buffer")
+        if halves:
+            (got,), parts = input_backward([y], [torch.ones(2, 4)], [x])
+            weight_backward(parts, {})
+        else:
+            y.backward(torch.ones(2, 4))
+            got = x.grad
+        gradients.append([got, weight.grad])
+    assert all(each is not None for each in gradients[1])
+    assert same(gradients[0], gradients[1])
+
+
+def test_group_norm_in_channels_last() -> None:
+    """Torch's kernel on a CPU ends the process where the gradient of its input is not asked."""
+    gradients = []
+    for halves in (False, True):
+        torch.manual_seed(0)
+        layers = nn.Sequential(nn.Conv2d(3, 8, 1), nn.GroupNorm(2, 8), nn.Conv2d(8, 3, 1))
+        layers.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        x = torch.randn(2, 3, 4, 4).contiguous(memory_format=torch.channels_last).requires_grad_()
+        y = layers(x)
+        if halves:
+            (got,), parts = input_backward([y], [torch.ones_like(y)], [x])
+            weight_backward(parts, {})
+        else:
+            y.backward(torch.ones_like(y))
+            got = x.grad
+        gradients.append([got, *(parameter.grad for parameter in layers.parameters())])
+    assert same(gradients[0], gradients[1])
+
+
 class Count(TorchDispatchMode):
     """Counts matrix products."""
 

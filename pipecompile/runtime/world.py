@@ -8,6 +8,7 @@ from __future__ import annotations
 import atexit
 import logging
 import os
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -32,6 +33,8 @@ __all__ = [
 ]
 
 T = TypeVar("T")
+SETTLING_SECONDS = 0.1
+"""Enough for threads that wait for the interpreter alone."""
 
 
 def join() -> None:
@@ -65,6 +68,10 @@ def _initialise() -> None:
 
 def _leave() -> None:
     if dist.is_initialized():
+        # A thread of gloo lets go of the tensors of the last exchange after that is over, for which
+        # it needs the interpreter. Amid the interpreter's end this would abort the process, and
+        # torchrun take a run that went well for one that failed.
+        time.sleep(SETTLING_SECONDS)
         dist.destroy_process_group()
 
 

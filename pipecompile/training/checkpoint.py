@@ -11,7 +11,7 @@ import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any, Self
 
@@ -172,12 +172,13 @@ class Checkpoint:
         """
         self.wait()
         self._run.meet(f"the loading of the checkpoint {_checked(path)}")
-        saved = SavedKeys(path)
-        # Before the weights, which are read in place.
-        problem = self._state.problem(saved)
-        # A rank that has a problem already does not read here, so this must not be a read of all
-        # ranks together; then all ranks hear of all problems, and raise the first one.
-        problem = problem or self._state.settings_problem(self._settings(path, saved))
+        with self._together():
+            saved = SavedKeys(path)
+            # Before the weights, which are read in place.
+            problem = self._state.problem(saved)
+            # A rank that has a problem already does not read here, so this must not be a read of
+            # all ranks together; then all ranks hear of all problems, and raise the first one.
+            problem = problem or self._state.settings_problem(self._settings(path, saved))
         for message in world.gather(problem) if self._state.is_distributed else [problem]:
             if message is not None:
                 raise InputError(message)
@@ -187,9 +188,7 @@ class Checkpoint:
             state_dict_loader.load(
                 state, checkpoint_id=path, no_dist=not self._state.is_distributed
             )
-        # What only one rank cannot set, such as a slot of its optimizer, all hear of.
-        together = world.failing_together() if self._state.is_distributed else nullcontext()
-        with together:
+        with self._together():
             self.load_state_dict(state)
 
     # -- torch.distributed.checkpoint.Stateful
@@ -209,6 +208,12 @@ class Checkpoint:
         self._state.load(state)
 
     # -- what is saved
+
+    def _together(self) -> AbstractContextManager[None]:
+        """Return the context in which what fails on one rank, such as a file that only others have,
+        fails on all.
+        """
+        return world.failing_together() if self._state.is_distributed else nullcontext()
 
     def _check_savable(self) -> None:
         self._check_complete()

@@ -257,8 +257,7 @@ class Pipeline(HeldModel):
         limit = max_norm.item() if isinstance(max_norm, Tensor) else max_norm
         rule, norm_type = UpdateRule(limit), float(norm_type)
         name = f"the clipping to {limit} by norm {norm_type} after {self.steps} steps"
-        self._runner.meet(name)
-        with self._runner.watched(name):
+        with self._runner.watched_together(name):
             norm = self._begin_norm(norm_type).wait(self._runner.deadline)
         rule.apply(gradient_parts(self.parameters()), norm)
         return norm

@@ -115,18 +115,29 @@ class Runner:
         """Wait until all ranks come to `what`, which they do together: with `step_timeout` one that
         does not is named in time. InputError if they begin different things.
         """
-        if self.watch is not None:
-            self.watch.refuse_after_loss()
-            with self.watch.watched(what):
-                self._agreement.meet(what, self.watch)
+        with self.watched_together(what):
+            pass
+
+    @contextmanager
+    def watched_together(self, name: str) -> Iterator[None]:
+        """Watch the block as `watched` does, once all ranks begin the same."""
+        if self.watch is None:
+            yield
+            return
+        self.watch.refuse_after_loss()
+        with self.watch.watched(name):
+            self._agreement.meet(name, self.watch)
+            yield
 
     def tell(self, group: dist.ProcessGroup | None, value: object) -> Sequence[Any]:
         """Return what each process of `group` tells, in the time of the step; None is this one."""
         if group is None or self.watch is None:
             return [value]
+        told: list[Any] = [None] * dist.get_world_size(group)
         with self.watch.waiting_for_all("end"):
             self.watch.deadline.wait_for(group)
-            return world.gather(value, group)
+            dist.all_gather_object(told, value, group=group)
+        return told
 
     @property
     def reads_batch(self) -> bool:

@@ -36,6 +36,15 @@ from pipecompile.graph.pytrees import tensor_leaves
 
 __all__ = ["refuse_dependent_rows"]
 
+DRAWS = frozenset(
+    {
+        *("bernoulli", "cauchy", "exponential", "geometric", "log_normal", "multinomial"),
+        *("normal", "poisson", "rand", "rand_like", "randint", "randint_like", "randn"),
+        *("randn_like", "random", "randperm", "uniform"),
+    }
+)
+"""Operators that return nothing but random numbers."""
+
 # Of the largest value of an output. Rounding may differ where an operator groups rows by values.
 TOLERANCE = 0.02
 
@@ -120,11 +129,7 @@ class _NoChance(TorchDispatchMode):
         self._devices = cuda_devices(model)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        # Kernels of attention and of recurrent layers draw for their dropout, which is off.
-        is_drawn = torch.Tag.nondeterministic_seeded in func.tags and not any(
-            name in str(func) for name in ("attention", "rnn")
-        )
-        if not is_drawn:
+        if func.overloadpacket.__name__.rstrip("_") not in DRAWS:
             return func(*args, **(kwargs or {}))
         # The generators stay as they are: what moves them is no sign of a write.
         with torch.random.fork_rng(self._devices):

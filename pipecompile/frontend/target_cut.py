@@ -266,7 +266,4 @@ def _cut(leaf: Any, dim: int | None, sizes: Sequence[int]) -> Sequence[Any]:
             f"a target of shape {tuple(leaf.shape)} cannot be cut along dimension {dim} into "
             f"microbatches of {list(sizes)} samples; its size there must be a multiple of {samples}"
         )
-    parts = leaf.split_with_sizes([rows * size // samples for size in sizes], dim)
-    # Views count the writes to them together: one to the target of a microbatch would look like one
-    # to what the backward of another one needs.
-    return parts if leaf.requires_grad else [part.data for part in parts]
+    return leaf.split_with_sizes([rows * size // samples for size in sizes], dim)

@@ -68,8 +68,9 @@ class ExplainedBackward:
             if (tensor.numel(), tensor._version) == (elements, int(version))
         ]
         what = " or ".join(dict.fromkeys(names)) or f"a tensor of shape [{sizes}]"
+        who = "the forward" if names else "the forward, or a loss that writes to its target,"
         return (
-            f"the forward has written in place to {what} after that was used, and the backward of "
+            f"{who} has written in place to {what} after that was used, and the backward of "
             "an earlier microbatch, or its own, needs it as it was; compute with a copy of it "
             "(clone), or write to it between steps"
         )

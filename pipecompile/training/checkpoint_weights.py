@@ -6,7 +6,7 @@ dcp.save(model.state_dict(), …)                layer.weight
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -35,11 +35,12 @@ class CheckpointWeights(Mapping[str, Tensor]):
     """
 
     def __init__(
-        self, path: str | Path, names: Iterable[str], first_names: Mapping[str, str]
+        self, path: str | Path, names: Collection[str], first_names: Mapping[str, str]
     ) -> None:
         self._path = path
         self._saved = SavedKeys(path)
-        prefix = _MODEL if self._saved.beginning_with(_MODEL) else ""
+        # A model may have a part that is called `model`.
+        prefix = "" if any(name in self._saved for name in names) else _MODEL
         keys = {key.removeprefix(prefix): key for key in self._saved.beginning_with(prefix)}
         self._keys = with_other_names(keys, names, first_names)
 

@@ -137,6 +137,7 @@ DEPENDENT = {
     "centred, with hooks that calls leave": (with_hooks_that_come(), (6,)),
     "centred, with a hook that comes anew": (with_a_hook_that_is_registered_anew(), (6,)),
     "in a dictionary": (Mixed(lambda v: {"a": v, "b": v.flip(0)}), (6,)),
+    "with an rrelu": (Mixed(lambda v: functional.rrelu(v) - v.mean(0)), (6,)),
     "with noise": (Mixed(lambda v: v - v.mean(0) + torch.randn_like(v)), (6,)),
     "with chosen rows": (Mixed(lambda v: v.cumsum(0) * torch.bernoulli(v.sigmoid())), (6,)),
     "with a dropout that is always on": (

@@ -22,6 +22,7 @@ from pipecompile.api.compilation import pipecompile
 from pipecompile.errors import FormatError, InputError, PipecompileError
 from pipecompile.training import safetensors_file
 from pipecompile.training.checkpoint import Checkpoint
+from pipecompile.training.checkpoint_weights import CheckpointWeights
 from pipecompile.training.host_optimizer import HostOptimizer
 from pipecompile.training.pipeline import Pipeline
 
@@ -389,6 +390,22 @@ def test_weights_are_read_from_several_files(tmp_path: Path) -> None:
     index.write_text(json.dumps({"metadata": {}, "weight_map": files}))
     pipeline_of(other).load_safetensors(index)
     assert equal(dict(other.state_dict()), dict(model.state_dict()))
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("as_model", [False, True])
+@pytest.mark.parametrize("name", ["inner", "model"])
+def test_weights_in_a_checkpoint_of_the_model_alone(
+    tmp_path: Path, name: str, as_model: bool
+) -> None:
+    """Whose parts may have the name under which it is saved itself."""
+    model = nn.Module()
+    model.add_module(name, Tied())
+    state = model.state_dict()
+    dcp.save({"model": state} if as_model else state, checkpoint_id=tmp_path, no_dist=True)
+    weights = CheckpointWeights(tmp_path, state, {})
+    assert weights.keys() == state.keys()
+    assert all(torch.equal(weights[each], value) for each, value in state.items())
 
 
 def test_files_that_are_no_weights_are_refused(tmp_path: Path) -> None:

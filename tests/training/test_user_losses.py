@@ -98,9 +98,24 @@ def relabelled(output: Tensor, target: Tensor) -> Tensor:
     return functional.mse_loss(output, target)
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h1"])
+def test_a_loss_that_writes_to_its_target_is_refused_where_others_wait_for_it() -> None:
+    """Microbatches of a target lie in one tensor, whose writes autograd counts together."""
+    pipeline = pipecompile(
+        *(model(), X), k=2, microbatches=4, costs="flops", schedule="gpipe", loss_fn=relabelled
+    )
+    with pytest.raises(InputError, match=r"or a loss that writes to its target, .* a copy of it"):
+        pipeline.step(X, Y.clone())
+
+
+def test_a_target_that_is_the_input_may_not_be_written_to() -> None:
+    pipeline = pipecompile(*(model(), X), k=2, microbatches=2, costs="flops", loss_fn=relabelled)
+    given = X.clone()
+    with pytest.raises(InputError, match="or a loss that writes to its target"):
+        pipeline.step(given, given)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
 def test_a_loss_may_write_to_its_target(schedule: str) -> None:
-    """Microbatches of a target lie in one tensor, and are written to apart."""
     own = model()
     pipeline = pipecompile(
         *(own, X), k=2, microbatches=4, costs="flops", schedule=schedule, loss_fn=relabelled

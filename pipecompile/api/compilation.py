@@ -212,7 +212,8 @@ def _check_kinds(step_timeout: object, mesh: object, autocast: object, shapes: o
         raise InputError(f"mesh is a {type(mesh).__name__}; make it with init_device_mesh")
     if autocast not in (None, torch.bfloat16, torch.float16):
         raise InputError(
-            f"autocast={autocast!r}, but torch casts to torch.bfloat16 or torch.float16"
+            f"autocast={autocast!r}, but it is a type of floating point that torch casts to: "
+            "torch.bfloat16 or torch.float16"
         )
     if not isinstance(shapes, list | tuple):
         raise InputError(f"shapes is a {type(shapes).__name__}, but it is a list of minibatches")

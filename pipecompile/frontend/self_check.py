@@ -50,8 +50,8 @@ __all__ = [
 
 KINDS = ("outputs", "gradients", "buffers")
 _CAUSES = {
-    "buffers": "write to a buffer within a region of checkpoint, which then runs twice (write to "
-    "it outside of the region), ",
+    "buffers": "write to a buffer, as batch norm does, within a region of checkpoint, which then "
+    "runs twice (leave the region to recompute= of pipecompile, or write to it outside), ",
     "gradients": "hook a node of autograd (y.grad_fn.register_hook), which no graph knows (hook "
     "the tensor: y.register_hook), ",
 }

@@ -248,7 +248,7 @@ class Checkpoint:
 def _checked(path: str | Path) -> Path:
     """Return the path of a checkpoint; InputError if it is none."""
     if not isinstance(path, str | os.PathLike):
-        raise InputError(f"the path of a checkpoint is {path!r}, but it is a str or a Path")
+        raise InputError(f"a checkpoint is a folder, but a {type(path).__name__} was given")
     return Path(path)
 
 

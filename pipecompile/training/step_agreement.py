@@ -99,8 +99,8 @@ class StepAgreement:
         if everyone and len(self._place.pipelines) > 1:
             said = {
                 "what it begins": what,
-                "the number of its pipeline": self._number,
                 "the plan": self._plan_digest,
+                "the number of its pipeline": self._number,
                 **_named_flags(flags),
             }
             Agreement(Statement(said), self._everyone, watch).settle()
@@ -189,8 +189,8 @@ class StepAgreement:
         if key not in self._said:
             said = {
                 "what it begins": what,
-                "the number of its pipeline": self._number,
                 "the plan": self._plan_digest,
+                "the number of its pipeline": self._number,
                 "the input of a microbatch": shapes,
                 "the number of samples": minibatch.samples,
                 "the number of microbatches": len(inputs),

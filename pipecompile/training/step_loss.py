@@ -35,6 +35,9 @@ from pipecompile.training.runner import Runner
 
 __all__ = ["StepLoss"]
 
+FIRST_STEPS = 2
+"""In which replicas compare whether something comes with the loss."""
+
 
 class StepLoss:
     """What a `reduction` makes of the losses of microbatches, and of their gradients."""
@@ -44,6 +47,7 @@ class StepLoss:
         self._place = place
         self._runner = runner
         self._weight_aside = 0.0
+        self._joined = 0
 
     @property
     def flags(self) -> dict[str, bool]:
@@ -123,11 +127,13 @@ class StepLoss:
             loss = self._quotient(losses, weights)  # they are multiplied already
         else:
             loss = scalar(losses)
-        if all(each is None for each in extras):
+        group, has_extras = self._place.replica_group, any(each is not None for each in extras)
+        # Replicas that return a loss alone need no exchange more in each step.
+        self._joined += 1
+        if not has_extras and (group is None or self._joined > FIRST_STEPS):
             return loss
-        group = self._place.replica_group
         merged = LossExtras.of_replicas(extras, partial(self._runner.tell, group))
-        return loss, merged.joined(self._sum, scalar)
+        return (loss, merged.joined(self._sum, scalar)) if has_extras else loss
 
     def _exchanged_weight(self, result: StepResult | None) -> float:
         """Return the sum of the weights of this step over all replicas, on every rank."""

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import io
+import logging
 import operator
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from pipecompile.api.compilation import pipecompile
 from pipecompile.api.verification import verify
 from pipecompile.errors import InputError
 from pipecompile.frontend.signature import arguments_of
@@ -17,6 +20,44 @@ from pipecompile.graph.random_streams import StreamKey
 from pipecompile.runtime.batch_statistics import minibatch_statistics
 
 WIDTHS = (6, 3)
+
+
+class Centred(nn.Module):
+    """Subtracts a running mean, and is followed by a batch norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(6)
+        self.register_buffer("mean", torch.zeros(6))
+
+    def forward(self, value: Tensor) -> Tensor:
+        """From and to a tensor of shape (N, 6)."""
+        with torch.no_grad():
+            self.mean.lerp_(value.mean(0), 0.1)
+        output: Tensor = self.norm(value - self.mean)
+        return output
+
+
+def warned_of_buffers() -> str:
+    """What is logged of buffers where each of two processes is a replica."""
+    rows = torch.randn(8, 6)
+    handler = logging.StreamHandler(text := io.StringIO())
+    logger = logging.getLogger("pipecompile")
+    logger.addHandler(handler)
+    try:
+        pipecompile(
+            nn.Sequential(Centred(), nn.Linear(6, 6)),
+            rows,
+            ranks=1,
+            costs="flops",
+            microbatches=2,
+            self_check=False,
+            batch_norm="minibatch",
+            loss_fn=lambda output, _: output.square().mean(),
+        )
+    finally:
+        logger.removeHandler(handler)
+    return "".join(line for line in text.getvalue().splitlines() if "the forward writes" in line)
 
 
 def norms() -> list[nn.BatchNorm1d]:

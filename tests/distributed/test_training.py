@@ -157,6 +157,7 @@ def test_metrics_are_those_of_all_replicas(workers: Workers, tmp_path: Path) -> 
     [
         ("a whole number", "{'a': 0.25}"),
         ("another name", "return the same structure on all of them"),
+        ("nothing", "return the same structure on all of them"),
         ("more", "{'a': 'a scalar'} with its losses on one replica, and {'a': 'a scalar', 'b'"),
     ],
 )

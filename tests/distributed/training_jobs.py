@@ -448,7 +448,11 @@ def metrics_of_replicas() -> tuple[dict[str, float], dict[str, float]]:
 def metrics_that_differ(which: str) -> str:
     """What this replica gets where what comes with the losses is not the same on both."""
     rows, is_first = torch.randn(4, 4), dist.get_rank() == 0
-    others: dict[str, Any] = {"another name": {"b": 1.0}, "more": {"a": 1.0, "b": 1.0}}
+    others: dict[str, Any] = {
+        "another name": {"b": 1.0},
+        "more": {"a": 1.0, "b": 1.0},
+        "nothing": None,
+    }
 
     def loss_and_metrics(output: Tensor, _: Tensor) -> tuple[Tensor, Any]:
         if which == "a whole number":

@@ -209,7 +209,7 @@ class CountedAgain(nn.Module):
     ("model", "advice"),
     [
         (lambda: Hooked(at_the_node=True), "hook the tensor: y.register_hook"),
-        (CountedAgain, "write to it outside of the region"),
+        (CountedAgain, "leave the region to recompute= of pipecompile, or write to it outside"),
     ],
 )
 def test_the_likely_cause_is_one_of_what_differs(

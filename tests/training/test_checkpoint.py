@@ -182,7 +182,7 @@ def test_the_state_of_another_scheduler_is_refused(saved: int, tmp_path: Path) -
 def test_what_is_no_path_is_refused(path: Any) -> None:
     checkpoint = Checkpoint.of_model(Tied())
     for act in (checkpoint.save, checkpoint.save_async, checkpoint.load):
-        with pytest.raises(InputError, match="the path of a checkpoint is"):
+        with pytest.raises(InputError, match="a checkpoint is a folder, but a"):
             act(path)
 
 

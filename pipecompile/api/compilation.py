@@ -198,7 +198,7 @@ def _sample_target(loss_fn: object, sample_target: Any) -> Any:
         return map_tensors(lambda each: each.detach().clone(), sample_target)
     logger.warning(
         "the loss moves on what nobody can put back, such as an iterator or a file, so that only "
-        "steps call it: the plan does not count it"
+        "steps call it: the plan does not count it, and what it is a mean of is not checked"
     )
     return None
 

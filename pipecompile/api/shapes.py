@@ -96,7 +96,8 @@ def _target_with(
     Raise InputError if the sample is not like the `known` ones.
     """
     call = arguments_of(target.model, sample, batch_dim=target.call.batch_dim)
-    other = replace(target, call=call)
+    # The targets are of the planned shape.
+    other = replace(target, call=call, targets=None)
     if not lacks_values(target.model):
         other.check_values("a pipeline")
     tensors = inputs.flatten(other.call)

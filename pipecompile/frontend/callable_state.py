@@ -14,8 +14,9 @@ from __future__ import annotations
 
 import contextlib
 import random
+import sys
 import weakref
-from collections import OrderedDict, deque
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Iterable, Iterator
 from contextvars import ContextVar
 from functools import _lru_cache_wrapper, cached_property, partial, partialmethod
@@ -97,7 +98,7 @@ def can_be_restored(function: object) -> bool:
     """Return whether `callable_restored` can put back all that a function holds: not what it moves
     on for good, such as an iterator of Python or a file.
     """
-    return _CallableState([function]).is_complete
+    return _CallableState([function], room=0).is_complete
 
 
 @contextlib.contextmanager
@@ -115,16 +116,20 @@ def restored_after_failure(model: nn.Module) -> Iterator[None]:
 
 
 class _CallableState:
-    """All that callables hold, found from one thing to the next, with what puts it back. It
-    `is_complete` if there is nothing that cannot be put back.
-    """
+    """All that callables hold, found from one thing to the next, with what puts it back."""
 
-    def __init__(self, functions: Iterable[object]) -> None:
-        self.is_complete = True
+    def __init__(self, functions: Iterable[object], room: int = MOST_BYTES) -> None:
+        self._holds_lasting = False
+        # Names of attributes that hold what changes for good, and in the code of functions; in that
+        # of methods by their own name, since not all of a class need be called.
+        self._lasting_names = set[str]()
+        self._code_names = {"__call__", "forward"}
+        self._names_of_methods = defaultdict[str, set[str]](set)
+        self._methods = set[int]()
         self._seen = dict[int, Any]()
         # The nearest first: they are state more likely than what those lead to.
         self._pending = deque(functions)
-        self._room = {"parameters": MOST_BYTES, "others": MOST_BYTES}
+        self._room = {"parameters": room, "others": room}
         # The generators of Python and numpy themselves need no name to be drawn from.
         self._restores: list[Restore] = [
             partial(torch.set_default_dtype, torch.get_default_dtype()),
@@ -133,6 +138,17 @@ class _CallableState:
         ]
         while self._pending:
             self._add(self._pending.popleft())
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all that the callables may change can be put back."""
+        names = set[str]()
+        pending = set(self._code_names)
+        while pending:
+            names |= pending
+            called = (self._names_of_methods[name] for name in pending)
+            pending = set[str]().union(*called) - names
+        return not self._holds_lasting and self._lasting_names.isdisjoint(names)
 
     def restore(self) -> None:
         """Give everything what it held."""
@@ -149,8 +165,8 @@ class _CallableState:
             return
         # The object itself is kept too, so that no other one gets its id.
         self._seen[id(value)] = value
-        if _lasts(kind):
-            self.is_complete = False
+        if _lasts(value):
+            self._holds_lasting = True
         if issubclass(kind, Tensor):
             self._add_tensor(value, is_parameter=isinstance(value, nn.Parameter))
         elif issubclass(kind, np.ndarray):
@@ -222,8 +238,13 @@ class _CallableState:
 
     def _add_attributes(self, value: Any) -> None:
         """Note the attributes and slots of an object, and that its class is to be looked at."""
-        kind = type(value)
-        self._pending.extend((attributes_of(value), kind))
+        kind, attributes = type(value), attributes_of(value)
+        self._pending.extend((attributes, kind))
+        # A trainer may hold a loader's iterator that its loss knows nothing of.
+        for name, held in attributes.items():
+            if _lasts(held):
+                self._lasting_names.add(str(name))
+                self._seen[id(held)] = held
         # Those of Python's own classes may be read only.
         for owner in (each for each in kind.__mro__ if "__slots__" in vars(each)):
             for slot in slots_in(vars(owner)).values():
@@ -235,6 +256,10 @@ class _CallableState:
         if _is_of_user(kind.__module__):
             self._restores.append(in_class(kind))
             self._pending.extend(vars(kind).values())
+            for name, each in vars(kind).items():
+                if isinstance(each, FunctionType):
+                    self._methods.add(id(each))
+                    self._names_of_methods[name] |= names_in(each.__code__).names
             self._pending.extend(kind.__bases__)
 
     def _add_globals(self, function: FunctionType) -> None:
@@ -242,6 +267,8 @@ class _CallableState:
             return
         table, code = function.__globals__, function.__code__
         names = names_in(code)
+        if id(function) not in self._methods:
+            self._code_names |= names.names
         self._add_items(table, stored_globals(code) | (names.globals & table.keys()))
         for name in names.globals:
             module: Any = table.get(name)
@@ -254,8 +281,11 @@ class _CallableState:
             self._pending.append(table.get(name))
 
 
-def _lasts(kind: type) -> bool:
-    """Return whether objects of a class change for good: iterators, files, shared memory."""
+def _lasts(value: Any) -> bool:
+    """Return whether an object changes for good: iterators, files, shared memory."""
+    if value is sys.stdout or value is sys.stderr:  # what is printed changes nothing
+        return False
+    kind = type(value)
     # An iterator of the user's has its place in an attribute.
     is_lasting = issubclass(kind, Iterator) or package_of(kind.__module__) in SHARED
     return is_lasting and not _is_of_user(kind.__module__)

@@ -44,6 +44,8 @@ DRAWS = frozenset(
     }
 )
 """Operators that return nothing but random numbers."""
+MOST_DRAWS = 10_000
+"""A model that draws until a number is small enough would draw for ever."""
 
 # Of the largest value of an output. Rounding may differ where an operator groups rows by values.
 TOLERANCE = 0.02
@@ -127,10 +129,14 @@ class _NoChance(TorchDispatchMode):
     def __init__(self, model: nn.Module) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._devices = cuda_devices(model)
+        self._draws = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.overloadpacket.__name__.rstrip("_") not in DRAWS:
             return func(*args, **(kwargs or {}))
+        self._draws += 1
+        if self._draws > MOST_DRAWS:
+            raise RuntimeError("the model may draw until it gets another number")
         # The generators stay as they are: what moves them is no sign of a write.
         with torch.random.fork_rng(self._devices):
             result = func(*args, **(kwargs or {}))

@@ -13,7 +13,7 @@ from torch import Tensor
 from pipecompile.errors import InputError
 from pipecompile.runtime.deadline import Deadline
 
-__all__ = ["NormOnItsWay", "begin_norm", "clip_to_norm"]
+__all__ = ["NormOnItsWay", "begin_norm", "clip_to_norm", "norm_type_of"]
 
 
 @dataclass
@@ -37,6 +37,17 @@ class NormOnItsWay:
         return _root(self.powers, self.norm_type)
 
 
+def norm_type_of(given: float | str) -> float:
+    """Return the order of a norm; InputError if it is none."""
+    try:
+        order = float(given)
+    except (TypeError, ValueError):
+        order = 0.0
+    if not order > 0:
+        raise InputError(f"norm_type={given!r}, but it is a number above 0, or inf")
+    return order
+
+
 def begin_norm(
     gradients: Sequence[Tensor],
     norm_type: float,
@@ -50,8 +61,6 @@ def begin_norm(
     torch.nn.utils.get_total_norm: the norm of the norms, so the sum of their powers over ranks
     gives the same.
     """
-    if not norm_type > 0:
-        raise InputError(f"norm_type={norm_type}, but it is a number above 0, or inf")
     local = torch.nn.utils.get_total_norm(gradients, norm_type).to(device)
     if deadline is None:
         return NormOnItsWay(local, local, inf)

@@ -39,7 +39,8 @@ def mean_over_replicas(
 
     In float64, so that a number of samples is exact whatever the type of the loss.
     """
-    total = torch.stack([loss.double() * samples, loss.new_tensor(samples, dtype=torch.float64)])
+    wide = torch.promote_types(loss.dtype, torch.float64)  # a metric may be complex
+    total = torch.stack([loss.to(wide) * samples, loss.new_tensor(samples, dtype=wide)])
     deadline.all_reduce(total, group)
     return (total[0] / total[1]).to(loss.dtype)
 

@@ -25,6 +25,13 @@ class UpdateRule:
     max_norm: float | None = None
     skip_nonfinite: bool = False
 
+    @staticmethod
+    def of(max_norm: float | Tensor) -> UpdateRule:
+        """Return the rule for a norm that may be a tensor of one number, as torch takes it."""
+        if isinstance(max_norm, Tensor) and max_norm.numel() == 1:
+            return UpdateRule(max_norm.item())
+        return UpdateRule(max_norm)  # type: ignore[arg-type]
+
     def __post_init__(self) -> None:
         is_norm = isinstance(self.max_norm, Real) and self.max_norm >= 0
         if self.max_norm is not None and not is_norm:

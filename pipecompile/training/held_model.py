@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from os import PathLike
 from pathlib import Path
 from typing import Any
 
@@ -136,9 +137,12 @@ class HeldModel:
     def load_safetensors(self, path: str | Path) -> None:
         """Load weights from a safetensors file, from the index of several, or from their folder.
 
-        Each rank reads only what it holds. Call it on all ranks: if one lacks something, all raise.
+        Each rank reads only what it holds. Call it on all ranks with the same path: if one lacks
+        something, all raise.
         """
         check_installed()
+        if not isinstance(path, str | PathLike):
+            raise InputError(f"weights are in a file, but a {type(path).__name__} was given")
         names = self._model.state_dict()
         self.meet(f"the loading of weights from {path}")
         with world.failing_together():

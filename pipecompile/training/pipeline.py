@@ -23,7 +23,7 @@ from pipecompile.ir.schedule import Timeline
 from pipecompile.runtime.communication_hook import CommunicationHook
 from pipecompile.runtime.distributed_pipeline import Engine
 from pipecompile.runtime.local_share import LocalShare
-from pipecompile.runtime.norm import NormOnItsWay
+from pipecompile.runtime.norm import NormOnItsWay, norm_type_of
 from pipecompile.runtime.place import RankPlace
 from pipecompile.runtime.shards import gradient_parts
 from pipecompile.runtime.update_rule import UpdateRule
@@ -253,12 +253,11 @@ class Pipeline(HeldModel):
         tied parameter counts once. After `step`, and with a scaler after its `unscale_`.
         """
         refuse_without_steps(self.plan.schedule, "clip_grad_norm_() is for what a step leaves")
-        # torch takes a tensor of one number, and "inf".
-        limit = max_norm.item() if isinstance(max_norm, Tensor) else max_norm
-        rule, norm_type = UpdateRule(limit), float(norm_type)
-        name = f"the clipping to {limit} by norm {norm_type} after {self.steps} steps"
+        with self._runner.refusing_together(f"the clipping after {self.steps} steps"):
+            rule, order = UpdateRule.of(max_norm), norm_type_of(norm_type)
+        name = f"the clipping to {rule.max_norm} by norm {order} after {self.steps} steps"
         with self._runner.watched_together(name):
-            norm = self._begin_norm(norm_type).wait(self._runner.deadline)
+            norm = self._begin_norm(order).wait(self._runner.deadline)
         rule.apply(gradient_parts(self.parameters()), norm)
         return norm
 

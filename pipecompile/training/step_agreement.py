@@ -30,6 +30,7 @@ FIRST_STEPS, STEPS_BETWEEN = 2, 100
 """Of which steps the values are compared: the first ones, and one of so many later ones."""
 MOST_ELEMENTS = 2**16
 """Of each tensor of a microbatch, that are compared."""
+SCALE = "scale of the scaler"
 HOST_BACKENDS = frozenset({"gloo"})
 """The backends whose groups exchange tensors of the host."""
 
@@ -156,7 +157,7 @@ class StepAgreement:
             for number, value in enumerate(values)
         }
         # A scaler's update goes by gradients that overflow on all ranks or on none.
-        own["scale of the scaler"] = _digest_of(minibatch.loss_gradients)
+        own[SCALE] = _digest_of(minibatch.loss_gradients)
         group = self._pipeline.group
         by_rank: list[dict[str, str]] = [{} for _ in range(dist.get_world_size(group))]
         with watch.waiting_for_all():
@@ -166,10 +167,12 @@ class StepAgreement:
             # A rank that reads neither inputs nor targets need not be given them.
             given = {rank: said[name] for rank, said in enumerate(by_rank) if said[name]}
             if len(set(given.values())) > 1:
+                what = "the same batch, for example by a loader that is seeded alike on all of them"
+                if name == SCALE:
+                    what = "scalers that were made alike and are updated together"
                 raise InputError(
                     f"the {name} has other values on some ranks of a pipeline: their digests are "
-                    f"{given}; give all ranks of a pipeline the same batch, for example by a "
-                    "loader that is seeded alike on all of them, and scalers that were made alike"
+                    f"{given}; give all ranks of a pipeline {what}"
                 )
 
     def _begin(

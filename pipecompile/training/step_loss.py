@@ -26,7 +26,7 @@ from pipecompile.frontend.loss_reduction import (
     total_weight,
     weigh,
 )
-from pipecompile.frontend.microbatch import MicrobatchSizes
+from pipecompile.frontend.microbatch import MicrobatchSizes, is_count
 from pipecompile.runtime.place import RankPlace
 from pipecompile.runtime.rank_step import StepResult
 from pipecompile.runtime.replicas import mean_over_replicas
@@ -171,10 +171,13 @@ class StepLoss:
 
     def _over_replicas(self, value: Tensor) -> Tensor:
         """Return the sum of `value`, in which it may be summed, over replicas."""
-        if self._place.replica_group is not None:
-            value = value.to(self._runner.device)
-            self._runner.deadline.all_reduce(value, self._place.replica_group)
-        return value
+        if self._place.replica_group is None:
+            return value
+        # A metric may be of another type on each replica; sums of whole numbers are not.
+        wide = torch.int64 if is_count(value) else torch.promote_types(value.dtype, torch.float64)
+        total = value.to(self._runner.device, wide)
+        self._runner.deadline.all_reduce(total, self._place.replica_group)
+        return total.to(value.dtype)
 
 
 def _weights(result: StepResult) -> list[Tensor]:

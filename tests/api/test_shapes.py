@@ -107,6 +107,21 @@ def test_a_gpt2_of_transformers_with_masks_by_length() -> None:
     check_steps(pipeline, [(8, 16), (16, 8), (4, 16), (4, 12), (8, 16)])
 
 
+def test_further_shapes_are_proven_without_the_targets_of_the_planned_one() -> None:
+    """Which are of another length, and here of another number of samples."""
+    (first, target), (other, _) = samples_of(8, 16), samples_of(12, 8)
+    pipeline = pipecompile(
+        *(CausalModel().double(), first),
+        k=2,
+        microbatches=4,
+        costs="flops",
+        loss_fn=token_loss,
+        sample_target=target,
+        shapes=[other],
+    )
+    assert torch.isfinite(pipeline.step(*samples_of(12, 8)))
+
+
 def test_lengths_share_a_capture_where_it_holds() -> None:
     """Not for microbatches of one sample, which torch takes apart."""
     methods = [program.captured.method for program in shared()._programs.declared]

@@ -283,6 +283,20 @@ def hook_that_fails() -> Seen:
     return seen_in(lambda: pipeline.step(batch))
 
 
+def clipped_by_one() -> Seen:
+    """What this rank sees where rank 1 clips to a number that is none."""
+    pipeline, batch = small_pipeline("1f1b", 2, step_timeout=TIMEOUT)
+    pipeline.step(batch)
+    return seen_in(lambda: pipeline.clip_grad_norm_(-1.0 if dist.get_rank() else 1.0))
+
+
+def clipped_apart() -> Seen:
+    """What this rank sees where each clips to another norm."""
+    pipeline, batch = small_pipeline("1f1b", 2, step_timeout=TIMEOUT)
+    pipeline.step(batch)
+    return seen_in(lambda: pipeline.clip_grad_norm_(1.0 + dist.get_rank()))
+
+
 def different_saves(what: str, folder: str) -> Seen:
     """What this rank sees where ranks save otherwise."""
     pipeline, batch = small_pipeline("1f1b", 2, step_timeout=TIMEOUT)

@@ -325,6 +325,21 @@ def test_scalers_of_other_scales_are_told(workers: Workers, tmp_path: Path) -> N
         assert seen.text.startswith("the scale of the scaler has other values on some ranks")
 
 
+@pytest.mark.parametrize(
+    ("job", "text"),
+    [
+        (jobs.clipped_by_one, "max_norm=-1.0, but it is a number, 0 or more"),
+        (jobs.clipped_apart, "the clipping to 1.0 by norm 2.0 after 1 steps on rank 0 and the"),
+    ],
+)
+def test_ranks_that_clip_otherwise_are_told(
+    workers: Workers, tmp_path: Path, job: Callable[[], jobs.Seen], text: str
+) -> None:
+    for seen in workers.run(2, job, folder=str(tmp_path)):
+        assert seen.error == "InputError" and text in seen.text
+        assert seen.seconds < jobs.TIMEOUT
+
+
 def test_a_hook_that_fails_is_named(workers: Workers, tmp_path: Path) -> None:
     for seen in workers.run(2, jobs.hook_that_fails, folder=str(tmp_path)):
         assert seen.text.startswith("the communication hook failed: RuntimeError: planted")

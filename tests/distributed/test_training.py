@@ -157,6 +157,8 @@ def test_metrics_are_those_of_all_replicas(workers: Workers, tmp_path: Path) -> 
     [
         ("a whole number", "{'a': 0.25}"),
         ("another name", "return the same structure on all of them"),
+        ("a complex number", "{'a': tensor(1.+2.j)}"),
+        ("another type", "{'a': tensor(1."),
         ("nothing", "return the same structure on all of them"),
         ("more", "{'a': 'a scalar'} with its losses on one replica, and {'a': 'a scalar', 'b'"),
     ],
@@ -166,6 +168,12 @@ def test_metrics_that_differ_between_replicas(
 ) -> None:
     for said in workers.run(2, jobs.metrics_that_differ, which, folder=str(tmp_path)):
         assert text in said
+
+
+def test_sums_of_metrics_of_other_types_on_replicas(workers: Workers, tmp_path: Path) -> None:
+    folder = str(tmp_path)
+    for said in workers.run(2, jobs.metrics_that_differ, "another type", "sum", folder=folder):
+        assert said.startswith("{'a': tensor(4.")
 
 
 def test_replicas_begin_with_the_values_of_the_first_one(workers: Workers, tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_map_only
 from pipecompile.api.compilation import pipecompile
 from pipecompile.api.verification import Reference, reference_for
 from pipecompile.errors import InputError
+from pipecompile.frontend.loss_reduction import LossReduction
 from pipecompile.frontend.signature import arguments_of
 from pipecompile.frontend.target import Target
 from pipecompile.runtime.rank_step import RankStep
@@ -445,9 +446,10 @@ def metrics_of_replicas() -> tuple[dict[str, float], dict[str, float]]:
     return tree_map_only(Tensor, Tensor.item, (joined, metrics(target.targets)))
 
 
-def metrics_that_differ(which: str) -> str:
+def metrics_that_differ(which: str, reduction: LossReduction = "mean") -> str:
     """What this replica gets where what comes with the losses is not the same on both."""
     rows, is_first = torch.randn(4, 4), dist.get_rank() == 0
+    dtypes = {True: torch.float64, False: torch.float32}
     others: dict[str, Any] = {
         "another name": {"b": 1.0},
         "more": {"a": 1.0, "b": 1.0},
@@ -455,6 +457,10 @@ def metrics_that_differ(which: str) -> str:
     }
 
     def loss_and_metrics(output: Tensor, _: Tensor) -> tuple[Tensor, Any]:
+        if which == "another type":
+            return output.sum(), {"a": output.new_tensor(1.0, dtype=dtypes[is_first])}
+        if which == "a complex number":
+            return output.sum(), {"a": torch.tensor(1 + 2j)}
         if which == "a whole number":
             return output.sum(), {"a": 0 if is_first else 0.5}
         return output.sum(), {"a": 1.0} if is_first else others[which]
@@ -464,6 +470,7 @@ def metrics_that_differ(which: str) -> str:
         ranks=1,
         costs="flops",
         loss_fn=loss_and_metrics,
+        loss_reduction=reduction,
         microbatches=2,
         self_check=False,
     )

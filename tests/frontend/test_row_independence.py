@@ -61,6 +61,16 @@ class Drawing(nn.Module):
         return value * int.from_bytes(os.urandom(8), "big")
 
 
+class Truncating(nn.Module):
+    """Draws until all numbers are small."""
+
+    def forward(self, value: Tensor) -> Tensor:
+        noise = torch.randn_like(value)
+        while (noise.abs() > 0.4).any():
+            noise = torch.where(noise.abs() > 0.4, torch.randn_like(noise), noise)
+        return value + noise
+
+
 class Contrasting(nn.Module):
     """Compares each sample with each."""
 
@@ -152,6 +162,7 @@ INDEPENDENT = {
     "such a one without weights": (nn.BatchNorm1d(6, 1e-5, 0.1, False, False), (6,)),
     "dropout": (nn.Dropout(), (6,)),
     "chance that nobody seeds": (Drawing(), (6,)),
+    "noise that is drawn until it is small": (Truncating(), (6,)),
     "lstm, batch first, with its states": (nn.LSTM(6, 6, 2, batch_first=True), (5, 6)),
     "noise in eval mode": (Mixed(lambda v: v + torch.randn_like(v)), (6,)),
     "classes drawn": (Mixed(lambda v: v * torch.multinomial(v.softmax(-1), 1)), (6,)),

@@ -9,6 +9,7 @@ import io
 import itertools
 import multiprocessing
 import queue
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from pipecompile import InputError, pipecompile
+from pipecompile.frontend.callable_state import can_be_restored
 
 X, Y = torch.randn(2, 8, 6, generator=torch.Generator().manual_seed(0)).unbind()
 MICROBATCHES = 2
@@ -91,6 +93,29 @@ def test_only_steps_call_a_loss_that_nobody_can_put_back(keeper: Any, has_sample
         sample_target=Y if has_sample else None,
     )
     assert float(pipeline.step(X, Y)) == pytest.approx(looped(loss_of(keeper())), rel=1e-6)
+
+
+class Trainer:
+    """Holds an iterator, of which its loss knows nothing, and prints."""
+
+    def __init__(self) -> None:
+        self.loader, self.calls = iter([1, 2, 3]), 0
+
+    def loss(self, output: Tensor, target: Tensor) -> Tensor:
+        self.calls += 1
+        print(self.calls, file=sys.stdout)
+        return functional.mse_loss(output, target, reduction="sum")
+
+    def moving(self, output: Tensor, target: Tensor) -> Tensor:
+        return functional.mse_loss(output, target) * next(self.loader)
+
+
+def test_what_a_loss_may_move_on_is_what_its_code_names() -> None:
+    trainer = Trainer()
+    assert can_be_restored(trainer.loss)
+    assert not can_be_restored(trainer.moving)
+    assert can_be_restored(functional.mse_loss)
+    assert all(not can_be_restored(keeper()) for keeper in KEEPERS[1:])
 
 
 def relabelled(output: Tensor, target: Tensor) -> Tensor:

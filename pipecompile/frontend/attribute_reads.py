@@ -23,6 +23,7 @@ from typing import Any
 
 from torch import nn
 
+from pipecompile.frontend.callable_state import reached_by
 from pipecompile.frontend.library_reads import LibraryReads
 from pipecompile.frontend.packages import is_foreign, is_installed, package_of
 from pipecompile.frontend.source import HIDDEN
@@ -59,11 +60,13 @@ class AttributeReads:
         done = set[tuple[int, str]]()
         held = [value for _, value in _held(model)]
         own = {type(value) for value in held if is_own(type(value))}
+        # Also what globals and closures of the forward lead to; before reads of it are noted.
+        reached = [*held, *reached_by(model)]
         with contextlib.ExitStack() as patches:
             self._note(nn.Module, _attribute_of_module, done, patches)
             for kind in own:
                 self._note(kind, getattr(kind, GETTER), done, patches)
-            patches.enter_context(self.of_libraries.noted(held))
+            patches.enter_context(self.of_libraries.noted(reached))
             patches.enter_context(_assignments_noted(done))
             yield
 

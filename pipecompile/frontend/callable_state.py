@@ -50,7 +50,7 @@ from pipecompile.graph.attributes import CONTAINERS, PLAIN, plain_container
 from pipecompile.graph.model_state import has_values
 from pipecompile.graph.storages import is_irregular
 
-__all__ = ["callable_restored", "can_be_restored", "restored_after_failure"]
+__all__ = ["callable_restored", "can_be_restored", "reached_by", "restored_after_failure"]
 
 HOLDS_NOTHING: tuple[Any, ...] = (*PLAIN, ModuleType, *weakref.ProxyTypes)
 PARTS: dict[type, tuple[str, ...]] = {
@@ -101,6 +101,11 @@ def can_be_restored(function: object) -> bool:
     return _CallableState([function], room=0).is_complete
 
 
+def reached_by(function: object) -> Iterable[object]:
+    """Return the objects that a function, or the code of a model, leads to."""
+    return _CallableState([function], room=0).reached
+
+
 @contextlib.contextmanager
 def restored_after_failure(model: nn.Module) -> Iterator[None]:
     """Put back what `model` and its code hold, as `callable_restored` does, if the block fails.
@@ -138,6 +143,11 @@ class _CallableState:
         ]
         while self._pending:
             self._add(self._pending.popleft())
+
+    @property
+    def reached(self) -> Iterable[object]:
+        """The objects that were found, but for plain ones."""
+        return self._seen.values()
 
     @property
     def is_complete(self) -> bool:

@@ -101,6 +101,48 @@ def test_what_is_read_of_a_config_stays(case: str, monkeypatch: pytest.MonkeyPat
         pipeline.step(X)
 
 
+SETTINGS = PretrainedConfig(scale=2.0, step=0)
+
+
+class Holder:
+    """A class of the user's that has a config."""
+
+    settings = SETTINGS
+
+
+def of_global(_: Any) -> float:
+    return SETTINGS.scale  # type: ignore[no-any-return]
+
+
+def of_class(_: Any) -> float:
+    return Holder.settings.scale  # type: ignore[no-any-return]
+
+
+def of_closure() -> Callable[[Any], float]:
+    settings = SETTINGS
+    return lambda _: settings.scale  # type: ignore[no-any-return]
+
+
+def of_table() -> Callable[[Any], float]:
+    table = {"all": [SETTINGS]}
+    return lambda _: table["all"][0].scale  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("read", [of_global, of_class, of_closure(), of_table()])
+def test_so_it_does_wherever_the_config_is(
+    read: Callable[[Any], float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pipeline = pipecompile(
+        Model(None, read), X, 2, microbatches=2, costs="flops", loss_fn=lambda o, _: o.sum()
+    )
+    pipeline.step(X)
+    monkeypatch.setattr(SETTINGS, "step", 1)
+    pipeline.step(X)
+    monkeypatch.setattr(SETTINGS, "scale", 3.0)
+    with pytest.raises(InputError, match=r"'scale' in a Pre.rainedConfig has changed"):
+        pipeline.step(X)
+
+
 def test_what_a_package_reads_of_its_own_objects_is_not_noted() -> None:
     model = nn.Module()
     model.config = PretrainedConfig()

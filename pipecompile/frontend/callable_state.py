@@ -98,12 +98,12 @@ def can_be_restored(function: object) -> bool:
     """Return whether `callable_restored` can put back all that a function holds: not what it moves
     on for good, such as an iterator of Python or a file.
     """
-    return _CallableState([function], room=0).is_complete
+    return _CallableState([function], copies=False).is_complete
 
 
 def reached_by(function: object) -> Iterable[object]:
     """Return the objects that a function, or the code of a model, leads to."""
-    return _CallableState([function], room=0).reached
+    return _CallableState([function], copies=False).reached
 
 
 @contextlib.contextmanager
@@ -123,7 +123,7 @@ def restored_after_failure(model: nn.Module) -> Iterator[None]:
 class _CallableState:
     """All that callables hold, found from one thing to the next, with what puts it back."""
 
-    def __init__(self, functions: Iterable[object], room: int = MOST_BYTES) -> None:
+    def __init__(self, functions: Iterable[object], *, copies: bool = True) -> None:
         self._holds_lasting = False
         # Names of attributes that hold what changes for good, and in the code of functions; in that
         # of methods by their own name, since not all of a class need be called.
@@ -134,6 +134,7 @@ class _CallableState:
         self._seen = dict[int, Any]()
         # The nearest first: they are state more likely than what those lead to.
         self._pending = deque(functions)
+        room = MOST_BYTES if copies else 0
         self._room = {"parameters": room, "others": room}
         # The generators of Python and numpy themselves need no name to be drawn from.
         self._restores: list[Restore] = [

@@ -104,19 +104,7 @@ def capture_target(
             # The next checks begin with what hooks kept before this one.
             with callable_restored(*holders_of_user(target.model)):
                 captured, module, proof = proven_capture(target.model, sample, options.leaf, first)
-            wanted = target.cut_targets(options.microbatches)[0]
-            following = _microbatch(target, options, 1) if options.microbatches > 1 else None
-            # A loss that moves on an iterator, say, is called by steps alone.
-            may_be_tried = can_be_restored(target.loss_fn)
-            if may_be_tried:
-                refuse_late_loss(target, sample, wanted, following)
-            # What samples know of each other shows only where they are cut apart.
-            if following is not None:
-                refuse_dependent_rows(target.model, sample, following)
-                if may_be_tried and target.loss_reduction == "mean":
-                    refuse_batch_counts(target, sample, wanted)
-                if may_be_tried and target.loss_reduction != "weighted":
-                    _warn(other_reduction_of(target, options.microbatches))
+            _check_loss_and_rows(target, options, sample)
             _log(chain(_remarks(captured), [_proof_text(proof)]))
         else:
             proof = None
@@ -141,6 +129,26 @@ def capture_target(
         verified=proof is not None,
         model=type(target.model).__name__,
     )
+
+
+def _check_loss_and_rows(target: Target, options: Options, sample: Arguments) -> None:
+    """Raise InputError if a loss would see what another microbatch has left, or counts the batch,
+    or if samples know of each other; warn of a loss that is of another reduction.
+    """
+    wanted = target.cut_targets(options.microbatches)[0]
+    following = _microbatch(target, options, 1) if options.microbatches > 1 else None
+    # A loss that moves on an iterator, say, is called by steps alone.
+    may_be_tried = can_be_restored(target.loss_fn)
+    if may_be_tried:
+        refuse_late_loss(target, sample, wanted, following)
+    # What samples know of each other shows only where they are cut apart.
+    if following is None:
+        return
+    refuse_dependent_rows(target.model, sample, following)
+    if may_be_tried and target.loss_reduction == "mean":
+        refuse_batch_counts(target, sample, wanted)
+    if may_be_tried and target.loss_reduction != "weighted":
+        _warn(other_reduction_of(target, options.microbatches))
 
 
 def open_capture(

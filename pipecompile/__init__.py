@@ -5,7 +5,6 @@ Importing the package is cheap: what needs torch brings it in when it is first a
 
 from __future__ import annotations
 
-import logging
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -101,10 +100,6 @@ _MODULES = {
     "explain": "pipecompile.api.explain",
     "pipecompile": "pipecompile.api.compilation",
 }
-
-# A library is quiet until the program that uses it sets up logging. Each room has a logger of its
-# own below this one.
-logging.getLogger("pipecompile").addHandler(logging.NullHandler())
 
 # Installed, `passes` and `cost_models` are subfolders of this one; in a checkout they lie beside
 # it, at the root.

@@ -158,6 +158,17 @@ def test_an_unknown_name_is_an_attribute_error() -> None:
         _ = pipecompile.pipelines
 
 
+def test_warnings_are_seen_without_set_up() -> None:
+    """Python prints those of loggers that have no handler."""
+    program = (
+        "import logging, pipecompile\n"
+        "for level in ('info', 'warning'):\n"
+        "    getattr(logging.getLogger('pipecompile.api'), level)(level)\n"
+    )
+    found = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True)
+    assert found.stderr == b"warning\n"
+
+
 def test_version() -> None:
     assert pipecompile.__version__ == PROJECT["project"]["version"]
 

@@ -149,7 +149,8 @@ def runs_code_of_user(target: Any) -> bool:
     """Return whether a target of a node was made by `hook_target` or `apply_target` of something
     that is not torch's.
     """
-    name = str(getattr(target, "__qualname__", ""))
+    # With an object among its arguments, such as a function, another one makes the call.
+    name = str(getattr(getattr(target, "calls", target), "__qualname__", ""))
     return name.endswith((".apply", ".register_hook")) and not is_foreign(name)
 
 
@@ -221,6 +222,7 @@ def with_objects(
     # Digests know a function by its name, and this one stands for its arguments too.
     arguments = map_aggregate(template, _named)
     call.__qualname__ = f"{function.__module__}.{function.__qualname__}{arguments}"
+    call.calls = function  # type: ignore[attr-defined]
     return "call_function", call, tuple(operands), {}
 
 

@@ -10,13 +10,11 @@ stage may have begun the next microbatch before the loss, or another rank runs t
 
 from __future__ import annotations
 
-import random
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from functools import partial
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -27,9 +25,12 @@ from pipecompile.frontend.kept_state import has_code_of_user, holders_of_user
 from pipecompile.frontend.other_data import FAR, enlarged, other_data
 from pipecompile.frontend.signature import Arguments
 from pipecompile.frontend.target import Target
-from pipecompile.frontend.training_step import SEED, restored_state
+from pipecompile.frontend.training_step import (
+    gradients_put_aside,
+    restored_state,
+    seed_everything,
+)
 from pipecompile.graph.pytrees import map_tensors, tensor_leaves
-from pipecompile.graph.random_streams import seed_generators
 from pipecompile.graph.restored_state import is_same_tensor, tensors_restored
 
 __all__ = ["refuse_late_loss"]
@@ -128,23 +129,23 @@ def _taken(
     model, loss = target.model, target.loss_module or nn.Identity()
 
     def next_output() -> list[Tensor]:
-        _seed()
+        seed_everything()
         # Attributes stay as that forward leaves them: a hook may keep its output on a module.
         with tensors_restored(model, (*model.buffers(), *model.parameters())):
             return _copies(model(*then.args, **then.kwargs))
 
     with (
-        _gradients_put_aside(target.model_with_loss),
+        gradients_put_aside(target.model_with_loss),
         restored_state(model),
         restored_state(loss),
         callable_restored(target.loss_fn, *holders_of_user(model)),
         deterministic_kernels(),
     ):
-        _seed()
+        seed_everything()
         # In containers of its own: the next forward may fill the same ones.
         output = map_tensors(lambda value: value, model(*call.args, **call.kwargs))
         later = next_output() if is_late else []
-        _seed()
+        seed_everything()
         returned = target.tried_loss(output, wanted)
         values = _copies(returned)
         trained = [*tensor_leaves(output), *loss.parameters()]
@@ -164,25 +165,6 @@ def _gradients(returned: Sequence[Tensor], trained: Sequence[Tensor]) -> list[Te
     with suppress(RuntimeError):
         gradients = torch.autograd.grad(roots, leaves, allow_unused=True)
     return [each for each in gradients if each is not None]
-
-
-def _seed() -> None:
-    seed_generators(SEED)
-    random.seed(SEED)
-    np.random.seed(SEED)
-
-
-@contextmanager
-def _gradients_put_aside(model: nn.Module) -> Iterator[None]:
-    """Leave the gradients of parameters as they are: a loss may go back by itself."""
-    before = [(parameter, parameter.grad) for parameter in model.parameters()]
-    try:
-        for parameter, _ in before:
-            parameter.grad = None
-        yield
-    finally:
-        for parameter, gradient in before:
-            parameter.grad = gradient
 
 
 def _are_the_same(losses: Sequence[Tensor], others: Sequence[Tensor]) -> bool:

@@ -23,6 +23,7 @@ from pipecompile.frontend.captured_graph import KEYS_IN_ORDER, Capture
 from pipecompile.frontend.digest import digest
 from pipecompile.frontend.kept_state import holders_of_user
 from pipecompile.frontend.late_loss import refuse_late_loss
+from pipecompile.frontend.limited_gradients import limited_gradients_of
 from pipecompile.frontend.open_capture import OpenCapture
 from pipecompile.frontend.other_reduction import other_reduction_of
 from pipecompile.frontend.plain_tensors import plain_tensors_kept
@@ -105,6 +106,7 @@ def capture_target(
             with callable_restored(*holders_of_user(target.model)):
                 captured, module, proof = proven_capture(target.model, sample, options.leaf, first)
             _check_loss_and_rows(target, options, sample)
+            _warn(limited_gradients_of(target, module, sample, options.microbatches))
             _log(chain(_remarks(captured), [_proof_text(proof)]))
         else:
             proof = None

@@ -9,11 +9,13 @@ The self-check compares such steps; other proofs only need what was there to be 
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -29,7 +31,9 @@ __all__ = [
     "SEED",
     "TrainingStep",
     "fill_zeros",
+    "gradients_put_aside",
     "restored_state",
+    "seed_everything",
     "training_step",
     "training_steps",
 ]
@@ -187,6 +191,26 @@ def fill_zeros(model: nn.Module) -> dict[Tensor, Tensor]:
             parameter.copy_(values)
             filled[parameter] = parameter.detach().clone()
     return filled
+
+
+def seed_everything() -> None:
+    """Seed all generators that a forward or a loss may draw from."""
+    seed_generators(SEED)
+    random.seed(SEED)
+    np.random.seed(SEED)
+
+
+@contextmanager
+def gradients_put_aside(model: nn.Module) -> Iterator[None]:
+    """Begin the block without gradients of parameters, and put those from before back after it."""
+    before = [(parameter, parameter.grad) for parameter in model.parameters()]
+    try:
+        for parameter, _ in before:
+            parameter.grad = None
+        yield
+    finally:
+        for parameter, gradient in before:
+            parameter.grad = gradient
 
 
 @contextmanager

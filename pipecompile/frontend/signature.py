@@ -99,6 +99,11 @@ def arguments_of(
             f"{type(model).__name__}.forward cannot be called with these inputs: {error}; "
             "give a tensor, a tuple of positional arguments or a mapping of keyword arguments"
         ) from error
+    except ValueError as error:
+        raise InputError(
+            f"the forward of the model, a {type(model).__name__}, is no function of Python; give "
+            "the Python module that a traced one was made from, or write the forward as a method"
+        ) from error
     return call
 
 

@@ -21,7 +21,7 @@ from zoo import captured
 from pipecompile.errors import CaptureError, InputError
 from pipecompile.frontend.failing_model import ModelFailsError
 from pipecompile.frontend.proof import proven_capture
-from pipecompile.frontend.signature import Arguments
+from pipecompile.frontend.signature import Arguments, arguments_of
 
 
 class Inner(nn.Module):
@@ -299,6 +299,14 @@ def test_a_weak_proxy_of_what_is_gone() -> None:
     del trainer
     with pytest.raises(InputError, match=r"^0 has an attribute 'trainer', a weak proxy of .* gone"):
         captured(model, torch.randn(4, 4))
+
+
+def test_a_forward_that_is_no_function_of_python() -> None:
+    own = nn.Linear(4, 4)
+    own.forward = torch.relu  # type: ignore[method-assign]
+    for model in (torch.jit.trace(nn.Linear(4, 4), torch.randn(4, 4)), own):  # type: ignore[no-untyped-call]
+        with pytest.raises(InputError, match="is no function of Python; give the Python module"):
+            arguments_of(model, torch.randn(4, 4))
 
 
 def test_a_scripted_module() -> None:

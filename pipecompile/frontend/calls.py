@@ -19,6 +19,7 @@ from pipecompile.frontend.nested_values import tensors_in
 from pipecompile.frontend.packages import is_foreign
 from pipecompile.frontend.recording import SYMBOLS, Recording, SymbolicNumber
 from pipecompile.frontend.refusals import UnsupportedError
+from pipecompile.graph.gradient_hooks import note_hook
 from pipecompile.graph.model_state import named_state
 from pipecompile.graph.side_effects import SideEffectTracker
 
@@ -125,6 +126,7 @@ def hook_target(hook: Callable[[Tensor], Tensor | None]) -> Callable[[Tensor], N
     def register_hook(tensor: Tensor) -> None:
         if tensor.requires_grad:
             tensor.register_hook(hook)
+            note_hook(tensor)
 
     # The digest of a graph knows a function by this name, so it says which hook it is.
     name = getattr(hook, "__qualname__", type(hook).__name__)

@@ -6,7 +6,9 @@ import torch
 from torch import Tensor
 from torch.autograd import graph
 
-__all__ = ["gradient_edge", "has_hook", "has_joint_hook"]
+__all__ = ["gradient_edge", "has_hook", "has_joint_hook", "has_noted_hook", "note_hook"]
+
+_HOOKED = "pipecompile: a hook on a tensor"
 
 
 def gradient_edge(tensor: Tensor) -> graph.GradientEdge:
@@ -15,6 +17,17 @@ def gradient_edge(tensor: Tensor) -> graph.GradientEdge:
     # view, one node further from the leaf.
     with torch._C.DisableTorchFunctionSubclass():
         return graph.get_gradient_edge(tensor)
+
+
+def note_hook(tensor: Tensor) -> None:
+    """Note on the node that made a tensor that the tensor has a hook, which nothing else shows."""
+    if tensor.grad_fn is not None:
+        tensor.grad_fn.metadata[_HOOKED] = True
+
+
+def has_noted_hook(node: graph.Node) -> bool:
+    """Return whether a tensor that the node made has a hook that was noted."""
+    return _HOOKED in node.metadata
 
 
 def has_hook(parameter: Tensor) -> bool:

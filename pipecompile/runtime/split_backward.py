@@ -9,15 +9,17 @@ backward begins there:
                v    w                weight backward   a for the gradient of v, b for that of w
 
 All of a parameter's gradient is computed in one half, and is therefore summed as a whole backward
-sums it. Three kinds of parameters do not branch off one node:
+sums it. Four kinds of parameters are no such branch:
 
     reached by no path to the inputs             weight backward, from the outputs
     branching off several nodes                  input backward: a later walk would pass the lower
                                                  nodes a second time
     branching off a custom autograd Function     input backward: a Function computes all of its
     or a GroupNorm                               gradients at once
+    below a tensor with a hook                   input backward: a hook may count, or keep what it
+                                                 sees, and would run in each half
 
-The weight backward adds the gradients of the last two kinds to `.grad`, like all others. Each call
+The weight backward adds the gradients of the last three kinds to `.grad`, like all others. Each call
 of autograd walks the graph below its begin, so the bookkeeping of the weight backward grows with
 the square of a stage's nodes. That of torch.distributed.pipelining (`_backward.py`) grows alike,
 and it fails on a reused module one of whose branches has no gradient.
@@ -39,7 +41,7 @@ from torch.autograd.graph import (
     _engine_run_backward,
 )
 
-from pipecompile.graph.gradient_hooks import gradient_edge
+from pipecompile.graph.gradient_hooks import gradient_edge, has_noted_hook
 
 __all__ = ["BackwardPart", "TiedGradients", "input_backward", "weight_backward"]
 
@@ -145,7 +147,7 @@ def input_backward(
     # into b, and what flows into a. Later, one part begins at b and computes b's weight, the
     # other one at a and computes a's: neither runs through a path to x once more.
     # One call computes everything. What flows into an edge is captured before the hooks of its
-    # node run: hooks run in each half, on the same gradient.
+    # node run: those that are not noted run in each half, on the same gradient.
     sought = [*leaves, *(edge for _, edges in begins for edge in edges)]
     captured = iter(
         # The graph is retained because the parts walk through its nodes again; each frees what it
@@ -260,7 +262,8 @@ def _parameters_by_begin(
 
 def _computes_all_at_once(node: Node) -> bool:
     """Return whether the gradients of a node's parameters come with that of its input."""
-    return isinstance(node, BackwardCFunction) or node.name() in _WITH_INPUTS
+    is_one = isinstance(node, BackwardCFunction) or node.name() in _WITH_INPUTS
+    return is_one or has_noted_hook(node)
 
 
 def _final_begin(begin: object, parameter: Tensor, tied_to_later: Collection[Tensor]) -> object:

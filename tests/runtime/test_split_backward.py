@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 from zoo import same
 
+from pipecompile.frontend.calls import hook_target
 from pipecompile.graph.random_streams import StreamKey
 from pipecompile.runtime.split_backward import input_backward, weight_backward
 from pipecompile.runtime.stage import EagerStage
@@ -242,6 +243,36 @@ def test_a_function_runs_its_backward_once() -> None:
     Cube.calls = 0
     trained(Case(functions), False, (True, True), False)
     assert Cube.calls == 3 * 2
+
+
+@pytest.mark.parametrize(
+    "place",
+    {
+        "what a linear returns": lambda case, x: case.first(x),
+        "what has no parameter": lambda case, x: case.first(x).tanh(),
+        "a sum": lambda case, x: case.first(x) + case.second(x),
+        "what depends on no input": lambda case, _: case.table.weight * 2,
+        "an input": lambda _, x: x,
+    }.values(),
+)
+def test_a_hook_on_a_tensor_runs_once_for_each_backward(place: Any) -> None:
+    seen: list[float] = []
+
+    def kept(gradient: Tensor) -> Tensor:
+        seen.append(float(gradient.norm()))
+        return gradient / len(seen)  # as a running statistic scales
+
+    def run(case: Case, x: Tensor, y: Tensor) -> Outputs:
+        hidden = place(case, x[0])  # a linear of a matrix is one node
+        hook_target(kept)(hidden)
+        return case.third(functional.relu(hidden)), y
+
+    trained(Case(run), True, (True, True), False)
+    wanted = seen.copy()
+    seen.clear()
+    trained(Case(run), False, (True, True), False)
+    assert seen == wanted
+    assert len(seen) == 3
 
 
 class Tagged(torch.Tensor):

@@ -19,10 +19,10 @@ sums it. Four kinds of parameters are no such branch:
     below a tensor with a hook                   input backward: a hook may count, or keep what it
                                                  sees, and would run in each half
 
-The weight backward adds the gradients of the last three kinds to `.grad`, like all others. Each call
-of autograd walks the graph below its begin, so the bookkeeping of the weight backward grows with
-the square of a stage's nodes. That of torch.distributed.pipelining (`_backward.py`) grows alike,
-and it fails on a reused module one of whose branches has no gradient.
+The weight backward adds the gradients of the last three kinds to `.grad`, like all others. Each
+call of autograd walks the graph below its begin, so the bookkeeping of the weight backward grows
+with the square of a stage's nodes. That of torch.distributed.pipelining (`_backward.py`) grows
+alike, and it fails on a reused module one of whose branches has no gradient.
 """
 
 from __future__ import annotations

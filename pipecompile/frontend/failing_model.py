@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from pipecompile.errors import CaptureError, PipecompileError, reason_of
-from pipecompile.frontend.signature import Arguments
+from pipecompile.frontend.signature import Arguments, InputStructure
 from pipecompile.frontend.source import error_line
 from pipecompile.frontend.training_step import restored_state
 from pipecompile.graph.pytrees import map_tensors
@@ -38,8 +38,16 @@ def refuse_failing(model: nn.Module, call: Arguments) -> None:
         where = _failed_in(model, error) + (f" ({line})" if line else "")
         raise ModelFailsError(
             f"{where}: the model itself fails on the sample input: {type(error).__name__}: "
-            f"{reason}; give a sample that it takes"
+            f"{reason}; give a sample that it takes. It was given the first microbatch, "
+            f"{_shapes(model, call)}; if one of these has no batch, give batch_dim={{name: None}}"
         ) from error
+
+
+def _shapes(model: nn.Module, call: Arguments) -> str:
+    """Return the shapes of the input tensors by their names."""
+    inputs = InputStructure.of(model, call)
+    named = zip(filter(None, inputs.names), inputs.flatten(call), strict=True)
+    return ", ".join(f"{name} of {tuple(tensor.shape)}" for name, tensor in named)
 
 
 def _failed_in(model: nn.Module, error: Exception) -> str:

@@ -183,9 +183,11 @@ class StorageTracker(TorchDispatchMode):
         Autograd adds the gradients from two nodes when the second one has run. So in such a sum the
         first argument was made by another autograd node than the one that runs.
         """
-        if func is not aten.add.Tensor or not isinstance(arguments[1], Tensor):
+        summands = arguments[:2]
+        # A number may be added, also before a tensor.
+        if func is not aten.add.Tensor or not all(isinstance(each, Tensor) for each in summands):
             return None
-        first, second = map(self._index_of, arguments[:2])
+        first, second = map(self._index_of, summands)
         if first is None or second is None:
             return None
         makers = self._makers[first], self._makers[second]

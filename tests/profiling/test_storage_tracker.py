@@ -38,6 +38,14 @@ def test_storages_live_until_their_last_holder_lets_go() -> None:
     assert tracker.indices([short, image, short]) == (1,)
 
 
+def test_a_number_before_a_tensor_is_no_gradient() -> None:
+    image = torch.randn(16)
+    with StorageTracker([image], no_workspace) as tracker:
+        added = torch.add(2.0, image, alpha=0.5)
+    assert tracker.indices([added]) == (0,)
+    assert tracker.peaks == {0: 64}
+
+
 def test_what_dies_at_once_still_makes_a_tick_rise() -> None:
     image = torch.randn(16)
     with StorageTracker([image], no_workspace) as tracker:

@@ -183,7 +183,7 @@ def _checked(option: Option, value: Any) -> Any:
         case "pins":
             return _pins(value)
         case "groups":
-            return tuple(_names(option.name, names) for names in _listed(option.name, value))
+            return _groups(option.name, value)
         case "repeated":
             return _names(option.name, value)
         case "switch":
@@ -392,6 +392,16 @@ def _names(what: str, given: Iterable[str] | None) -> tuple[str, ...]:
     if not all(isinstance(name, str) for name in names):
         raise InputError(f"{what}={given!r} is not a list of names; give texts")
     return names
+
+
+def _groups(what: str, given: Iterable[Iterable[str]] | None) -> tuple[tuple[str, ...], ...]:
+    groups = [given] if isinstance(given, str) else _listed(what, given)
+    if groups and all(isinstance(group, str) for group in groups):
+        raise InputError(
+            f"{what}={given!r} is a list of names, and not of lists; write {what}=[{[*groups]!r}] "
+            "for names that stay together"
+        )
+    return tuple(_names(what, names) for names in groups)
 
 
 def _encodings(given: Iterable[str]) -> tuple[Encoding, ...]:

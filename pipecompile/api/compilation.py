@@ -152,6 +152,7 @@ def pipecompile(
             loss_reduction=loss_reduction,
         )
         _check_weights(target, weights)
+    _refuse_other_models(model)
     # Anomaly detection would look for NaN in the gradients of tensors without values.
     unwatched = torch.autograd.set_detect_anomaly(False)
     with target.precision(), on_meta(model), _unchanged(target), unwatched:
@@ -250,6 +251,19 @@ def _check_weights(target: Target, weights: str | Path | None) -> None:
         )
     else:
         target.check_values("a pipeline")
+
+
+def _refuse_other_models(model: nn.Module) -> None:
+    """Raise InputError, on every rank, if some ranks have the model on meta and others its values:
+    they would set them in other calls.
+    """
+    on_meta = [rank for rank, is_empty in enumerate(world.gather(lacks_values(model))) if is_empty]
+    if on_meta and len(on_meta) < world.size():
+        raise InputError(
+            f"the model is on the meta device on the ranks {on_meta}, and has values on others; "
+            "build it alike on all ranks: on meta each rank sets or reads the values of its own "
+            "stages (weights=), also those that one rank alone would send"
+        )
 
 
 def _request(

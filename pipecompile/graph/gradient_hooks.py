@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any, cast
+
 import torch
 from torch import Tensor
 from torch.autograd import graph
@@ -22,12 +24,17 @@ def gradient_edge(tensor: Tensor) -> graph.GradientEdge:
 def note_hook(tensor: Tensor) -> None:
     """Note on the node that made a tensor that the tensor has a hook, which nothing else shows."""
     if tensor.grad_fn is not None:
-        tensor.grad_fn.metadata[_HOOKED] = True
+        _metadata(tensor.grad_fn)[_HOOKED] = True
 
 
 def has_noted_hook(node: graph.Node) -> bool:
     """Return whether a tensor that the node made has a hook that was noted."""
-    return _HOOKED in node.metadata
+    return _HOOKED in _metadata(node)
+
+
+def _metadata(node: graph.Node) -> dict[str, object]:
+    table: Any = node.metadata  # a property, which is declared as a method
+    return cast("dict[str, object]", table)
 
 
 def has_hook(parameter: Tensor) -> bool:

@@ -15,7 +15,7 @@ before it have run, so that the host could never run ahead of its GPU.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from hashlib import blake2b
 
 import torch.distributed as dist
@@ -58,7 +58,7 @@ class Agreement:
     `said` has the same names on all of them, but only `REFUSAL` on one that refuses. `number` is
     that of the step or evaluation. `history` is how many steps of this kind the rank has ended:
     ranks differ in that if one failed in a step that others have ended. If it `is_refused`, all
-    ranks know that they do not begin.
+    ranks know that they do not begin, and `told` is what each of them has said.
     """
 
     def __init__(
@@ -75,6 +75,7 @@ class Agreement:
         self._watch = watch
         self.is_history_the_same = True
         self.is_refused = False
+        self.told: Sequence[Mapping[str, str]] = ()
         numbers = said.digest, number, history
         self._read: Reading | None = forum.board.tell(numbers, watch.deadline)
 
@@ -100,6 +101,7 @@ class Agreement:
         self._watch.deadline.wait_for(self._group)
         own = {**self._said.words, NUMBER: str(self._number)}
         dist.all_gather_object(by_rank, own, group=self._group)
+        self.told = by_rank
         for rank, other in enumerate(by_rank):
             if REFUSAL in other:
                 raise InputError(f"rank {rank} refuses what it was given: {other[REFUSAL]}")

@@ -121,16 +121,26 @@ def divide_gradients(parameters: Iterable[Tensor], count: float) -> None:
             torch._foreach_div_(gradients, count)
 
 
-def spread_overflow(gradients: Sequence[Tensor], device: torch.device, deadline: Deadline) -> None:
+def spread_overflow(gradients: Sequence[Tensor], scale: Tensor, deadline: Deadline) -> None:
     """Make the gradients of every process infinite if one has an infinity, or a NaN.
 
     A GradScaler looks at the gradients of its own rank. Without this, one rank would skip an update
-    that others make, and the scales would go apart.
+    that others make, and the scales would go apart. InputError, on every process, if they have:
+    `scale` is that of this one, on the device over which ranks reduce.
     """
     norm = torch.nn.utils.get_total_norm(gradients, torch.inf)
-    flag = (~norm.isfinite()).to(device, torch.float32)
-    deadline.all_reduce(flag, None, dist.ReduceOp.MAX)
+    overflow = (~norm.isfinite()).to(scale.device, torch.float32)
+    told = torch.stack([overflow, scale.float(), -scale.float()])
+    deadline.all_reduce(told, None, dist.ReduceOp.MAX)
     # The scaler waits for the device too, when it decides whether to skip.
-    if flag.item():
+    has_overflow, largest, smallest = told.tolist()
+    if largest != -smallest:
+        raise InputError(
+            f"the scalers of ranks have other scales, from {-smallest:g} to {largest:g}, as when "
+            "gradients were changed after a step on one rank alone, and its scaler has skipped the "
+            "update; change them by hooks or alike on all ranks, and load a checkpoint or make the "
+            "scalers anew"
+        )
+    if has_overflow:
         for gradient in gradients:
             gradient.fill_(torch.inf)

@@ -68,7 +68,7 @@ class MinibatchStep:
             result = self._train(ready, flags, validate)
             # A scaler skips the update where a gradient overflowed, on every rank or on none.
             if scaler is not None and not accumulate:
-                runner.spread_overflow(ready.program.parameters)
+                runner.spread_overflow(ready.program.parameters, scaler)
             # A step that fails does not count: taken once more it draws the same random numbers.
             self._run.steps += 1
             returned = loss.joined(result, ready.sizes)

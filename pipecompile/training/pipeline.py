@@ -225,10 +225,12 @@ class Pipeline(HeldModel):
         """
         # To compare clocks ranks exchange messages, with which none of those in flight may mix.
         self.drain()
+        self._runner.meet("a recording")
         place, device = self._share.place, self._runner.device
         with RunRecorder().recording(self.plan, place, device, self._recorders) as run:
             yield run
             self.drain()
+            self._runner.meet("the end of a recording")
 
     # What inference mode makes could not be saved by a later step, nor be captured.
     @torch.inference_mode(False)
@@ -246,11 +248,17 @@ class Pipeline(HeldModel):
         self.drain()
         return self._evaluation.take(batch, target)
 
-    def clip_grad_norm_(self, max_norm: float | Tensor, norm_type: float | str = 2.0) -> Tensor:
+    def clip_grad_norm_(
+        self,
+        max_norm: float | Tensor,
+        norm_type: float | str = 2.0,
+        error_if_nonfinite: bool = False,
+    ) -> Tensor:
         """Scale all gradients so that their norm, over all ranks, is at most `max_norm`.
 
         Returns the norm before, the same on every rank: that of the unsplit model's gradients. A
         tied parameter counts once. After `step`, and with a scaler after its `unscale_`.
+        InputError, on every rank, for a norm that is no number or infinite, if that is asked for.
         """
         refuse_without_steps(self.plan.schedule, "clip_grad_norm_() is for what a step leaves")
         with self._runner.refusing_together(f"the clipping after {self.steps} steps"):
@@ -258,6 +266,11 @@ class Pipeline(HeldModel):
         name = f"the clipping to {rule.max_norm} by norm {order} after {self.steps} steps"
         with self._runner.watched_together(name):
             norm = self._begin_norm(order).wait(self._runner.deadline)
+        if error_if_nonfinite and not norm.isfinite():
+            raise InputError(
+                f"the norm of the gradients is {norm.item()}, so that they cannot be clipped; "
+                "leave the update out, or clip without error_if_nonfinite"
+            )
         rule.apply(gradient_parts(self.parameters()), norm)
         return norm
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from itertools import chain
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, fx, nn
+from torch.amp.grad_scaler import GradScaler
 
 from pipecompile.errors import InputError
 from pipecompile.frontend.target import Target
@@ -363,9 +365,11 @@ class Runner:
         return with_loss or self._parallel is not None
 
     @contextmanager
-    def refusing_together(self, name: str, *, everyone: bool = True) -> Iterator[None]:
+    def refusing_together(
+        self, name: str, refuse: Callable[[Exception, StepWatch], None] | None = None
+    ) -> Iterator[None]:
         """Let the other ranks raise InputError if this one raises something, in what precedes the
-        step or evaluation of that name: `everyone`, or the ranks of the pipeline.
+        step or evaluation of that name; `refuse` tells them, by default all of a step.
         """
         if self.watch is not None:
             # Told to nobody: the connections may be closed, and the others have lost them too.
@@ -375,13 +379,26 @@ class Runner:
         except Exception as error:
             if self.watch is not None:
                 with self.watch.watched(name):
-                    self._agreement.refuse(error, self.watch, everyone=everyone)
+                    (refuse or self._agreement.refuse_step)(error, self.watch)
             raise
 
-    def spread_overflow(self, parameters: Iterable[Tensor]) -> None:
-        """Let gradients overflow on all ranks if they do on one."""
+    def refusing_evaluation_together(
+        self, name: str, *, with_loss: bool
+    ) -> AbstractContextManager[None]:
+        """Return the context in which the ranks that evaluate with this one do not begin if it
+        raises something.
+        """
+        everyone = self.evaluates_with_everyone(with_loss=with_loss)
+        refuse = partial(self._agreement.refuse_evaluation, everyone=everyone)
+        return self.refusing_together(name, refuse)
+
+    def spread_overflow(self, parameters: Iterable[Tensor], scaler: GradScaler) -> None:
+        """Let gradients overflow on all ranks if they do on one; InputError, on all of them, if
+        their scalers have other scales.
+        """
         if self._share.is_distributed:
-            spread_overflow(gradient_parts(parameters), self.device, self.deadline)
+            scale = scaler.scale(torch.ones((), device=self.device))
+            spread_overflow(gradient_parts(parameters), scale, self.deadline)
 
     def begin_norm(self, gradients: Sequence[Tensor], norm_type: float = 2.0) -> NormOnItsWay:
         """Begin to reduce the norm of gradients, or parts of them, each of which one rank gives."""

@@ -31,6 +31,7 @@ FIRST_STEPS, STEPS_BETWEEN = 2, 100
 MOST_ELEMENTS = 2**16
 """Of each tensor of a microbatch, that are compared."""
 SCALE = "scale of the scaler"
+TARGET = "a target"
 HOST_BACKENDS = frozenset({"gloo"})
 """The backends whose groups exchange tensors of the host."""
 
@@ -94,10 +95,20 @@ class StepAgreement:
         everyone: bool,
     ) -> Agreement:
         """Begin to compare an evaluation over the ranks of the pipeline: replicas may evaluate
-        other batches. If it needs `everyone`, all ranks settle before that that they evaluate.
+        other batches. If it needs `everyone`, all ranks then settle that they evaluate.
         """
-        what, flags = "an evaluation", {"a target": with_loss}
-        if everyone and len(self._place.pipelines) > 1:
+        what, flags = "an evaluation", {TARGET: with_loss}
+        begun = self._tell(what, program, minibatch, watch, self._pipeline, flags)
+        if len(self._place.pipelines) == 1:
+            self._settle_news(begun, what, program, minibatch)
+            return begun
+        # First within the pipeline: a rank of it without a target would not come to everyone.
+        try:
+            begun.settle()
+        except InputError as error:
+            self._refuse_to_replicas(error, begun, watch, everyone=everyone)
+            raise
+        if everyone:
             said = {
                 "what it begins": what,
                 "the plan": self._plan_digest,
@@ -105,7 +116,7 @@ class StepAgreement:
                 **_named_flags(flags),
             }
             Agreement(Statement(said), self._everyone, watch).settle()
-        return self._begin(what, program, minibatch, watch, self._pipeline, flags)
+        return begun
 
     @contextmanager
     def ending_together(self, begun: Agreement, watch: StepWatch) -> Iterator[None]:
@@ -120,20 +131,38 @@ class StepAgreement:
             # Else the others wait for messages; so they learn of it.
             has_ended = not (begun.is_refused or watch.has_lost_messages)
             if has_ended and not watch.deadline.is_over():
-                self.refuse(error, watch, everyone=False)
+                self._refuse_in(self._pipeline, error, watch)
             raise
         ended = Statement({"what it ends": "an evaluation"})
         Agreement(ended, self._pipeline, watch).settle("end")
 
-    def refuse(self, error: Exception, watch: StepWatch, *, everyone: bool) -> None:
-        """Tell the others, instead of a step or an evaluation, why this rank does not begin it, or
-        does not end it.
+    def refuse_step(self, error: Exception, watch: StepWatch) -> None:
+        """Tell all ranks, instead of a step, why this one does not begin it."""
+        self._refuse_in(self._everyone, error, watch)
+
+    def refuse_evaluation(self, error: Exception, watch: StepWatch, *, everyone: bool) -> None:
+        """Tell those that are to evaluate with this rank why it does not begin."""
+        told = self._refuse_in(self._pipeline, error, watch)
+        self._refuse_to_replicas(error, told, watch, everyone=everyone)
+
+    def _refuse_to_replicas(
+        self, error: Exception, told: Agreement, watch: StepWatch, *, everyone: bool
+    ) -> None:
+        """Tell the ranks of other replicas that this pipeline does not evaluate, if one of its
+        ranks would have come to them.
         """
-        forum = self._everyone if everyone else self._pipeline
+        name = _name_of_flag(TARGET)
+        has_target = any(words.get(name) == str(True) for words in told.told)
+        if len(self._place.pipelines) > 1 and (everyone or has_target):
+            self._refuse_in(self._everyone, error, watch)
+
+    def _refuse_in(self, forum: Forum, error: Exception, watch: StepWatch) -> Agreement:
         # Only messages of our own say by themselves what is wrong.
         kind = "" if isinstance(error, PipecompileError) else f"{type(error).__name__}: "
+        agreement = Agreement(Statement({REFUSAL: f"{kind}{error}"}), forum, watch)
         with suppress(InputError):  # which is what the others raise
-            Agreement(Statement({REFUSAL: f"{kind}{error}"}), forum, watch).settle()
+            agreement.settle()
+        return agreement
 
     def meet(self, what: str, watch: StepWatch) -> None:
         """Wait until all ranks begin `what`; InputError if one begins something else."""
@@ -143,7 +172,7 @@ class StepAgreement:
         return self._compared < FIRST_STEPS or minibatch.step % STEPS_BETWEEN == 0
 
     def compare_data(self, minibatch: Minibatch, watch: StepWatch) -> None:
-        """Raise InputError, on every rank, if the ranks of the pipeline were given other values.
+        """Raise InputError, on every rank, if ranks of one replica were given other values.
 
         A loader that shuffles by itself on each rank gives inputs in one order and targets in
         another. That shows in the first steps; later ones are compared now and then.
@@ -158,22 +187,15 @@ class StepAgreement:
         }
         # A scaler's update goes by gradients that overflow on all ranks or on none.
         own[SCALE] = _digest_of(minibatch.loss_gradients)
-        group = self._pipeline.group
-        by_rank: list[dict[str, str]] = [{} for _ in range(dist.get_world_size(group))]
+        # All ranks, so that all refuse, and because a replica may be several pipelines, which
+        # tensor parallelism divides.
+        group, replica = self._everyone.group, self._place.replica
+        by_rank: list[tuple[int, dict[str, str]]] = [(0, {})] * dist.get_world_size(group)
         with watch.waiting_for_all():
             watch.deadline.wait_for(group)
-            dist.all_gather_object(by_rank, own, group=group)
-        for name in own:
-            # A rank that reads neither inputs nor targets need not be given them.
-            given = {rank: said[name] for rank, said in enumerate(by_rank) if said[name]}
-            if len(set(given.values())) > 1:
-                what = "the same batch, for example by a loader that is seeded alike on all of them"
-                if name == SCALE:
-                    what = "scalers that were made alike and are updated together"
-                raise InputError(
-                    f"the {name} has other values on some ranks of a pipeline: their digests are "
-                    f"{given}; give all ranks of a pipeline {what}"
-                )
+            dist.all_gather_object(by_rank, (replica, own), group=group)
+        for number in range(self._place.replicas):
+            _refuse_other_values({rank: d for rank, (of, d) in enumerate(by_rank) if of == number})
 
     def _begin(
         self,
@@ -185,9 +207,32 @@ class StepAgreement:
         flags: Mapping[str, bool],
         history: int = 0,
     ) -> Agreement:
-        inputs = minibatch.inputs
+        agreement = self._tell(what, program, minibatch, watch, forum, flags, history)
+        self._settle_news(agreement, what, program, minibatch)
+        return agreement
+
+    def _settle_news(
+        self, agreement: Agreement, what: str, program: Program, minibatch: Minibatch
+    ) -> None:
+        """Settle what is new on this rank; what is like earlier ones is settled later."""
+        kind = _kind_of(what, program, minibatch)
+        # A pipeline of one rank has no messages, before which it would be settled.
+        if kind not in self._kinds or len(self._place.global_ranks) == 1:
+            agreement.settle()
+            self._kinds.add(kind)
+
+    def _tell(
+        self,
+        what: str,
+        program: Program,
+        minibatch: Minibatch,
+        watch: StepWatch,
+        forum: Forum,
+        flags: Mapping[str, bool],
+        history: int = 0,
+    ) -> Agreement:
+        inputs, kind = minibatch.inputs, _kind_of(what, program, minibatch)
         shapes, last = _described(inputs[0]), _described(inputs[-1])
-        kind = (what, len(inputs), shapes, last, program.modes)
         key = (*kind, minibatch.samples, minibatch.seed, *flags.items())
         if key not in self._said:
             said = {
@@ -203,12 +248,30 @@ class StepAgreement:
                 **_named_flags(flags),
             }
             self._said[key] = Statement(said)
-        agreement = Agreement(self._said[key], forum, watch, minibatch.step, history)
-        # A pipeline of one rank has no messages, before which it would be settled.
-        if kind not in self._kinds or len(self._place.global_ranks) == 1:
-            agreement.settle()
-            self._kinds.add(kind)
-        return agreement
+        return Agreement(self._said[key], forum, watch, minibatch.step, history)
+
+
+def _kind_of(what: str, program: Program, minibatch: Minibatch) -> tuple[Any, ...]:
+    """Return what steps have in common that messages of one kind belong to."""
+    first, last = minibatch.inputs[0], minibatch.inputs[-1]
+    return what, len(minibatch.inputs), _described(first), _described(last), program.modes
+
+
+def _refuse_other_values(digests: Mapping[int, Mapping[str, str]]) -> None:
+    """Raise InputError if ranks that are to be given the same values have other `digests` of them,
+    by rank and by name.
+    """
+    for name in next(iter(digests.values())):
+        # A rank that reads neither inputs nor targets need not be given them.
+        given = {rank: said[name] for rank, said in digests.items() if said[name]}
+        if len(set(given.values())) > 1:
+            what = "the same batch, for example by a loader that is seeded alike on all of them"
+            if name == SCALE:
+                what = "scalers that were made alike and are updated together"
+            raise InputError(
+                f"the {name} has other values on some ranks of a pipeline: their digests are "
+                f"{given}; give all ranks of a pipeline, and of one data-parallel replica, {what}"
+            )
 
 
 def _forums(place: RankPlace) -> tuple[Forum, Forum]:
@@ -229,7 +292,11 @@ def _forums(place: RankPlace) -> tuple[Forum, Forum]:
 
 
 def _named_flags(flags: Mapping[str, bool]) -> dict[str, bool]:
-    return {f"whether it was given {name}": flag for name, flag in flags.items()}
+    return {_name_of_flag(name): flag for name, flag in flags.items()}
+
+
+def _name_of_flag(flag: str) -> str:
+    return f"whether it was given {flag}"
 
 
 def _digest_of(values: Any) -> str:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from pipecompile.frontend.signature import Arguments
+from pipecompile.graph.autograd_context import entered_contexts_left
 from pipecompile.graph.pytrees import tensor_leaves
 from pipecompile.graph.random_streams import seed_generators
 from pipecompile.graph.ties import names_of_read_state
@@ -64,7 +65,8 @@ def first_deviating_call(
     seed_generators(seed)
     comparison = _ComparingInterpreter(module, expected, is_same)
     try:
-        comparison.run(*inputs)
+        with entered_contexts_left():
+            comparison.run(*inputs)
     except _DeviationError:
         return comparison.current
     return None

@@ -61,16 +61,18 @@ def proven_capture(
     call: Arguments,
     leaf: Sequence[str] = (),
     known: Sequence[Capture] = (),
+    others: Sequence[Arguments] = (),
 ) -> tuple[Capture, fx.GraphModule, Proof]:
     """Return the best capture that equals the model, its graph for `call`, and the proof.
 
     A training step on `call` is compared and, if the graph is for several batch sizes, one on
     another number of the same samples; with modules that branch on data also some on other data.
-    Captures that are `known` are tried before others. CaptureError if none equals the model.
+    Captures that are `known` are tried before others, and after all those that do not hold for the
+    `others` of the sample's microbatches. CaptureError if none equals the model.
     """
     failures: list[CaptureError] = []
     seen: set[str] = set()
-    candidates = chain(known, captures(model, call, leaf))
+    candidates = _holding_for(others, chain(known, captures(model, call, leaf)))
     while True:
         try:
             candidate = next(candidates)
@@ -104,6 +106,23 @@ def proven_capture(
             if failures and isinstance(failures[0], DifferenceError):
                 raise failures[0] from error
             raise
+
+
+def _holding_for(others: Sequence[Arguments], candidates: Iterator[Capture]) -> Iterator[Capture]:
+    """Yield first the captures whose answers are those of all microbatches: of a mask that is all
+    ones in the first one, say, others may read something else.
+    """
+    late: list[Capture] = []
+    try:
+        for each in candidates:
+            if all(each.other_answer(each.inputs.flatten(call)) is None for call in others):
+                yield each
+            else:
+                late.append(each)
+    except CaptureError:
+        if not late:
+            raise
+    yield from late
 
 
 def _may_mix_microbatches(module: fx.GraphModule) -> bool:

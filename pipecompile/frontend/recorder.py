@@ -24,7 +24,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._dispatch.python import enable_python_dispatcher
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    FakeTensor,
+    FakeTensorMode,
+)
 from torch.overrides import TorchFunctionMode, _get_current_function_mode, _pop_mode_temporarily
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 from torch.utils._pytree import tree_map_only
@@ -234,6 +238,9 @@ class ForwardRecorder(TorchFunctionMode):
             answer = self.values.answer(func, args[0])
             if answer is not None:
                 return answer
+        if name == "equal" and any(isinstance(each, FakeTensor) for each in args):
+            # Of two truth values fakes would give the answer that istft expects (torch_repairs.py).
+            raise DataDependentOutputException(torch.ops.aten.equal.default)
         refuse_conversion(self.recording, func, args)
         refuse_lasting_write(self.recording, name, args, kwargs)
         if name in PLACE_QUESTIONS:

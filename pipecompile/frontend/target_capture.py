@@ -104,7 +104,10 @@ def capture_target(
         if verify and target.has_values:
             # The next checks begin with what hooks kept before this one.
             with callable_restored(*holders_of_user(target.model)):
-                captured, module, proof = proven_capture(target.model, sample, options.leaf, first)
+                others = target.microbatches(options.microbatches)[1:]
+                captured, module, proof = proven_capture(
+                    target.model, sample, options.leaf, first, others
+                )
             _check_loss_and_rows(target, options, sample)
             _warn(limited_gradients_of(target, module, sample, options.microbatches))
             _log(chain(_remarks(captured), [_proof_text(proof)]))

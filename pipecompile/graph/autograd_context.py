@@ -16,6 +16,7 @@ A cut may therefore lie inside a `with` block: each stage enters the contexts of
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -31,6 +32,7 @@ __all__ = [
     "current_autocast",
     "current_context",
     "default_device_type",
+    "entered_contexts_left",
     "leave_context",
     "run_under",
     "shared_cast_readers",
@@ -83,11 +85,23 @@ def current_context() -> AutogradContext:
     return AutogradContext(torch.is_grad_enabled(), *current_autocast())
 
 
+class _Entered(threading.local):
+    """The contexts that were entered in this thread and not left."""
+
+    def __init__(self) -> None:
+        self.contexts: list[EnteredContext] = []
+
+
+_HERE = _Entered()
+
+
 class EnteredContext:
     """A context that is entered by a call and left by another, since a graph has no `with`."""
 
     def __init__(self, grad: bool, autocast: Autocast, caches_casts: bool = True) -> None:
         self._stack = ExitStack()
+        _HERE.contexts.append(self)
+        self._stack.callback(_HERE.contexts.remove, self)
         # A context never turns gradients on: under `evaluate` they stay off.
         self._stack.enter_context(torch.set_grad_enabled(grad and torch.is_grad_enabled()))
         for device, enabled, dtype in autocast:
@@ -102,6 +116,19 @@ class EnteredContext:
         # In the opposite order: autocast ends before the gradient mode is put back, as `with`
         # blocks that lie in each other end.
         self._stack.close()
+
+
+@contextmanager
+def entered_contexts_left() -> Iterator[None]:
+    """Leave what the block has entered and not left: a graph that fails does not reach the call
+    that leaves a context.
+    """
+    before = len(_HERE.contexts)
+    try:
+        yield
+    finally:
+        for entered in reversed(_HERE.contexts[before:]):
+            entered.leave()
 
 
 @contextmanager

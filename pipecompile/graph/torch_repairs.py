@@ -25,7 +25,7 @@ from torch import Tensor, _meta_registrations
 from torch._decomp import decompositions
 from torch._ops import OpOverload
 from torch._subclasses import fake_impls
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 from torch.fx import graph as fx_graph
 
 __all__ = ["repair_torch"]
@@ -44,6 +44,7 @@ def repair_torch() -> None:
     if _fake_lstm_layer is not None:
         vars(decompositions)["one_layer_lstm"] = _lstm_layer
     fake_impls.op_implementations_dict[torch.ops.aten.histc.default] = _histogram
+    fake_impls.op_implementations_dict[torch.ops.aten.equal.default] = _equality
 
 
 def _format_target(base: str, target: str) -> str:
@@ -88,6 +89,13 @@ def _lstm_layer(*args: Any, **kwargs: Any) -> tuple[Tensor, tuple[Tensor, ...]]:
     assert _fake_lstm_layer is not None
     output, states = _fake_lstm_layer(*args, **kwargs)
     return output, tuple(each.squeeze(0) if each.dim() == 3 else each for each in states)
+
+
+def _equality(mode: FakeTensorMode, func: OpOverload, left: Tensor, right: Tensor) -> bool:
+    """Return what `istft` expects when it asks whether its window is too small somewhere."""
+    if left.dim() == right.dim() == 0 and left.dtype == right.dtype == torch.bool:
+        return False
+    raise DataDependentOutputException(func)
 
 
 def _histogram(

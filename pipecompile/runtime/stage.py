@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from pipecompile.errors import InputError, PipecompileError
+from pipecompile.graph.autograd_context import entered_contexts_left
 from pipecompile.graph.batch_statistics import record_forward
 from pipecompile.graph.model_state import swapped_state
 from pipecompile.graph.random_streams import StreamKey, use_stream
@@ -246,20 +247,15 @@ class EagerStage:
         return tuple([value.view_as(value) if id(value) in given else value for value in outputs])
 
     def _outputs(self, inputs: Sequence[Tensor], stream_key: StreamKey) -> tuple[Tensor, ...]:
-        is_enabled = torch.is_grad_enabled()
         stream = use_stream(stream_key, _cuda_devices(inputs)) if self._random else nullcontext()
         try:
-            with stream:
+            with stream, entered_contexts_left():
                 outputs: tuple[Tensor, ...] = self.module(*inputs)
             return outputs
         except (PipecompileError, torch.OutOfMemoryError):
             raise  # who catches these wants them as they are
         except Exception as error:
             raise InputError(failure_of_forward(error, inputs)) from error
-        finally:
-            # It may have failed in the middle of a no_grad region.
-            if torch.is_grad_enabled() != is_enabled:
-                torch.set_grad_enabled(is_enabled)
 
     def _roots(
         self, saved: SavedForward, gradients: Sequence[Tensor | None]

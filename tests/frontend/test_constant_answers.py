@@ -268,6 +268,15 @@ def test_what_is_read_of_a_mask_is_compared_at_each_step(name: str, dtype: torch
     steps_alike(model, [(values, padded) for values, _ in batches])
 
 
+@pytest.mark.parametrize("padded", [0, 3], ids=["the first", "the last"])
+def test_a_sample_of_which_some_microbatches_are_padded(padded: int) -> None:
+    tokens, model = torch.randint(50, (8, 16)), decoder("llama", 2, 16, torch.float32)
+    mask = torch.ones(8, 16, dtype=torch.int64)
+    mask[2 * padded, -3:] = 0
+    batch = {"input_ids": tokens, "attention_mask": mask, "labels": tokens}
+    steps_alike(model, [batch], loss_fn=lambda output, _: output.loss)
+
+
 def test_a_decoder_with_grouped_queries_takes_a_mask_of_ones() -> None:
     tokens, model = torch.randint(50, (4, 16)), decoder("llama", 2, 16, torch.float32)
     mask = torch.ones(4, 16, dtype=torch.int64)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -120,6 +121,39 @@ def test_what_numpy_computes_alone_is_exact_too() -> None:
             return torch.from_numpy(np.sin(x.detach().numpy()))
 
     exact(Around(Sine()), sample(7), batches=(4, 2, 7))
+
+
+class Spectral(nn.Module):
+    """A mask on a spectrum: `istft` asks whether its window is too small somewhere."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("window", torch.hann_window(8))
+        self.mask = nn.Linear(5, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """A tensor of shape (N, samples) to one of that shape."""
+        window = self.get_buffer("window")
+        spectrum = torch.stft(x, 8, 2, window=window, return_complex=True)
+        mask = self.mask(spectrum.abs().transpose(1, 2)).sigmoid().transpose(1, 2)
+        return torch.istft(spectrum * mask, 8, 2, window=window, length=x.shape[-1])
+
+
+def test_an_inverse_of_a_spectrum() -> None:
+    exact(Spectral(), torch.randn(6, 32), batches=(4, 2, 6))
+
+
+@pytest.mark.parametrize(
+    "ask", [torch.equal, Tensor.equal, torch.ops.aten.equal], ids=["function", "method", "operator"]
+)
+def test_whether_two_truth_values_are_equal_depends_on_data(ask: Any) -> None:
+    yes = torch.ones((), dtype=torch.bool)
+
+    class Asking(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x if ask(x.mean() > 0, yes) else -x
+
+    assert called(exact(Around(Asking()), sample(7), batches=(4, 2, 7)).graph)[2] == "part"
 
 
 def test_only_the_smallest_data_dependent_module_is_one_node() -> None:

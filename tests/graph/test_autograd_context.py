@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, suppress
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from pipecompile.api.compilation import pipecompile
 from pipecompile.codegen.stages import StageModule, emit
+from pipecompile.errors import CaptureError, InputError
 from pipecompile.frontend.capture import capture
 from pipecompile.frontend.signature import arguments_of
-from pipecompile.graph.autograd_context import EnteredContext, current_context
+from pipecompile.graph.autograd_context import (
+    EnteredContext,
+    current_context,
+    entered_contexts_left,
+)
 
 X = torch.randn(4, 8)
 
@@ -139,3 +149,59 @@ def test_a_context_is_entered_once_for_a_run_of_nodes() -> None:
     (whole,) = stages_of(NoGrad(), [])
     entered = [node.args[0] for node in whole.module.graph.nodes if node.target is EnteredContext]
     assert entered == [False]
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_what_a_graph_that_fails_has_entered_is_left(depth: int) -> None:
+    before = current_context()
+    kept = EnteredContext(True, ())
+    with suppress(ZeroDivisionError), entered_contexts_left():
+        for _ in range(depth):
+            EnteredContext(False, (("cpu", True, torch.bfloat16),))
+        raise ZeroDivisionError
+    assert current_context() == before
+    kept.leave()
+
+
+class Looked(nn.Module):
+    """Looks rows up within a context."""
+
+    def __init__(self, context: Callable[[], AbstractContextManager[Any]]) -> None:
+        super().__init__()
+        self.table, self.inner, self.last = nn.Embedding(9, 8), nn.Linear(8, 8), nn.Linear(8, 8)
+        self.context = context
+
+    def forward(self, rows: Tensor) -> Tensor:
+        """Rows of shape (N,) to a tensor of shape (N, 8)."""
+        with self.context():
+            hidden = self.inner(self.table(rows))
+        return self.last(hidden.float())
+
+
+@pytest.mark.parametrize("recompute", ["none", "stage"])
+@pytest.mark.parametrize(
+    "context", [torch.no_grad, partial(torch.autocast, "cpu", torch.bfloat16)], ids=["grad", "cast"]
+)
+def test_a_step_that_fails_within_a_context_leaves_it(context: Any, recompute: Any) -> None:
+    """The user goes on with the next batch, and with code of their own."""
+    rows = torch.arange(8)
+    options: dict[str, Any] = {"k": 2, "microbatches": 2, "costs": "flops", "recompute": recompute}
+    pipeline = pipecompile(Looked(context), rows, loss_fn=lambda output, _: output.sum(), **options)
+    before = current_context()
+    with pytest.raises(InputError, match="index out of range"):
+        pipeline.step(rows + 20)
+    assert current_context() == before
+    pipeline.step(rows)
+
+
+def test_a_compile_that_is_refused_within_a_context_leaves_it() -> None:
+    class Timed(Looked):
+        def forward(self, rows: Tensor) -> Tensor:
+            with self.context():
+                hidden = self.inner(self.table(rows) * time.perf_counter())
+            return self.last(hidden.float())
+
+    before = current_context()
+    with pytest.raises(CaptureError, match="first seen in inner"):
+        pipecompile(Timed(torch.no_grad), torch.arange(8), k=2, microbatches=2, costs="flops")
+    assert current_context() == before

@@ -168,7 +168,12 @@ def _captures(
     # In an export the model may catch an error about data, and nobody would know.
     if any(map(_is_of_data, failures)):
         if not has_capture:
-            raise CaptureError(str(failures[0])) from failures[0]
+            # The ways that take a module as one node may fail for another reason.
+            others = [str(failure) for failure in failures if not _is_of_data(failure)]
+            reason = f"; with that as one node: {others[0]}" if others else ""
+            if "labels" in call.kwargs:
+                reason += "; if it is in the model's loss, leave the labels out, and give loss_fn"
+            raise CaptureError(f"{failures[0]}{reason}") from failures[0]
         return
     try:
         yield export_capture(model, call, recapture)

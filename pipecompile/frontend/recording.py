@@ -90,6 +90,16 @@ class Recording:
         self._autocast_clears = 0
         self._checkpoint = self._checkpoints = 0
 
+    def _refuse_kept(self, tensor: Tensor) -> None:
+        """Raise UnsupportedError if a module that is one node has left `tensor` on itself."""
+        for path, module in self._root.named_modules():
+            for name, value in vars(module).items():
+                if value is tensor:
+                    raise UnsupportedError(
+                        f"{self.where()}: {path}.{name} is used, which the forward of {path}, that "
+                        f"is one node, sets; return it from the forward of {path}"
+                    )
+
     def _name_state(self) -> dict[int, str]:
         """Return the first name of each parameter and buffer, by the id of its fake."""
         names: dict[int, str] = {}
@@ -259,6 +269,7 @@ class Recording:
                 "of torch.func), which no graph of a stage can do; write out what that computes"
             )
         if isinstance(tensor, FakeTensor):
+            self._refuse_kept(tensor)
             sizes = ["N" if isinstance(size, torch.SymInt) else size for size in tensor.shape]
             raise UnsupportedError(
                 f"{self.where()}: a tensor of {' x '.join(map(str, sizes))} elements comes from a "

@@ -272,6 +272,16 @@ def other_scales() -> Seen:
     return seen_in(lambda: pipeline.step(batch, scaler=scaler))
 
 
+def scales_that_go_apart() -> Seen:
+    """What this rank sees where one scaler has another scale after the steps that are compared."""
+    pipeline, batch = small_pipeline("1f1b", 2)
+    scaler = torch.amp.GradScaler(DEVICE.type, init_scale=8.0)
+    for _ in range(3):
+        pipeline.step(batch, scaler=scaler)
+    scaler.update(4.0 if dist.get_rank() else 8.0)
+    return seen_in(lambda: pipeline.step(batch, scaler=scaler))
+
+
 def hook_that_fails() -> Seen:
     """What this rank sees where the communication hook has an error."""
     pipeline, batch = small_pipeline("1f1b", 1, step_timeout=TIMEOUT)

@@ -417,6 +417,18 @@ def tensor_parallel(sizes: dict[str, int], schedule: str, path: str) -> tuple[fl
     return tuple(far)
 
 
+def other_batches_along_tp() -> str:
+    """What a rank says if ranks that divide a layer among them are given other batches."""
+    mesh = mesh_of(pp=2, tp=2)
+    run = run_on(layers(FeedForward, 16), 2, 0, 1, mesh=mesh, parallelize=megatron)
+    rows = run.part(run.whole.call.args[0])
+    try:
+        run.pipeline.step(rows + mesh.get_local_rank("tp"), rows)
+    except InputError as error:
+        return str(error)
+    return ""
+
+
 def divided_heads() -> float:
     """How far gradients are if heads of attention are on several ranks."""
 

@@ -172,6 +172,43 @@ def said_of_no_module() -> tuple[str, str]:
     return said
 
 
+def said_of_a_model_on_meta(rank: int) -> tuple[str, str]:
+    """The kind and the text of what a rank says where one has its model on the meta device."""
+    with torch.device("meta" if dist.get_rank() == rank else "cpu"):
+        model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
+    said = _said(nullcontext, lambda: compiled(model).step(X, None))
+    dist.destroy_process_group()
+    return said
+
+
+EVALUATIONS: dict[str, Callable[[int], Tensor | None]] = {
+    "a target on last stages": lambda rank: X if rank % 2 else None,
+    "a target on first stages": lambda rank: None if rank % 2 else X,
+    "a rank forgets it": lambda rank: X if rank != 3 else None,
+}
+
+
+def said_of_evaluations() -> list[tuple[str, str, bool]]:
+    """The kind and the text of what a rank of two replicas says of evaluations, and whether a step
+    and an evaluation follow.
+    """
+    pipeline = compiled(between(nn.Tanh))
+    said = []
+    for target_of in EVALUATIONS.values():
+        target = target_of(dist.get_rank())
+        found = _said(nullcontext, lambda target=target: pipeline.evaluate(X, target))
+        is_well = _steps_well(pipeline)
+        pipeline.evaluate(X, X)
+        said.append((*found, is_well))
+    # One that is refused before ranks compare anything, on a rank without a target or with one.
+    for rank, target in ((1, X), (2, None)):
+        given = _on_one(rank, "x")
+        own = target if dist.get_rank() == rank else X
+        found = _said(nullcontext, lambda given=given, own=own: pipeline.evaluate(given, own))
+        said.append((*found, _steps_well(pipeline)))
+    return said
+
+
 def said_of_layout(name: str) -> tuple[str, str]:
     """The kind and the text of what a rank says of a batch that leads to another layout."""
     make, sample, other = LAYOUTS[name]
@@ -212,6 +249,11 @@ def _on_one(rank: int, given: Any) -> Any:
     return given if dist.get_rank() == rank else X
 
 
+def _recorded_on(rank: int, pipeline: Pipeline) -> None:
+    with pipeline.record() if dist.get_rank() == rank else nullcontext():
+        pipeline.step(X, None)
+
+
 @contextmanager
 def _default_dtype_on(rank: int) -> Iterator[None]:
     torch.set_default_dtype(torch.float64 if dist.get_rank() == rank else torch.float32)
@@ -241,6 +283,7 @@ STEPS: dict[str, tuple[Around, Step]] = {
     "a text": (nullcontext, lambda p: p.step("x", None)),
     "on one rank only a text": (nullcontext, lambda p: p.step(_on_one(1, "x"), None)),
     "a gradient": (nullcontext, lambda p: p.step(X.clone().requires_grad_(), None)),
+    "a recording on one rank": (nullcontext, lambda p: _recorded_on(0, p)),
     "too many samples": (nullcontext, lambda p: p.step(torch.cat([X, X]), None)),
 }
 

@@ -319,6 +319,12 @@ def test_two_pipelines_in_another_order_are_told(workers: Workers, tmp_path: Pat
         assert "but the number of its pipeline is " in seen.text
 
 
+def test_scales_that_go_apart_later_are_told(workers: Workers, tmp_path: Path) -> None:
+    for seen in workers.run(2, jobs.scales_that_go_apart, folder=str(tmp_path)):
+        assert seen.error == "InputError"
+        assert seen.text.startswith("the scalers of ranks have other scales, from 4 to 8")
+
+
 def test_scalers_of_other_scales_are_told(workers: Workers, tmp_path: Path) -> None:
     for seen in workers.run(2, jobs.other_scales, folder=str(tmp_path)):
         assert seen.error == "InputError"

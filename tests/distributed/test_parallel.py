@@ -162,6 +162,11 @@ def test_columns_and_rows_of_a_stage_are_on_several_ranks(
         assert max(distances) <= EXACT
 
 
+def test_ranks_that_divide_a_layer_are_given_one_batch(workers: Workers, tmp_path: Path) -> None:
+    for text in workers.run(4, jobs.other_batches_along_tp, folder=str(tmp_path)):
+        assert text.startswith("the input of microbatch 0 has other values on some ranks")
+
+
 def test_heads_of_attention_are_on_several_ranks(workers: Workers, tmp_path: Path) -> None:
     assert max(workers.run(4, jobs.divided_heads, folder=str(tmp_path))) <= EXACT
 

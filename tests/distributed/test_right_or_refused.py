@@ -49,6 +49,25 @@ def test_what_one_rank_refuses_before_all_others_do_too(workers: Workers, tmp_pa
         assert kind == "InputError" and "the model is a str, but must be an nn.Module" in text
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_model_on_meta_on_one_rank_is_refused(
+    workers: Workers, tmp_path: Path, rank: int
+) -> None:
+    for kind, text in workers.run(2, jobs.said_of_a_model_on_meta, rank, folder=str(tmp_path)):
+        assert kind == "InputError" and f"on the meta device on the ranks [{rank}]" in text
+
+
+def test_evaluations_that_ranks_begin_otherwise_are_refused_by_all_replicas(
+    workers: Workers, tmp_path: Path
+) -> None:
+    for found in workers.run(4, jobs.said_of_evaluations, folder=str(tmp_path)):
+        for (kind, text, steps_well), name in zip(found, jobs.EVALUATIONS, strict=False):
+            assert kind == "InputError" and steps_well, (name, kind, text)
+            assert "whether it was given a target is" in text, name
+        for kind, text, steps_well in found[len(jobs.EVALUATIONS) :]:
+            assert kind == "InputError" and steps_well, (kind, text)
+
+
 @pytest.mark.parametrize(
     "place",
     ["an attribute", "a table that it encloses", "what it encloses", "an object", "its class"],

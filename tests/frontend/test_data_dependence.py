@@ -216,6 +216,21 @@ def test_a_result_whose_shape_depends_on_data_up_to_the_root_is_refused() -> Non
     assert "shape depends on the values of another" in message
 
 
+def test_what_a_node_leaves_on_itself_is_to_be_returned() -> None:
+    class Keeping(Part):
+        def forward(self, x: Tensor) -> Tensor:
+            self.kept = self.linear(x).mean(1)
+            return x if x.mean() > 0 else -x
+
+    class Using(Around):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) + self.part.kept[:, None]
+
+    message = refusal(Using(Keeping()))
+    assert "with that as one node: Using (" in message
+    assert "part.kept is used, which the forward of part, that is one node, sets;" in message
+
+
 @pytest.mark.one_case_in(6)
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_model_itself_cannot_be_one_node(kind: type[Part]) -> None:

@@ -27,7 +27,7 @@ from pipecompile.runtime.watch import StepWatch
 __all__ = ["REFUSAL", "Agreement", "Forum", "Statement"]
 
 REFUSAL = "the refusal"
-"""Under this name a rank says why it does not begin."""
+"""Under this name a rank says that it, or another one, does not begin, and why."""
 NUMBER = "the number of the step or evaluation"
 
 
@@ -43,12 +43,15 @@ class Statement:
 
 
 class Forum:
-    """The ranks of a `group` that exchanges tensors on the host, and their board; None stands for
+    """The `ranks` of a `group` that exchanges tensors on the host, and their board; None stands for
     all processes. All of them must make it.
     """
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         self.group = group
+        self.ranks = (
+            range(dist.get_world_size()) if group is None else dist.get_process_group_ranks(group)
+        )
         self.board = board_of(group)
 
 
@@ -71,7 +74,7 @@ class Agreement:
     ) -> None:
         self._said = said
         self._number = number
-        self._group = forum.group
+        self._forum = forum
         self._watch = watch
         self.is_history_the_same = True
         self.is_refused = False
@@ -89,31 +92,31 @@ class Agreement:
             told = self._read()
             self._read = None
             if any(each[:2] != told[0][:2] for each in told):
-                self._raise(len(told))
+                self._raise()
             self.is_history_the_same = told.count(told[0]) == len(told)
 
-    def _raise(self, ranks: int) -> None:
+    def _raise(self) -> None:
         """Raise InputError for what differs. All ranks have read the same digests, so all come here
         and exchange the words.
         """
         self.is_refused = True
-        by_rank: list[dict[str, str]] = [{} for _ in range(ranks)]
-        self._watch.deadline.wait_for(self._group)
+        ranks, group = self._forum.ranks, self._forum.group
+        by_rank: list[dict[str, str]] = [{} for _ in ranks]
+        self._watch.deadline.wait_for(group)
         own = {**self._said.words, NUMBER: str(self._number)}
-        dist.all_gather_object(by_rank, own, group=self._group)
+        dist.all_gather_object(by_rank, own, group=group)
         self.told = by_rank
-        for rank, other in enumerate(by_rank):
+        for other in by_rank:
             if REFUSAL in other:
-                raise InputError(f"rank {rank} refuses what it was given: {other[REFUSAL]}")
+                raise InputError(other[REFUSAL])
         for name in own:
             values = [other.get(name) for other in by_rank]
-            different = next(
-                (rank for rank, value in enumerate(values) if value != values[0]), None
-            )
+            different = next((each for each in enumerate(values) if each[1] != values[0]), None)
             if different is not None:
+                index, value = different
                 raise InputError(
-                    f"ranks must step alike, but {name} is {values[0]} on rank 0 and "
-                    f"{values[different]} on rank {different}; give all ranks the same plan, mode, "
+                    f"ranks must step alike, but {name} is {values[0]} on rank {ranks[0]} and "
+                    f"{value} on rank {ranks[index]}; give all ranks the same plan, mode, "
                     "step and options, all ranks of a pipeline the same batch, and each replica "
                     "equally many samples"
                 )

@@ -106,7 +106,7 @@ class StepAgreement:
         try:
             begun.settle()
         except InputError as error:
-            self._refuse_to_replicas(error, begun, watch, everyone=everyone)
+            self._refuse_to_replicas(str(error), begun, watch, everyone=everyone)
             raise
         if everyone:
             said = {
@@ -131,22 +131,23 @@ class StepAgreement:
             # Else the others wait for messages; so they learn of it.
             has_ended = not (begun.is_refused or watch.has_lost_messages)
             if has_ended and not watch.deadline.is_over():
-                self._refuse_in(self._pipeline, error, watch)
+                self._refuse_in(self._pipeline, _refusal_of(error), watch)
             raise
         ended = Statement({"what it ends": "an evaluation"})
         Agreement(ended, self._pipeline, watch).settle("end")
 
     def refuse_step(self, error: Exception, watch: StepWatch) -> None:
         """Tell all ranks, instead of a step, why this one does not begin it."""
-        self._refuse_in(self._everyone, error, watch)
+        self._refuse_in(self._everyone, _refusal_of(error), watch)
 
     def refuse_evaluation(self, error: Exception, watch: StepWatch, *, everyone: bool) -> None:
         """Tell those that are to evaluate with this rank why it does not begin."""
-        told = self._refuse_in(self._pipeline, error, watch)
-        self._refuse_to_replicas(error, told, watch, everyone=everyone)
+        refusal = _refusal_of(error)
+        told = self._refuse_in(self._pipeline, refusal, watch)
+        self._refuse_to_replicas(refusal, told, watch, everyone=everyone)
 
     def _refuse_to_replicas(
-        self, error: Exception, told: Agreement, watch: StepWatch, *, everyone: bool
+        self, refusal: str, told: Agreement, watch: StepWatch, *, everyone: bool
     ) -> None:
         """Tell the ranks of other replicas that this pipeline does not evaluate, if one of its
         ranks would have come to them.
@@ -154,12 +155,10 @@ class StepAgreement:
         name = _name_of_flag(TARGET)
         has_target = any(words.get(name) == str(True) for words in told.told)
         if len(self._place.pipelines) > 1 and (everyone or has_target):
-            self._refuse_in(self._everyone, error, watch)
+            self._refuse_in(self._everyone, refusal, watch)
 
-    def _refuse_in(self, forum: Forum, error: Exception, watch: StepWatch) -> Agreement:
-        # Only messages of our own say by themselves what is wrong.
-        kind = "" if isinstance(error, PipecompileError) else f"{type(error).__name__}: "
-        agreement = Agreement(Statement({REFUSAL: f"{kind}{error}"}), forum, watch)
+    def _refuse_in(self, forum: Forum, refusal: str, watch: StepWatch) -> Agreement:
+        agreement = Agreement(Statement({REFUSAL: refusal}), forum, watch)
         with suppress(InputError):  # which is what the others raise
             agreement.settle()
         return agreement
@@ -289,6 +288,13 @@ def _forums(place: RankPlace) -> tuple[Forum, Forum]:
     else:
         everyone = Forum(None)
     return everyone, everyone if group is None else Forum(group)
+
+
+def _refusal_of(error: Exception) -> str:
+    """Return what the others are to say of the error of this rank."""
+    # Only messages of our own say by themselves what is wrong.
+    kind = "" if isinstance(error, PipecompileError) else f"{type(error).__name__}: "
+    return f"rank {world.rank()} refuses what it was given: {kind}{error}"
 
 
 def _named_flags(flags: Mapping[str, bool]) -> dict[str, bool]:

@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd import graph
 
-__all__ = ["gradient_edge", "has_hook", "has_joint_hook", "has_noted_hook", "note_hook"]
+__all__ = [
+    "gradient_edge",
+    "has_hook",
+    "has_joint_hook",
+    "has_noted_hook",
+    "hooks_noted",
+    "may_hook_tensors",
+    "note_hook",
+]
 
 _HOOKED = "pipecompile: a hook on a tensor"
 
@@ -25,6 +35,34 @@ def note_hook(tensor: Tensor) -> None:
     """Note on the node that made a tensor that the tensor has a hook, which nothing else shows."""
     if tensor.grad_fn is not None:
         _metadata(tensor.grad_fn)[_HOOKED] = True
+
+
+def may_hook_tensors(module: nn.Module) -> bool:
+    """Return whether a module in `module` may put hooks on tensors in its forward: one of the
+    user's, or one of torch with a forward hook.
+    """
+    return any(
+        bool(part._forward_hooks or part._forward_pre_hooks)
+        or not type(part).__module__.startswith("torch.")
+        for part in module.modules()
+    )
+
+
+@contextmanager
+def hooks_noted() -> Iterator[None]:
+    """Note the hooks that are put on tensors in the block."""
+    original = Tensor.register_hook
+
+    def register_noted(tensor: Tensor, hook: Callable[[Tensor], Any]) -> Any:
+        handle = original(tensor, hook)  # type: ignore[no-untyped-call]
+        note_hook(tensor)
+        return handle
+
+    Tensor.register_hook = register_noted  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        Tensor.register_hook = original  # type: ignore[method-assign]
 
 
 def has_noted_hook(node: graph.Node) -> bool:

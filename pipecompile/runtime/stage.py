@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from pipecompile.errors import InputError, PipecompileError
 from pipecompile.graph.autograd_context import entered_contexts_left
 from pipecompile.graph.batch_statistics import record_forward
+from pipecompile.graph.gradient_hooks import hooks_noted, may_hook_tensors
 from pipecompile.graph.model_state import swapped_state
 from pipecompile.graph.random_streams import StreamKey, use_stream
 from pipecompile.graph.recomputed_region import has_recomputed_regions
@@ -105,6 +106,7 @@ class EagerStage:
         self.tied_to_earlier = frozenset(tied_to_earlier)
         self.tied_to_later = frozenset(tied_to_later)
         self._has_regions = has_recomputed_regions(module)
+        self._noting = hooks_noted if may_hook_tensors(module) else nullcontext
         self._explained_backward = ExplainedBackward(module)
 
     def forward(
@@ -249,7 +251,7 @@ class EagerStage:
     def _outputs(self, inputs: Sequence[Tensor], stream_key: StreamKey) -> tuple[Tensor, ...]:
         stream = use_stream(stream_key, _cuda_devices(inputs)) if self._random else nullcontext()
         try:
-            with stream, entered_contexts_left():
+            with stream, entered_contexts_left(), self._noting():
                 outputs: tuple[Tensor, ...] = self.module(*inputs)
             return outputs
         except (PipecompileError, torch.OutOfMemoryError):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -16,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 from zoo import same
 
+from pipecompile.api.compilation import pipecompile
 from pipecompile.frontend.calls import hook_target
 from pipecompile.graph.random_streams import StreamKey
 from pipecompile.runtime.split_backward import input_backward, weight_backward
@@ -273,6 +275,43 @@ def test_a_hook_on_a_tensor_runs_once_for_each_backward(place: Any) -> None:
     trained(Case(run), False, (True, True), False)
     assert seen == wanted
     assert len(seen) == 3
+
+
+def factored(layer: nn.Linear) -> None:
+    """Let a layer sum the factors of K-FAC: the products of its inputs and of its gradients."""
+    for name in ("inner", "outer"):
+        layer.register_buffer(name, torch.zeros(6, 6, dtype=torch.float64))
+
+    def forward_hook(module: nn.Module, inputs: Any, output: Tensor) -> None:
+        value = inputs[0].detach()
+
+        def hook(gradient: Tensor) -> None:
+            module.get_buffer("inner").add_(value.t() @ value)
+            module.get_buffer("outer").add_(gradient.t() @ gradient)
+
+        output.register_hook(hook)
+
+    layer.register_forward_hook(forward_hook)
+
+
+@pytest.mark.parametrize("recompute", ["none", "stage"])
+@pytest.mark.parametrize(("schedule", "k"), [("1f1b", 2), ("zb-h1", 2), ("zb-v", 4)])
+def test_a_hook_on_what_a_layer_returns_runs_once(schedule: Any, k: int, recompute: Any) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*[kind for _ in range(4) for kind in (nn.Linear(6, 6), nn.Tanh())])
+    for layer in model.double()[::2]:
+        factored(layer)
+    whole, x = copy.deepcopy(model), torch.randn(8, 6, dtype=torch.float64)
+    options: dict[str, Any] = {"k": k, "microbatches": 4, "costs": "flops", "recompute": recompute}
+    pipeline = pipecompile(
+        model, x, schedule=schedule, loss_fn=lambda output, _: output.square().mean(), **options
+    )
+    for _ in range(2):
+        pipeline.step(x)
+        for rows in x.chunk(4):
+            whole(rows).square().mean().backward()
+    for (name, own), wanted in zip(model.named_buffers(), whole.buffers(), strict=True):
+        torch.testing.assert_close(own, wanted, rtol=1e-12, atol=0, msg=name)
 
 
 class Tagged(torch.Tensor):

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from pipecompile.errors import InputError
 
-__all__ = ["is_torch_leaf", "leaf_paths"]
+__all__ = ["is_fused", "is_torch_leaf", "leaf_paths", "packs_padding"]
 
 # Containers of torch.nn whose forward is recorded, so that a cut may lie inside.
 CONTAINERS = (
@@ -28,6 +30,24 @@ def is_torch_leaf(module: nn.Module) -> bool:
     bases = [base for base in type(module).__mro__ if base is not nn.Module]
     is_of_torch = any(base.__module__.startswith("torch.nn.modules.") for base in bases)
     return is_of_torch and not isinstance(module, CONTAINERS)
+
+
+def is_fused(module: nn.Module, inputs: Iterable[Tensor]) -> bool:
+    """Return whether an encoder layer of torch computes in one operator, as it does in eval mode
+    where nothing needs a gradient, unless it sees that its calls are recorded.
+    """
+    if not isinstance(module, nn.TransformerEncoderLayer) or module.training:
+        return False
+    needs = any(tensor.requires_grad for tensor in (*inputs, *module.parameters()))
+    return not (needs and torch.is_grad_enabled())
+
+
+def packs_padding(module: nn.Module, args: Any, kwargs: Any) -> bool:
+    """Return whether an encoder of such layers makes nested tensors of padded samples."""
+    if not isinstance(module, nn.TransformerEncoder) or not module.use_nested_tensor:
+        return False
+    mask = kwargs.get("src_key_padding_mask", args[2] if len(args) > 2 else None)
+    return mask is not None and is_fused(module.layers[0], args[:1])
 
 
 def leaf_paths(model: nn.Module, names: Iterable[str]) -> frozenset[str]:

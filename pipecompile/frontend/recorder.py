@@ -68,7 +68,7 @@ from pipecompile.frontend.calls import (
     hook_target,
     with_objects,
 )
-from pipecompile.frontend.leaves import is_torch_leaf
+from pipecompile.frontend.leaves import is_fused, is_torch_leaf, packs_padding
 from pipecompile.frontend.nested_values import contains_tensor, tensors_in
 from pipecompile.frontend.randomness import require_torch_randomness
 from pipecompile.frontend.recording import Recording
@@ -339,7 +339,13 @@ class ForwardRecorder(TorchFunctionMode):
         self.recording.enter_module(path)
         mark = self.recording.mark()
         try:
-            if self._is_leaf(module, path):
+            if packs_padding(module, args, kwargs):
+                raise CaptureError(
+                    f"{path}: an nn.TransformerEncoder in eval mode, whose gradients nobody needs, "
+                    "makes nested tensors of padded samples, which no stage sends; make it with "
+                    "enable_nested_tensor=False"
+                )
+            if self._is_leaf(module, path) or is_fused(module, tensors_in((args, kwargs))):
                 return self._call_leaf(original, module, args, kwargs)
             self._note_hooks(module, path)
             self.recording.taken_apart.append(path)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor, nn
-from zoo import called
+from zoo import called, captured
 from zoo.exact import exact
 
-from pipecompile.errors import InputError
+from pipecompile.errors import CaptureError, InputError
 from pipecompile.frontend.leaves import is_torch_leaf, leaf_paths
 
 WIDTH = 8
@@ -79,3 +79,37 @@ def test_torch_leaves() -> None:
     assert not any(
         map(is_torch_leaf, (Block(), Stack(), nn.Sequential(), nn.TransformerEncoderLayer(8, 2)))
     )
+
+
+class Frozen(nn.Module):
+    """An encoder in eval mode whose gradients nobody needs, below a head."""
+
+    def __init__(self, nested: bool, no_grad: bool) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=nested).eval()
+        self.encoder.requires_grad_(no_grad)
+        self.no_grad, self.head = no_grad, nn.Linear(8, 4)
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        """A tensor of shape (N, 5, 8) and a mask of shape (N, 5) to a tensor of shape (N, 5, 4)."""
+        with torch.set_grad_enabled(not self.no_grad):
+            hidden = self.encoder(x, src_key_padding_mask=mask)
+        return self.head(hidden)
+
+
+PADDED = torch.arange(5)[None] >= torch.tensor([5, 3, 4, 2])[:, None]
+
+
+@pytest.mark.parametrize("no_grad", [False, True])
+@pytest.mark.parametrize("padded", [False, True])
+def test_an_encoder_that_torch_fuses_is_exact(no_grad: bool, padded: bool) -> None:
+    x = torch.randn(4, 5, 8)
+    exact(Frozen(not padded, no_grad), *((x, PADDED) if padded else (x,)), batches=(4, 2))
+
+
+@pytest.mark.parametrize("no_grad", [False, True])
+def test_nested_tensors_of_padding_are_refused(no_grad: bool) -> None:
+    with pytest.raises(CaptureError, match="make it with enable_nested_tensor=False"):
+        captured(Frozen(True, no_grad), torch.randn(4, 5, 8), PADDED)
+    assert torch.is_grad_enabled()

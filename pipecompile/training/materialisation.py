@@ -115,7 +115,7 @@ def check_all_set(model: nn.Module, share: LocalShare, read: Container[str] = ()
         raise InputError(
             f"the model was built on the meta device, and nothing sets {', '.join(left[:3])}{more};"
             " give a file that has it (weights=), a module with `reset_parameters`, or build the "
-            "model with this buffer in memory"
+            "model with that in memory"
         )
 
 

@@ -20,6 +20,7 @@ from unittest.mock import patch
 
 from torch import Tensor, nn
 
+from pipecompile.graph.gradient_hooks import has_joint_hook
 from pipecompile.graph.pytrees import map_tensors, tensor_leaves
 from pipecompile.graph.restored_state import is_same_tensor
 
@@ -66,7 +67,9 @@ def recorded_hooks(model: nn.Module) -> Iterator[RecordedHooks]:
         for part in model.modules()
         for table in (part._backward_pre_hooks, part._backward_hooks)
     ]
-    parameters = [p._backward_hooks for p in model.parameters() if p._backward_hooks]
+    # A joint hook waits for several gradients, and is none of these: a step refuses it.
+    hooked = [p for p in model.parameters() if p._backward_hooks and not has_joint_hook(p)]
+    parameters = [p._backward_hooks for p in hooked]
     tables = [(table, dict(table)) for table in (*modules, *parameters)]
     register: Callable[..., Any] = Tensor.register_hook
 

@@ -239,8 +239,9 @@ class Pipeline(HeldModel):
         stage.
 
         With a `target` it is instead what `step` would return: the loss of all samples and all
-        replicas, or the pair of that and of what else the loss function returns, joined. To get
-        outputs and the loss from one run, let the loss function return (loss, output).
+        replicas, or the pair of that and of what else the loss function returns, joined. It is given
+        on all ranks or on none. To get outputs and the loss from one run, let the loss function
+        return (loss, output).
 
         A batch may have any number of samples, also more than planned. Outputs are what the model
         computes in eval mode while gradients are on, even if it takes a shortcut without them.

@@ -396,10 +396,10 @@ def _names(what: str, given: Iterable[str] | None) -> tuple[str, ...]:
 
 def _groups(what: str, given: Iterable[Iterable[str]] | None) -> tuple[tuple[str, ...], ...]:
     groups = [given] if isinstance(given, str) else _listed(what, given)
-    if groups and all(isinstance(group, str) for group in groups):
+    if any(isinstance(group, str) for group in groups):
         raise InputError(
-            f"{what}={given!r} is a list of names, and not of lists; write {what}=[{[*groups]!r}] "
-            "for names that stay together"
+            f"{what}={given!r} is not a list of lists; write {what}=[{[*groups]!r}] for names that "
+            "stay together"
         )
     return tuple(_names(what, names) for names in groups)
 

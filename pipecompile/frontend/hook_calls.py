@@ -68,8 +68,9 @@ def recorded_hooks(model: nn.Module) -> Iterator[RecordedHooks]:
         for table in (part._backward_pre_hooks, part._backward_hooks)
     ]
     # A joint hook waits for several gradients, and is none of these: a step refuses it.
-    hooked = [p for p in model.parameters() if p._backward_hooks and not has_joint_hook(p)]
-    parameters = [p._backward_hooks for p in hooked]
+    parameters = [
+        p._backward_hooks for p in model.parameters() if p._backward_hooks and not has_joint_hook(p)
+    ]
     tables = [(table, dict(table)) for table in (*modules, *parameters)]
     register: Callable[..., Any] = Tensor.register_hook
 

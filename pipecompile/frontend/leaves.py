@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable
 from typing import Any
 
@@ -43,11 +44,12 @@ def is_fused(module: nn.Module, inputs: Iterable[Tensor]) -> bool:
 
 
 def packs_padding(module: nn.Module, args: Any, kwargs: Any) -> bool:
-    """Return whether an encoder of such layers makes nested tensors of padded samples."""
+    """Return whether an encoder of such layers may make nested tensors of padded samples."""
     if not isinstance(module, nn.TransformerEncoder) or not module.use_nested_tensor:
         return False
-    mask = kwargs.get("src_key_padding_mask", args[2] if len(args) > 2 else None)
-    return mask is not None and is_fused(module.layers[0], args[:1])
+    given = inspect.signature(module.forward).bind(*args, **kwargs).arguments
+    is_padded = given.get("src_key_padding_mask") is not None and given.get("mask") is None
+    return is_padded and is_fused(module.layers[0], [next(iter(given.values()))])
 
 
 def leaf_paths(model: nn.Module, names: Iterable[str]) -> frozenset[str]:

@@ -23,7 +23,7 @@ from pipecompile.frontend.kept_state import holders_of_user, places_of_kept_stat
 from pipecompile.frontend.signature import Arguments
 from pipecompile.frontend.target import Target
 from pipecompile.frontend.training_step import (
-    gradients_put_aside,
+    gradients_of,
     restored_state,
     seed_everything,
 )
@@ -53,12 +53,11 @@ def limited_gradients_of(
     if name is None:
         return None
     return (
-        f"the gradient of {name} does not grow with the loss: code that runs in backwards limits "
-        f"it, or does something else of the kind, at {', '.join(places[:3])}. A microbatch goes "
-        "back from its own loss, and sums are divided in the end, so that this code is given "
-        f"{microbatches} times what it has in a step of the whole batch; with loss_reduction='sum' "
-        f"and a loss_fn that is divided by {microbatches} it has the same, except on parameters, "
-        "whose gradients are whole after `step` only: limit them there"
+        f"the gradient of {name} does not grow with the loss, as where a hook or a Function clips "
+        f"it; such code is at {', '.join(places[:3])}. A microbatch goes back from its own loss, "
+        f"and sums are divided in the end, so that this code is given {microbatches} times what it "
+        "has in a step of the whole batch. To give it the same, give loss_reduction='sum' and "
+        f"divide loss_fn by {microbatches}; limit gradients of parameters after `step`"
     )
 
 
@@ -78,9 +77,9 @@ def _first_limited(gradients: Callable[[float], dict[str, Tensor]], share: float
 @torch.enable_grad()
 def _gradients(target: Target, call: Arguments, wanted: Any, share: float) -> dict[str, Tensor]:
     """Return the gradients of parameters for a share of the loss, by name."""
-    model, loss = target.model_with_loss, target.loss_module or nn.Identity()
+    loss, named = target.loss_module or nn.Identity(), dict(target.model.named_parameters())
+    trained = {name: parameter for name, parameter in named.items() if parameter.requires_grad}
     with (
-        gradients_put_aside(model),
         restored_state(target.model),
         restored_state(loss),
         callable_restored(target.loss_fn, *holders_of_user(target.model)),
@@ -88,6 +87,5 @@ def _gradients(target: Target, call: Arguments, wanted: Any, share: float) -> di
     ):
         seed_everything()
         returned = target.tried_loss(target.model(*call.args, **call.kwargs), wanted)
-        (tensor_leaves(returned)[0] * share).backward()
-        named = target.model.named_parameters()
-        return {name: p.grad for name, p in named if p.grad is not None}
+        found = gradients_of(tensor_leaves(returned)[0] * share, list(trained.values()))
+        return {name: each for name, each in zip(trained, found, strict=True) if each is not None}

@@ -10,7 +10,6 @@ from types import CodeType
 import sympy
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from pipecompile.errors import CaptureError, reason_of
@@ -32,6 +31,7 @@ from pipecompile.frontend.signature import Arguments, InputStructure, OutputStru
 from pipecompile.frontend.source import error_line
 from pipecompile.frontend.torch_patches import silence_torch
 from pipecompile.graph.model_state import distinct_tensors, fake_state, has_values
+from pipecompile.graph.torch_repairs import new_fake_mode
 
 __all__ = ["RecordedForward", "record_forward"]
 
@@ -104,7 +104,7 @@ def _record_once(
     tensors = inputs.flatten(call)
     environment = ShapeEnv()
     # Tensors that no module owns, such as those in globals, are real, and become constants.
-    mode = FakeTensorMode(shape_env=environment, allow_non_fake_inputs=True)
+    mode = new_fake_mode(environment)
     recorder = ForwardRecorder(model, mode, fake_state(model, mode), options, cached)
     dims = [{d} if symbolic and d is not None else set() for d in inputs.batch_dims]
     lengths = options.lengths or [frozenset[int]()] * len(tensors)

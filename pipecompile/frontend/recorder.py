@@ -16,7 +16,7 @@ symbolic in the arguments and become integers when the graph is instantiated for
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager
 from types import CodeType
 from typing import Any
@@ -238,8 +238,8 @@ class ForwardRecorder(TorchFunctionMode):
             answer = self.values.answer(func, args[0])
             if answer is not None:
                 return answer
-        if name == "equal" and any(isinstance(each, FakeTensor) for each in args):
-            # Of two truth values fakes would give the answer that istft expects (torch_repairs.py).
+        if name == "equal" and _are_fake_truths(list(tensors_in((args, kwargs)))):
+            # Fakes would give the answer that istft expects (torch_repairs.py).
             raise DataDependentOutputException(torch.ops.aten.equal.default)
         refuse_conversion(self.recording, func, args)
         refuse_lasting_write(self.recording, name, args, kwargs)
@@ -341,8 +341,8 @@ class ForwardRecorder(TorchFunctionMode):
         try:
             if packs_padding(module, args, kwargs):
                 raise CaptureError(
-                    f"{path}: an nn.TransformerEncoder in eval mode, whose gradients nobody needs, "
-                    "makes nested tensors of padded samples, which no stage sends; make it with "
+                    f"{path}: an nn.TransformerEncoder in eval mode, of which nothing is trained, "
+                    "may make nested tensors of padded samples, which no stage sends; make it with "
                     "enable_nested_tensor=False"
                 )
             if self._is_leaf(module, path) or is_fused(module, tensors_in((args, kwargs))):
@@ -434,3 +434,9 @@ class ForwardRecorder(TorchFunctionMode):
         refuse_backward_hooks(module, path or type(self.root).__name__)
         if any(True for _ in forward_hooks(module)):
             self.hooked.add(path)
+
+
+def _are_fake_truths(tensors: Sequence[Tensor]) -> bool:
+    """Return whether tensors are single truth values, and one of them has no value."""
+    are_truths = all(each.dim() == 0 and each.dtype == torch.bool for each in tensors)
+    return are_truths and any(isinstance(each, FakeTensor) for each in tensors)

@@ -31,6 +31,7 @@ __all__ = [
     "SEED",
     "TrainingStep",
     "fill_zeros",
+    "gradients_of",
     "gradients_put_aside",
     "restored_state",
     "seed_everything",
@@ -149,6 +150,13 @@ def _gradients(outputs: Sequence[Tensor], parameters: Sequence[Tensor]) -> Seque
     `torch.autograd.grad` would not do: reentrant checkpoints, for example, only know `backward`.
     """
     differentiable = [value for value in outputs if value.requires_grad]
+    if not differentiable:
+        return [None] * len(parameters)
+    return gradients_of(torch.stack(list(map(_weighted_sum, differentiable))).sum(), parameters)
+
+
+def gradients_of(loss: Tensor, parameters: Sequence[Tensor]) -> Sequence[Tensor | None]:
+    """Return the gradients of a loss; those of the user are put aside meanwhile."""
     gradients_before = [parameter.grad for parameter in parameters]
     # Hooks that run after a gradient is accumulated may step an optimizer, so they are taken away.
     hooks = [dict(parameter._post_accumulate_grad_hooks or {}) for parameter in parameters]
@@ -157,8 +165,7 @@ def _gradients(outputs: Sequence[Tensor], parameters: Sequence[Tensor]) -> Seque
             parameter.grad = None
             if own_hooks:
                 parameter._post_accumulate_grad_hooks.clear()
-        if differentiable:
-            torch.stack(list(map(_weighted_sum, differentiable))).sum().backward()
+        loss.backward()
         return [parameter.grad for parameter in parameters]
     finally:
         for parameter, gradient, own_hooks in zip(parameters, gradients_before, hooks, strict=True):

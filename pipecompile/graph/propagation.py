@@ -19,6 +19,7 @@ from pipecompile.graph.data_answers import node_conditions
 from pipecompile.graph.model_state import distinct_tensors, fake_state, swapped_state
 from pipecompile.graph.pytrees import tensor_leaves
 from pipecompile.graph.side_effects import SideEffectTracker
+from pipecompile.graph.torch_repairs import new_fake_mode
 
 __all__ = ["propagate"]
 
@@ -75,7 +76,7 @@ def propagate(
 
     Attributes of modules and the random state are restored.
     """
-    mode = mode or FakeTensorMode(allow_non_fake_inputs=True)
+    mode = mode or new_fake_mode()
     state = fake_state(module, mode)
     fakes = [mode.from_tensor(tensor, static_shapes=True) for tensor in distinct_tensors(inputs)]
     propagator = _Propagator(module, garbage_collect_values=False)

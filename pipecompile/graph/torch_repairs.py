@@ -27,8 +27,12 @@ from torch._ops import OpOverload
 from torch._subclasses import fake_impls
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 from torch.fx import graph as fx_graph
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-__all__ = ["repair_torch"]
+__all__ = ["new_fake_mode", "repair_torch"]
+
+_OF_CAPTURES = "_answers_istft"
+"""An attribute of the modes of fakes that are ours; others go without `_equality`."""
 
 _fake_grouped_product = getattr(_meta_registrations, "_meta_grouped_mm_common", None)
 _fake_lstm_layer = getattr(decompositions, "one_layer_lstm", None)
@@ -91,9 +95,19 @@ def _lstm_layer(*args: Any, **kwargs: Any) -> tuple[Tensor, tuple[Tensor, ...]]:
     return output, tuple(each.squeeze(0) if each.dim() == 3 else each for each in states)
 
 
+def new_fake_mode(shape_env: ShapeEnv | None = None) -> FakeTensorMode:
+    """Return a mode of fakes for a capture, or for a run of a graph."""
+    mode = FakeTensorMode(shape_env=shape_env, allow_non_fake_inputs=True)
+    setattr(mode, _OF_CAPTURES, True)
+    return mode
+
+
 def _equality(mode: FakeTensorMode, func: OpOverload, left: Tensor, right: Tensor) -> bool:
-    """Return what `istft` expects when it asks whether its window is too small somewhere."""
-    if left.dim() == right.dim() == 0 and left.dtype == right.dtype == torch.bool:
+    """Return what `istft` expects when it asks whether its window is too small somewhere: a truth
+    value, beside another one. What a forward itself asks is refused by the recorder.
+    """
+    kinds = {(each.dim(), each.dtype) for each in (left, right)}
+    if kinds == {(0, torch.bool)} and hasattr(mode, _OF_CAPTURES):
         return False
     raise DataDependentOutputException(func)
 

@@ -17,6 +17,7 @@ from pipecompile.graph.kv_cache import kv_token_bytes
 from pipecompile.graph.model_state import has_values, named_state
 from pipecompile.graph.restored_state import tensors_restored
 from pipecompile.graph.storages import size_bytes
+from pipecompile.graph.torch_repairs import new_fake_mode
 from pipecompile.ir import graph as ir
 from pipecompile.profiling.cuda import as_on_cuda
 from pipecompile.profiling.folds import Fold, IrregularError, folds_of
@@ -108,7 +109,7 @@ def _fakes(cost_model: CostModel, workload: Workload) -> Iterator[Workload]:
     is_cuda = cost_model.allocator == "cuda"
     with (
         _reproducible_fakes(),
-        FakeTensorMode(allow_non_fake_inputs=True),
+        new_fake_mode(),
         as_on_cuda(cost_model.fused_attention) if is_cuda else nullcontext(),
         workload.faked() as fake,
     ):

@@ -136,10 +136,9 @@ def spread_overflow(gradients: Sequence[Tensor], scale: Tensor, deadline: Deadli
     has_overflow, largest, smallest = told.tolist()
     if largest != -smallest:
         raise InputError(
-            f"the scalers of ranks have other scales, from {-smallest:g} to {largest:g}, as when "
-            "gradients were changed after a step on one rank alone, and its scaler has skipped the "
-            "update; change them by hooks or alike on all ranks, and load a checkpoint or make the "
-            "scalers anew"
+            f"the scalers of ranks have other scales, from {-smallest:g} to {largest:g}: they were "
+            "made otherwise, or gradients were changed after a step on one rank alone, whose "
+            "scaler then skipped the update; make all alike, and change gradients on all ranks"
         )
     if has_overflow:
         for gradient in gradients:

@@ -17,7 +17,8 @@ sums it. Four kinds of parameters are no such branch:
     branching off a custom autograd Function     input backward: a Function computes all of its
     or a GroupNorm                               gradients at once
     below a tensor with a hook                   input backward: a hook may count, or keep what it
-                                                 sees, and would run in each half
+                                                 sees, and would run in each half; not so if the
+                                                 parameter has a hook, see `_final_begin`
 
 The weight backward adds the gradients of the last three kinds to `.grad`, like all others. Each
 call of autograd walks the graph below its begin, so the bookkeeping of the weight backward grows

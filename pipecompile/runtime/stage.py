@@ -249,6 +249,7 @@ class EagerStage:
         return tuple([value.view_as(value) if id(value) in given else value for value in outputs])
 
     def _outputs(self, inputs: Sequence[Tensor], stream_key: StreamKey) -> tuple[Tensor, ...]:
+        is_enabled = torch.is_grad_enabled()
         stream = use_stream(stream_key, _cuda_devices(inputs)) if self._random else nullcontext()
         try:
             with stream, entered_contexts_left(), self._noting():
@@ -258,6 +259,10 @@ class EagerStage:
             raise  # who catches these wants them as they are
         except Exception as error:
             raise InputError(failure_of_forward(error, inputs)) from error
+        finally:
+            # The user's code may have failed where it had switched gradients off.
+            if torch.is_grad_enabled() != is_enabled:
+                torch.set_grad_enabled(is_enabled)
 
     def _roots(
         self, saved: SavedForward, gradients: Sequence[Tensor | None]

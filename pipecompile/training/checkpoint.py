@@ -117,7 +117,7 @@ class Checkpoint:
         about a tied parameter, or if steps have put gradients aside.
         """
         self.wait()
-        self._run.meet(f"the save of a checkpoint to {_checked(path)} with {self._state.parts}")
+        self._run.meet(f"the save of a checkpoint to {_checked(path)}")
         written = self._written()
         # Only now that nothing is refused: until then the old checkpoint can still be read.
         self._drop(path)
@@ -134,8 +134,7 @@ class Checkpoint:
         does `wait`: call that at the end of the run. They raise the error if it could not write.
         """
         self.wait()
-        parts = self._state.parts
-        self._run.meet(f"the asynchronous save of a checkpoint to {_checked(path)} with {parts}")
+        self._run.meet(f"the asynchronous save of a checkpoint to {_checked(path)}")
         if self._group is None and self._state.is_distributed:
             # In the group of the steps, the thread's messages would get between theirs. And groups
             # of NCCL do not carry what is on the host.

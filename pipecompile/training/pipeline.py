@@ -239,9 +239,9 @@ class Pipeline(HeldModel):
         stage.
 
         With a `target` it is instead what `step` would return: the loss of all samples and all
-        replicas, or the pair of that and of what else the loss function returns, joined. It is given
-        on all ranks or on none. To get outputs and the loss from one run, let the loss function
-        return (loss, output).
+        replicas, or the pair of that and of what else the loss function returns, joined. It is
+        given on all ranks or on none. To get outputs and the loss from one run, let the loss
+        function return (loss, output).
 
         A batch may have any number of samples, also more than planned. Outputs are what the model
         computes in eval mode while gradients are on, even if it takes a shortcut without them.
@@ -265,6 +265,7 @@ class Pipeline(HeldModel):
         with self._runner.refusing_together(f"the clipping after {self.steps} steps"):
             rule, order = UpdateRule.of(max_norm), norm_type_of(norm_type)
         name = f"the clipping to {rule.max_norm} by norm {order} after {self.steps} steps"
+        name += ", with error_if_nonfinite" if error_if_nonfinite else ""
         with self._runner.watched_together(name):
             norm = self._begin_norm(order).wait(self._runner.deadline)
         if error_if_nonfinite and not norm.isfinite():

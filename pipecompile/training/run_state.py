@@ -85,13 +85,6 @@ class RunState:
         return world.rank() if self.is_distributed else 0
 
     @property
-    def parts(self) -> str:
-        """What it is of besides the weights, in words, which ranks compare."""
-        parts = (*self._optimizers, *self._schedulers, self._scaler)
-        kinds = [type(part).__name__ for part in parts if part is not None]
-        return ", ".join(kinds) or "no optimizer"
-
-    @property
     def _processes(self) -> int:
         return world.size() if self.is_distributed else 1
 

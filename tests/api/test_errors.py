@@ -443,7 +443,10 @@ def test_a_bad_pin_is_told_as_it_was_written(output: Path) -> None:
     [
         ({"microbatch": 4}, "unknown option 'microbatch'; did you mean 'microbatches'?"),
         ({"leaf": "Linear"}, "leaf='Linear' is not a list of names"),
-        ({"no_split": ["0"]}, "no_split='0' is not a list of names"),
+        (
+            {"no_split": ["0"]},
+            r"no_split=\['0'\] is not a list of lists; write no_split=\[\['0'\]\]",
+        ),
         ({"stages_per_rank": "2"}, "stages_per_rank='2' must be a whole number"),
         ({"k": 2.0}, r"k=2\.0 must be a whole number"),
     ],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from threading import Lock
 from typing import Any, cast
 
 import torch
@@ -21,6 +22,9 @@ __all__ = [
 ]
 
 _HOOKED = "pipecompile: a hook on a tensor"
+_REGISTER = Tensor.register_hook
+_LOCK = Lock()
+_blocks = 0
 
 
 def gradient_edge(tensor: Tensor) -> graph.GradientEdge:
@@ -51,18 +55,28 @@ def may_hook_tensors(module: nn.Module) -> bool:
 @contextmanager
 def hooks_noted() -> Iterator[None]:
     """Note the hooks that are put on tensors in the block."""
-    original = Tensor.register_hook
-
-    def register_noted(tensor: Tensor, hook: Callable[[Tensor], Any]) -> Any:
-        handle = original(tensor, hook)  # type: ignore[no-untyped-call]
-        note_hook(tensor)
-        return handle
-
-    Tensor.register_hook = register_noted  # type: ignore[method-assign]
+    _note_by(1)
     try:
         yield
     finally:
-        Tensor.register_hook = original  # type: ignore[method-assign]
+        _note_by(-1)
+
+
+def _note_by(change: int) -> None:
+    """Count the blocks that are open, in all threads: the first one puts the method in the place of
+    torch's, and the last one takes it away.
+    """
+    global _blocks
+    with _LOCK:
+        _blocks += change
+        method = _register_noted if _blocks else _REGISTER
+        Tensor.register_hook = method  # type: ignore[method-assign]
+
+
+def _register_noted(tensor: Tensor, hook: Callable[[Tensor], Any]) -> Any:
+    handle = _REGISTER(tensor, hook)  # type: ignore[no-untyped-call]
+    note_hook(tensor)
+    return handle
 
 
 def has_noted_hook(node: graph.Node) -> bool:

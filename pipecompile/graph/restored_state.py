@@ -52,9 +52,9 @@ def tensors_restored(
 def is_same_tensor(left: Tensor, right: Tensor) -> bool:
     """Return whether two tensors are equal in shape, type and every element; NaN equals NaN."""
     if left.is_nested or right.is_nested:  # which have no shape
-        pairs = zip(left.unbind(), right.unbind(), strict=False)
-        is_alike = left.is_nested == right.is_nested and left.size(0) == right.size(0)
-        return is_alike and all(is_same_tensor(one, other) for one, other in pairs)
+        if left.is_nested != right.is_nested or left.size(0) != right.size(0):
+            return False
+        return all(map(is_same_tensor, left.unbind(), right.unbind()))
     if left.shape != right.shape or left.dtype != right.dtype:
         return False
     if torch.equal(left, right):

@@ -15,7 +15,8 @@ before it have run, so that the host could never run ahead of its GPU.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from hashlib import blake2b
 
 import torch.distributed as dist
@@ -24,7 +25,7 @@ from pipecompile.errors import InputError
 from pipecompile.runtime.board import NUMBER_BITS, Reading, board_of
 from pipecompile.runtime.watch import StepWatch
 
-__all__ = ["REFUSAL", "Agreement", "Forum", "Statement"]
+__all__ = ["REFUSAL", "Agreement", "AgreementOfReplicas", "Forum", "Statement"]
 
 REFUSAL = "the refusal"
 """Under this name a rank says that it, or another one, does not begin, and why."""
@@ -60,8 +61,8 @@ class Agreement:
 
     `said` has the same names on all of them, but only `REFUSAL` on one that refuses. `number` is
     that of the step or evaluation. `history` is how many steps of this kind the rank has ended:
-    ranks differ in that if one failed in a step that others have ended. If it `is_refused`, all
-    ranks know that they do not begin, and `told` is what each of them has said.
+    ranks differ in that if one failed in a step that others have ended, and `histories` are those
+    of all once it is settled. If it `is_refused`, all ranks know that they do not begin.
     """
 
     def __init__(
@@ -78,7 +79,7 @@ class Agreement:
         self._watch = watch
         self.is_history_the_same = True
         self.is_refused = False
-        self.told: Sequence[Mapping[str, str]] = ()
+        self.histories: Sequence[int] = ()
         numbers = said.digest, number, history
         self._read: Reading | None = forum.board.tell(numbers, watch.deadline)
 
@@ -91,6 +92,7 @@ class Agreement:
         with self._watch.waiting_for_all(moment):
             told = self._read()
             self._read = None
+            self.histories = [each[2] for each in told]
             if any(each[:2] != told[0][:2] for each in told):
                 self._raise()
             self.is_history_the_same = told.count(told[0]) == len(told)
@@ -105,7 +107,6 @@ class Agreement:
         self._watch.deadline.wait_for(group)
         own = {**self._said.words, NUMBER: str(self._number)}
         dist.all_gather_object(by_rank, own, group=group)
-        self.told = by_rank
         for other in by_rank:
             if REFUSAL in other:
                 raise InputError(other[REFUSAL])
@@ -120,3 +121,59 @@ class Agreement:
                     "step and options, all ranks of a pipeline the same batch, and each replica "
                     "equally many samples"
                 )
+
+
+class AgreementOfReplicas(Agreement):
+    """An agreement of the ranks of one pipeline, and then, if they have `said_to_all` anything, of
+    the ranks of all replicas.
+
+    Replicas may evaluate different numbers of batches, so that not all ranks come to everyone's
+    board. Two ranks of a pipeline, of which only one would go there, would miss each other:
+
+        rank                       0                1              2, 3 (another replica)
+        the pipeline's board       step, to all     evaluation
+                                   they differ, and 0 goes on to all
+        everyone's board           step             refusal        step      all raise InputError
+
+    So each goes to its pipeline's board first, and says there whether it goes on. `tell_all` tells
+    all ranks something; with `at_once` that is done before the pipeline has agreed.
+    """
+
+    def __init__(
+        self,
+        said: Statement,
+        pipeline: Forum,
+        watch: StepWatch,
+        number: int,
+        said_to_all: Statement | None,
+        tell_all: Callable[[Statement], Agreement],
+        *,
+        at_once: bool = False,
+    ) -> None:
+        super().__init__(said, pipeline, watch, number, int(said_to_all is not None))
+        self._said_to_all = said_to_all
+        self._tell_all = tell_all
+        self._with_all: Agreement | None = None
+        if at_once and said_to_all is not None:
+            self._with_all = tell_all(said_to_all)
+
+    def settle(self, moment: str = "beginning") -> None:
+        """Settle within the pipeline and with all; what one pipeline refuses all ranks hear of, if
+        any rank of it would have gone to them.
+        """
+        if self._read is None:
+            return
+        try:
+            super().settle(moment)
+        except InputError as error:
+            if any(self.histories):
+                with_all = self._with_all or self._tell_all(Statement({REFUSAL: str(error)}))
+                with suppress(InputError):  # the own one says more
+                    with_all.settle(moment)
+            raise
+        if self._said_to_all is not None:
+            with_all = self._with_all or self._tell_all(self._said_to_all)
+            self.is_refused = True  # unless all agree
+            with_all.settle(moment)
+            self.is_refused = False
+            self.is_history_the_same = with_all.is_history_the_same

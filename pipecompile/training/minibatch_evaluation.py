@@ -28,7 +28,8 @@ class MinibatchEvaluation:
         # anything is refused, so that all ranks count alike.
         self._taken += 1
         with_loss = target is not None
-        with runner.refusing_evaluation_together(name, with_loss=with_loss):
+        everyone = runner.evaluates_with_everyone(with_loss=with_loss)
+        with runner.refusing_together(name, everyone=everyone):
             cut = parts.data.read(batch)
             sizes = cut.sizes
             with parts.target.precision():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -365,11 +364,9 @@ class Runner:
         return with_loss or self._parallel is not None
 
     @contextmanager
-    def refusing_together(
-        self, name: str, refuse: Callable[[Exception, StepWatch], None] | None = None
-    ) -> Iterator[None]:
+    def refusing_together(self, name: str, *, everyone: bool = True) -> Iterator[None]:
         """Let the other ranks raise InputError if this one raises something, in what precedes the
-        step or evaluation of that name; `refuse` tells them, by default all of a step.
+        step or evaluation of that name: `everyone`, or the ranks of the pipeline.
         """
         if self.watch is not None:
             # Told to nobody: the connections may be closed, and the others have lost them too.
@@ -379,18 +376,8 @@ class Runner:
         except Exception as error:
             if self.watch is not None:
                 with self.watch.watched(name):
-                    (refuse or self._agreement.refuse_step)(error, self.watch)
+                    self._agreement.refuse(error, self.watch, everyone=everyone)
             raise
-
-    def refusing_evaluation_together(
-        self, name: str, *, with_loss: bool
-    ) -> AbstractContextManager[None]:
-        """Return the context in which the ranks that evaluate with this one do not begin if it
-        raises something.
-        """
-        everyone = self.evaluates_with_everyone(with_loss=with_loss)
-        refuse = partial(self._agreement.refuse_evaluation, everyone=everyone)
-        return self.refusing_together(name, refuse)
 
     def spread_overflow(self, parameters: Iterable[Tensor], scaler: GradScaler) -> None:
         """Let gradients overflow on all ranks if they do on one; InputError, on all of them, if

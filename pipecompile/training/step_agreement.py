@@ -17,7 +17,13 @@ from pipecompile.errors import InputError, PipecompileError
 from pipecompile.ir.plan import Plan
 from pipecompile.ir.serialization import fingerprint
 from pipecompile.runtime import world
-from pipecompile.runtime.agreement import REFUSAL, Agreement, Forum, Statement
+from pipecompile.runtime.agreement import (
+    REFUSAL,
+    Agreement,
+    AgreementOfReplicas,
+    Forum,
+    Statement,
+)
 from pipecompile.runtime.board import Board
 from pipecompile.runtime.place import RankPlace
 from pipecompile.runtime.rank_step import Minibatch
@@ -31,7 +37,6 @@ FIRST_STEPS, STEPS_BETWEEN = 2, 100
 MOST_ELEMENTS = 2**16
 """Of each tensor of a microbatch, that are compared."""
 SCALE = "scale of the scaler"
-TARGET = "a target"
 HOST_BACKENDS = frozenset({"gloo"})
 """The backends whose groups exchange tensors of the host."""
 
@@ -77,8 +82,10 @@ class StepAgreement:
 
         `flags` are what else is given to `step`; for `history` see `Agreement`.
         """
-        everyone = self._everyone
-        agreement = self._begin("a step", program, minibatch, watch, everyone, flags, history)
+        said = self._statement("a step", program, minibatch, flags)
+        number = minibatch.step
+        agreement = self._agreement(said, watch, number, history, to_all=said, at_once=True)
+        self._settle_news(agreement, "a step", program, minibatch)
         if self._compares(minibatch):
             # Settled first: a rank that refuses the step does not come to this exchange.
             agreement.settle()
@@ -97,26 +104,22 @@ class StepAgreement:
         """Begin to compare an evaluation over the ranks of the pipeline: replicas may evaluate
         other batches. If it needs `everyone`, all ranks then settle that they evaluate.
         """
-        what, flags = "an evaluation", {TARGET: with_loss}
-        begun = self._tell(what, program, minibatch, watch, self._pipeline, flags)
-        if len(self._place.pipelines) == 1:
-            self._settle_news(begun, what, program, minibatch)
-            return begun
-        # First within the pipeline: a rank of it without a target would not come to everyone.
-        try:
-            begun.settle()
-        except InputError as error:
-            self._refuse_to_replicas(str(error), begun, watch, everyone=everyone)
-            raise
-        if everyone:
-            said = {
-                "what it begins": what,
-                "the plan": self._plan_digest,
-                "the number of its pipeline": self._number,
-                **_named_flags(flags),
-            }
-            Agreement(Statement(said), self._everyone, watch).settle()
-        return begun
+        what, flags = "an evaluation", {"a target": with_loss}
+        said = self._statement(what, program, minibatch, flags)
+        to_all = {
+            "what it begins": what,
+            "the plan": self._plan_digest,
+            "the number of its pipeline": self._number,
+            **_named_flags(flags),
+        }
+        number = minibatch.step
+        agreement = self._agreement(
+            said, watch, number, to_all=Statement(to_all) if everyone else None
+        )
+        if len(self._place.pipelines) > 1:
+            agreement.settle()
+        self._settle_news(agreement, what, program, minibatch)
+        return agreement
 
     @contextmanager
     def ending_together(self, begun: Agreement, watch: StepWatch) -> Iterator[None]:
@@ -131,41 +134,49 @@ class StepAgreement:
             # Else the others wait for messages; so they learn of it.
             has_ended = not (begun.is_refused or watch.has_lost_messages)
             if has_ended and not watch.deadline.is_over():
-                self._refuse_in(self._pipeline, _refusal_of(error), watch)
+                with suppress(InputError):  # which is what the others raise
+                    Agreement(_refusal_of(error), self._pipeline, watch).settle()
             raise
         ended = Statement({"what it ends": "an evaluation"})
         Agreement(ended, self._pipeline, watch).settle("end")
 
-    def refuse_step(self, error: Exception, watch: StepWatch) -> None:
-        """Tell all ranks, instead of a step, why this one does not begin it."""
-        self._refuse_in(self._everyone, _refusal_of(error), watch)
-
-    def refuse_evaluation(self, error: Exception, watch: StepWatch, *, everyone: bool) -> None:
-        """Tell those that are to evaluate with this rank why it does not begin."""
-        refusal = _refusal_of(error)
-        told = self._refuse_in(self._pipeline, refusal, watch)
-        self._refuse_to_replicas(refusal, told, watch, everyone=everyone)
-
-    def _refuse_to_replicas(
-        self, refusal: str, told: Agreement, watch: StepWatch, *, everyone: bool
-    ) -> None:
-        """Tell the ranks of other replicas that this pipeline does not evaluate, if one of its
-        ranks would have come to them.
+    def refuse(self, error: Exception, watch: StepWatch, *, everyone: bool) -> None:
+        """Tell the others, instead of a step or an evaluation, why this rank does not begin it:
+        `everyone`, or those of the pipeline.
         """
-        name = _name_of_flag(TARGET)
-        has_target = any(words.get(name) == str(True) for words in told.told)
-        if len(self._place.pipelines) > 1 and (everyone or has_target):
-            self._refuse_in(self._everyone, refusal, watch)
-
-    def _refuse_in(self, forum: Forum, refusal: str, watch: StepWatch) -> Agreement:
-        agreement = Agreement(Statement({REFUSAL: refusal}), forum, watch)
+        refusal = _refusal_of(error)
         with suppress(InputError):  # which is what the others raise
-            agreement.settle()
-        return agreement
+            self._agreement(refusal, watch, to_all=refusal if everyone else None).settle()
 
     def meet(self, what: str, watch: StepWatch) -> None:
         """Wait until all ranks begin `what`; InputError if one begins something else."""
-        Agreement(Statement({"what it begins": what}), self._everyone, watch).settle()
+        said = Statement({"what it begins": what})
+        self._agreement(said, watch, to_all=said, at_once=True).settle()
+
+    def _agreement(
+        self,
+        said: Statement,
+        watch: StepWatch,
+        number: int = 0,
+        history: int = 0,
+        *,
+        to_all: Statement | None,
+        at_once: bool = False,
+    ) -> Agreement:
+        """Begin an agreement of the pipeline, and with replicas of all ranks if something is said
+        `to_all`.
+        """
+        if len(self._place.pipelines) == 1:
+            return Agreement(said, self._everyone, watch, number, history)
+        # Replicas may have taken different numbers of evaluations.
+        number_for_all = number if at_once else 0
+
+        def tell_all(statement: Statement) -> Agreement:
+            return Agreement(statement, self._everyone, watch, number_for_all, history)
+
+        return AgreementOfReplicas(
+            said, self._pipeline, watch, number, to_all, tell_all, at_once=at_once
+        )
 
     def _compares(self, minibatch: Minibatch) -> bool:
         return self._compared < FIRST_STEPS or minibatch.step % STEPS_BETWEEN == 0
@@ -196,20 +207,6 @@ class StepAgreement:
         for number in range(self._place.replicas):
             _refuse_other_values({rank: d for rank, (of, d) in enumerate(by_rank) if of == number})
 
-    def _begin(
-        self,
-        what: str,
-        program: Program,
-        minibatch: Minibatch,
-        watch: StepWatch,
-        forum: Forum,
-        flags: Mapping[str, bool],
-        history: int = 0,
-    ) -> Agreement:
-        agreement = self._tell(what, program, minibatch, watch, forum, flags, history)
-        self._settle_news(agreement, what, program, minibatch)
-        return agreement
-
     def _settle_news(
         self, agreement: Agreement, what: str, program: Program, minibatch: Minibatch
     ) -> None:
@@ -220,34 +217,27 @@ class StepAgreement:
             agreement.settle()
             self._kinds.add(kind)
 
-    def _tell(
-        self,
-        what: str,
-        program: Program,
-        minibatch: Minibatch,
-        watch: StepWatch,
-        forum: Forum,
-        flags: Mapping[str, bool],
-        history: int = 0,
-    ) -> Agreement:
+    def _statement(
+        self, what: str, program: Program, minibatch: Minibatch, flags: Mapping[str, bool]
+    ) -> Statement:
+        """Return what this rank says of a step or an evaluation."""
         inputs, kind = minibatch.inputs, _kind_of(what, program, minibatch)
-        shapes, last = _described(inputs[0]), _described(inputs[-1])
         key = (*kind, minibatch.samples, minibatch.seed, *flags.items())
         if key not in self._said:
             said = {
                 "what it begins": what,
                 "the plan": self._plan_digest,
                 "the number of its pipeline": self._number,
-                "the input of a microbatch": shapes,
+                "the input of a microbatch": _described(inputs[0]),
                 "the number of samples": minibatch.samples,
                 "the number of microbatches": len(inputs),
-                "the input of the last microbatch": last,
+                "the input of the last microbatch": _described(inputs[-1]),
                 "the set of modules in train mode": sorted(program.modules_in_train_mode),
                 "the seed": minibatch.seed,
                 **_named_flags(flags),
             }
             self._said[key] = Statement(said)
-        return Agreement(self._said[key], forum, watch, minibatch.step, history)
+        return self._said[key]
 
 
 def _kind_of(what: str, program: Program, minibatch: Minibatch) -> tuple[Any, ...]:
@@ -290,19 +280,15 @@ def _forums(place: RankPlace) -> tuple[Forum, Forum]:
     return everyone, everyone if group is None else Forum(group)
 
 
-def _refusal_of(error: Exception) -> str:
-    """Return what the others are to say of the error of this rank."""
+def _refusal_of(error: Exception) -> Statement:
+    """Return what a rank tells the others of its error."""
     # Only messages of our own say by themselves what is wrong.
     kind = "" if isinstance(error, PipecompileError) else f"{type(error).__name__}: "
-    return f"rank {world.rank()} refuses what it was given: {kind}{error}"
+    return Statement({REFUSAL: f"rank {world.rank()} refuses what it was given: {kind}{error}"})
 
 
 def _named_flags(flags: Mapping[str, bool]) -> dict[str, bool]:
-    return {_name_of_flag(name): flag for name, flag in flags.items()}
-
-
-def _name_of_flag(flag: str) -> str:
-    return f"whether it was given {flag}"
+    return {f"whether it was given {name}": flag for name, flag in flags.items()}
 
 
 def _digest_of(values: Any) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -200,6 +201,11 @@ def said_of_evaluations() -> list[tuple[str, str, bool]]:
         is_well = _steps_well(pipeline)
         pipeline.evaluate(X, X)
         said.append((*found, is_well))
+    # What only some ranks of each pipeline begin, as where one looks at the loss that it alone has.
+    for act in (lambda: pipeline.evaluate(X, X), lambda: pipeline.clip_grad_norm_(1.0)):
+        is_last = dist.get_rank() % 2 == 1
+        taken = act if is_last else partial(pipeline.step, X, None)
+        said.append((*_said(nullcontext, taken), _steps_well(pipeline)))
     # One that is refused before ranks compare anything, on a rank without a target or with one.
     for rank, target in ((1, X), (2, None)):
         given = _on_one(rank, "x")

@@ -10,8 +10,8 @@ stage may have begun the next microbatch before the loss, or another rank runs t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import NamedTuple
 
@@ -26,7 +26,6 @@ from pipecompile.frontend.other_data import FAR, enlarged, other_data
 from pipecompile.frontend.signature import Arguments
 from pipecompile.frontend.target import Target
 from pipecompile.frontend.training_step import (
-    gradients_put_aside,
     restored_state,
     seed_everything,
 )
@@ -135,7 +134,7 @@ def _taken(
             return _copies(model(*then.args, **then.kwargs))
 
     with (
-        gradients_put_aside(target.model_with_loss),
+        _gradients_put_aside(target.model_with_loss),
         restored_state(model),
         restored_state(loss),
         callable_restored(target.loss_fn, *holders_of_user(model)),
@@ -165,6 +164,19 @@ def _gradients(returned: Sequence[Tensor], trained: Sequence[Tensor]) -> list[Te
     with suppress(RuntimeError):
         gradients = torch.autograd.grad(roots, leaves, allow_unused=True)
     return [each for each in gradients if each is not None]
+
+
+@contextmanager
+def _gradients_put_aside(model: nn.Module) -> Iterator[None]:
+    """Leave the gradients of parameters as they are: a loss may go back by itself."""
+    before = [(parameter, parameter.grad) for parameter in model.parameters()]
+    try:
+        for parameter, _ in before:
+            parameter.grad = None
+        yield
+    finally:
+        for parameter, gradient in before:
+            parameter.grad = gradient
 
 
 def _are_the_same(losses: Sequence[Tensor], others: Sequence[Tensor]) -> bool:

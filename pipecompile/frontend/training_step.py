@@ -32,7 +32,6 @@ __all__ = [
     "TrainingStep",
     "fill_zeros",
     "gradients_of",
-    "gradients_put_aside",
     "restored_state",
     "seed_everything",
     "training_step",
@@ -205,19 +204,6 @@ def seed_everything() -> None:
     seed_generators(SEED)
     random.seed(SEED)
     np.random.seed(SEED)
-
-
-@contextmanager
-def gradients_put_aside(model: nn.Module) -> Iterator[None]:
-    """Begin the block without gradients of parameters, and put those from before back after it."""
-    before = [(parameter, parameter.grad) for parameter in model.parameters()]
-    try:
-        for parameter, _ in before:
-            parameter.grad = None
-        yield
-    finally:
-        for parameter, gradient in before:
-            parameter.grad = gradient
 
 
 @contextmanager

@@ -11,7 +11,8 @@ and reads a parameter named "self" into that of the generated forward.
 Fake tensors multiply groups of matrices, as mixtures of experts do, in bfloat16 only (until torch
 2.14), while real ones do so in float32 too. They count integers, as the tokens of each expert, on
 GPUs only, while fakes of the CPU stand in for tensors of any device here. The states of an LSTM
-have one dimension too many on fake tensors that carry gradients (until torch 2.11).
+have one dimension too many on fake tensors that carry gradients (until torch 2.11). Of its window
+`istft` asks whether it is too small somewhere, which fakes cannot know; those of captures say no.
 """
 
 from __future__ import annotations
